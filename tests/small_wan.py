@@ -1,0 +1,46 @@
+"""Random Wan pipelines of the real classes, small enough to build in a second."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+WORDS = "a red blue green circle square on background , left right top bottom center".split()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words to numbers, with T5's pad and end tokens."""
+    vocab = {t: i for i, t in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def transformer(seed: int, layers: int = 4, **config: int) -> WanTransformer3DModel:
+    """A random expert whose output depends on all of its inputs (fresh Wan weights give almost nothing)."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = dict(num_attention_heads=2, attention_head_dim=32, in_channels=16, out_channels=16, text_dim=32, freq_dim=32,
+                 ffn_dim=96, num_layers=layers, rope_max_seq_len=64) | config  # fmt: skip
+    torch.manual_seed(seed)
+    model = WanTransformer3DModel(**sizes)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def make_wan(folder: Path, *, experts: int = 2, layers: int = 4) -> Path:
+    """Write a pipeline as diffusers writes it: Wan2.2 A14B's parts, or with one expert Wan2.1's."""
+    torch.manual_seed(0)
+    text = UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS) + 3, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2))
+    vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    second = transformer(2, layers) if experts == 2 else None
+    WanPipeline(
+        tokenizer=tokenizer(), text_encoder=text, vae=vae, scheduler=scheduler, transformer=transformer(1, layers),
+        transformer_2=second, boundary_ratio=0.875 if experts == 2 else None,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder

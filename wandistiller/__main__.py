@@ -1,0 +1,200 @@
+"""`wandistiller COMMAND`: the command line, the exit codes, and one message for all ranks."""
+
+import argparse
+import dataclasses
+import os
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from wandistiller.config import ConfigError, RunConfig, read_run_config
+
+OK, WRONG_INPUT, OUT_OF_MEMORY = 0, 2, 3
+COMMANDS = {
+    "prepare": "encode prompts, images, videos, or let the teacher make latents; fills the cache",
+    "train": "distil; prepares what the cache lacks, draws pictures, exports the student",
+    "export": "a checkpoint -> a diffusers pipeline folder",
+    "sample": "a pipeline folder and prompts -> PNG or MP4 files and a grid",
+    "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
+}
+MEMORY_ADVICE = """Out of memory on rank {rank}: {error}
+What helps, in order: a teacher JSON that offloads (ds_configs/teacher/zero_inference_cpu.json), a smaller
+train_micro_batch_size_per_gpu with more gradient_accumulation_steps, `activation_checkpointing` in the student's JSON,
+ZeRO-3 with offload (ds_configs/student/zero3_offload.json), fewer pixels or frames, a smaller student;
+and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; every flag of prepare and train is a field of RunConfig."""
+    top = argparse.ArgumentParser("wandistiller", description="Distil a large Wan into a small student.")
+    top.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it before the command
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    made = {name: commands.add_parser(name, help=text, description=text) for name, text in COMMANDS.items()}
+    for name in ("prepare", "train"):
+        made[name].usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
+        made[name].add_argument("--recipe", metavar="FILE", help="a whole run in one JSON; its keys are the flags below")
+        _add_run_flags(made[name])
+    _add_export_flags(made["export"])
+    _add_sample_flags(made["sample"])
+    _add_evaluate_flags(made["evaluate"])
+    return top
+
+
+def _add_run_flags(command: argparse.ArgumentParser) -> None:
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(RunConfig):
+        group = groups.setdefault(f.metadata["group"], command.add_argument_group(f.metadata["group"])
+                                  if f.metadata["group"] not in groups else None)  # fmt: skip
+        kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+        how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=f.metadata["help"])
+        if bool in kinds:
+            how["action"] = "store_true"
+        elif typing.get_origin(kinds[0]) is list:
+            how |= {"nargs": "+", "metavar": "P"}
+        else:
+            how |= {"type": kinds[0]} | ({} if "choices" in how else {"metavar": kinds[0].__name__.upper()[0]})
+        group.add_argument(f"--{f.name}", **how)
+
+
+def _add_export_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--checkpoint", type=Path, required=True, help="an output folder (newest) or checkpoints/step_...")
+    command.add_argument("--output", type=Path, required=True, help="the pipeline folder to write")
+    command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+
+
+def _add_sample_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="a diffusers Wan pipeline folder or hub id, or `tiny`")
+    command.add_argument("--prompts", nargs="+", required=True, help="texts, or one file of prompts")
+    command.add_argument("--output", type=Path, required=True, help="folder for the pictures")
+    command.add_argument("--height", type=int)
+    command.add_argument("--width", type=int)
+    command.add_argument("--num_frames", type=int, default=1)
+    command.add_argument("--steps", type=int, default=40)
+    command.add_argument("--guidance_scale", type=float, default=1.0, help="1 for a student that has it folded in")
+    command.add_argument("--guidance_scale_2", type=float)
+    command.add_argument("--negative_prompt")
+    command.add_argument("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
+    command.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+
+
+def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--student_path", type=Path, required=True, help="an exported student")
+    command.add_argument("--teacher_path", help="default: the one it was distilled from")
+    command.add_argument("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")
+    command.add_argument("--num_prompts", type=int, default=64)
+    command.add_argument("--steps", type=int, help="default: those the student was made with")
+    command.add_argument("--batch", type=int, default=16, help="prompts sampled at once")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--output", type=Path, help="default: beside the student")
+    command.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    flags = vars(parser().parse_args(argv))
+    flags.pop("local_rank")
+    command = flags.pop("command")
+    try:
+        {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command](command, flags)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(f"error: {p}" for p in error.problems), file=sys.stderr, flush=True)
+        return WRONG_INPUT
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(MEMORY_ADVICE.format(rank=os.environ.get("RANK", "0"), error=error), file=sys.stderr, flush=True)
+        return OUT_OF_MEMORY
+    return OK
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _run_job(command: str, flags: dict[str, Any]) -> None:
+    """prepare and train: check everything on every rank, agree, then start."""
+    from wandistiller import distributed
+    from wandistiller.job import read_job
+
+    problems, job = [], None
+    try:
+        run = read_run_config(flags.pop("recipe", None), flags)
+        job = read_job(run, distributed.world_size())
+    except ConfigError as error:
+        problems = error.problems
+    distributed.init(job.run.log_level if job else "warning")
+    problems = list(dict.fromkeys(p for rank in distributed.gather_objects(problems) for p in rank))
+    if problems:
+        raise ConfigError(*problems)
+    if job.run.dry_run:
+        for line in [*job.summary(), "dry run: nothing was loaded or written"]:
+            distributed.log0(line)
+        return distributed.finish()
+    from wandistiller import prepare, train
+
+    {"prepare": prepare, "train": train}[command].run(job)
+
+
+def _export(_: str, flags: dict[str, Any]) -> None:
+    import torch
+
+    from wandistiller.export import export
+
+    print(export(flags["checkpoint"], flags["output"], getattr(torch, flags["dtype"])))
+
+
+def _sample(_: str, flags: dict[str, Any]) -> None:
+    from wandistiller import distributed
+    from wandistiller.sample import Sampling, sample
+    from wandistiller.wan import open_wan
+
+    distributed.init()
+    folder = open_wan(flags["model"])
+    height = flags["height"] or (64 if folder.is_tiny else 480)
+    width = flags["width"] or (64 if folder.is_tiny else 832)
+    how = Sampling(height=height, width=width, **{k: flags[k] for k in (
+        "num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")})  # fmt: skip
+    if found := folder.size_problems(height, width, flags["num_frames"]):
+        raise ConfigError(*found)
+    for file in sample(flags["model"], _prompts(flags["prompts"]), flags["output"], how, flags["seed"], _dtype(flags)):
+        print(file)
+
+
+def _evaluate(_: str, flags: dict[str, Any]) -> None:
+    from wandistiller import distributed
+    from wandistiller.evaluate import FACTS, evaluate
+
+    student = flags["student_path"]
+    if not (student / FACTS).is_file():
+        raise ConfigError(f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` wrote.")
+    prompts = _prompts(flags["prompts"])[: flags["num_prompts"]]
+    distributed.init()
+    more = {k: flags[k] for k in ("teacher_path", "steps", "seed", "batch")}
+    evaluate(student, prompts, flags["output"] or student.parent, dtype=_dtype(flags), **more)
+    distributed.finish()
+
+
+def _prompts(given: list[str]) -> list[str]:
+    """Texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
+    from wandistiller.conditioning import EMBEDDED, read_items
+
+    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
+        return [item.prompt for item in read_items(given[0])]
+    return given
+
+
+def _dtype(flags: dict[str, Any]) -> Any:
+    """--dtype; auto is bfloat16 on an accelerator and float32 on the CPU."""
+    import torch
+
+    name = flags["dtype"]
+    return getattr(torch, name) if name != "auto" else torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""A run's settings: one dataclass that is the recipe's keys, the command line's flags and `resolved/run.json` at once."""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+SHIPPED = next(p for p in (Path(__file__).parent / "ds_configs", Path(__file__).parent.parent / "ds_configs") if p.is_dir())
+WAN_NEGATIVE_PROMPT = (  # Wan2.1's and Wan2.2's own, wan/configs/shared_config.py `sample_neg_prompt`
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+
+
+class ConfigError(Exception):
+    """Wrong input. Holds every problem found, each one a sentence that says where, what was found, what to write."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def problem(where: str | Path, key: str, found: object, remedy: str) -> str:
+    """The one form of an error message: file, key, what was found, what to write instead."""
+    return f"{where}: `{key}` is {json.dumps(found, ensure_ascii=False, default=str)}. {remedy}"
+
+
+def unknown_keys(where: str | Path, given: dict, known: typing.Iterable[str], prefix: str = "") -> list[str]:
+    """A problem for every key of `given` that is not among `known`, with the nearest right one."""
+    known = sorted(known)
+    found = []
+    for key in sorted(set(given) - set(known)):
+        near = get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"Did you mean `{near[0]}`?" if near else f"Known keys: {', '.join(known)}."
+        found.append(problem(where, prefix + key, given[key], f"There is no such key. {hint}"))
+    return found
+
+
+def shipped(path: str) -> Path:
+    """`path` from the current folder; a `ds_configs/...` that is not there is taken from the files we ship."""
+    here = Path(path)
+    if not here.exists() and here.parts[:1] == ("ds_configs",):
+        return SHIPPED.joinpath(*here.parts[1:])
+    return here
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises:
+        ConfigError: the file is missing, is no JSON, is no object, or gives a key twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [k for k, _ in pairs]
+        if twice := sorted({k for k in keys if keys.count(k) > 1}):
+            raise ConfigError(f"{path}: `{twice[0]}` is given twice. Keep one.")
+        return dict(pairs)
+
+    file = shipped(str(path))
+    if not file.is_file():
+        raise ConfigError(f"{path}: no such file.")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a {type(value).__name__}. Write one JSON object, {{...}}.")
+    return value
+
+
+def setting(default: Any, group: str, help: str, **more: Any) -> Any:
+    """A field of RunConfig; `more` goes to argparse (metavar, choices)."""
+    return field(default=default, metadata={"group": group, "help": help, "argparse": more})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Every key of a recipe. None means: the teacher's own value, or the rule that the help text gives."""
+
+    teacher_path: str = setting("", "paths", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    data_path: str = setting("", "paths", "prompts: .txt, .jsonl, a folder of media with .txt beside, or `tiny`")
+    output_dir: str = setting("", "paths", "where the run is written")
+    cache_dir: str | None = setting(None, "paths", "encoded prompts and latents; default OUTPUT/cache")
+    student_config: str | dict = setting("ds_configs/students/half.json", "paths", "the student's architecture and start")
+    deepspeed_config: str | dict = setting("ds_configs/student/zero2_offload.json", "paths", "the student's engine")
+    teacher_deepspeed_config: str | dict = setting(
+        "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
+    )
+    objective: str | dict = setting("velocity", "learning", "what the student matches; settings under this recipe key")
+    guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5)")
+    guidance_scale_2: float | None = setting(None, "learning", "guidance, low-noise expert; default 3")
+    negative_prompt: str = setting(WAN_NEGATIVE_PROMPT, "learning", "the unconditional branch's prompt; default Wan's")
+    shift: float | None = setting(None, "learning", "timestep shift; default the teacher's scheduler's")
+    seed: int = setting(0, "learning", "every random draw depends on it")
+    max_steps: int | None = setting(None, "learning", "optimizer steps in the whole run; default 1000")
+    num_epochs: int | None = setting(None, "learning", "passes over the data, instead of --max_steps")
+    expert_blocks: int = setting(1, "learning", "parts of a global batch that each draw an expert")
+    height: int | None = setting(None, "size", "pixels; default 480 (`tiny`: 64)")
+    width: int | None = setting(None, "size", "pixels; default 832 (`tiny`: 64)")
+    num_frames: int = setting(1, "size", "4k+1; 1 is an image")
+    rollout_steps: int = setting(20, "size", "sampling steps of teacher-made latents")
+    rollouts_per_prompt: int = setting(1, "size", "teacher-made latents for each prompt without media")
+    prepare_batch: int = setting(4, "size", "samples of one VAE or teacher call, and per file of the cache")
+    rollout_path: bool = setting(False, "size", "store the states of the teacher's path too")
+    save_every: int = setting(500, "output", "optimizer steps between checkpoints; the last is always saved")
+    keep_checkpoints: int = setting(3, "output", "newest checkpoints kept")
+    sample_every: int = setting(500, "output", "optimizer steps between pictures; the last always has one")
+    sample_steps: int = setting(40, "output", "sampling steps of those pictures")
+    sample_prompts: list[str] | None = setting(None, "output", "prompts of the pictures; default 8 of the data's")
+    log_level: str = setting("info", "output", "", choices=("debug", "info", "warning"))
+    resume: str = setting("auto", "output", "auto, never, or a checkpoint folder")
+    dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values themselves, whatever the teacher."""
+        found = [
+            f"`{k}` is missing. Give --{k} or the recipe key." for k in ("teacher_path", "data_path", "output_dir")
+            if not getattr(self, k)
+        ]
+        positive = ("max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
+                    "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints", "sample_every",
+                    "sample_steps")  # fmt: skip
+        for key in positive:
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                found.append(f"`{key}` is {value}. Write a positive number.")
+        if self.max_steps is not None and self.num_epochs is not None:
+            found.append("`max_steps` and `num_epochs` are both given. Keep one.")
+        if self.log_level not in ("debug", "info", "warning"):
+            found.append(f"`log_level` is {self.log_level!r}. Write debug, info or warning.")
+        return found
+
+
+def read_run_config(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
+    """Merge a recipe with the flags given on the command line; a flag wins.
+
+    Raises:
+        ConfigError: with all unknown keys, wrong types and wrong values at once.
+    """
+    values = read_json(recipe) if recipe else {}
+    where = recipe or "command line"
+    found = unknown_keys(where, values, [f.name for f in fields(RunConfig)])
+    for f in fields(RunConfig):
+        if f.name in values and not _fits(values[f.name], f.type):
+            wanted = str(f.type if isinstance(f.type, types.UnionType) else f.type.__name__).replace(" | ", " or ")
+            found.append(problem(where, f.name, values[f.name], f"Write a value of type {wanted}."))
+    if found:
+        raise ConfigError(*found)
+    if ("max_steps" in flags) != ("num_epochs" in flags):  # the flag replaces the recipe's other way to say it
+        values.pop("num_epochs" if "max_steps" in flags else "max_steps", None)
+    config = RunConfig(**(values | flags))
+    if found := config.problems():
+        raise ConfigError(*(f"{where}: {p}" for p in found))
+    return config
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value is of an annotated type; an int passes for a float, a bool is no int."""
+    options = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    for option in options:
+        kind = typing.get_origin(option) or option
+        if kind is list and isinstance(value, list):
+            return all(_fits(v, typing.get_args(option)[0]) for v in value)
+        if type(value) is kind or (kind is float and type(value) is int):
+            return True
+    return False
+
+
+def as_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as a recipe that can be passed back in."""
+    return dataclasses.asdict(config)

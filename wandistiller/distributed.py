@@ -1,0 +1,96 @@
+"""The one owner of rank talk: who am I, what do the others say, and one message for all."""
+
+import logging
+import os
+import socket
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import __compatible_ops__
+from torch import Tensor
+
+log = logging.getLogger("wandistiller")
+
+
+def rank() -> int:
+    """This process's number among all ranks; right before `init` too."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    """The accelerator that belongs to this rank, or the CPU."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def log0(message: str, *args: object) -> None:
+    """Log on rank 0 only."""
+    if rank() == 0:
+        log.info(message, *args)
+
+
+def init(log_level: str = "info") -> None:
+    """Join the other ranks; without a launcher be the only one. Collective."""
+    logging.basicConfig(format="%(message)s", force=True)
+    log.setLevel(log_level.upper())
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if log_level != "debug" else logging.INFO)
+    # deepspeed 0.19.8 would compile an op here that leaves 69 MB per rank and port in /dev/shm; gloo does without
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": _free_port()})
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def finish() -> None:
+    """Leave the group in order, so that no rank reports a closed connection. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value in rank order, on every rank. Collective."""
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_tensor(value_B: Tensor) -> Tensor:
+    """Concatenate equal-shaped tensors in rank order, on every rank. Collective."""
+    parts = [torch.empty_like(value_B) for _ in range(world_size())]
+    dist.all_gather(parts, value_B.contiguous())
+    return torch.cat(parts)
+
+
+def require_same(value: Any, what: str) -> None:
+    """Stop every rank if they do not agree, instead of a hang or wrong numbers later. Collective."""
+    values = gather_objects(value)
+    if any(v != values[0] for v in values):
+        raise RuntimeError(f"The ranks disagree on {what}: {values}. This is a fault of wandistiller; please report it.")

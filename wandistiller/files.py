@@ -1,0 +1,64 @@
+"""Files appear whole or not at all; folders are recognised by a fingerprint."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; rename it to `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if temporary.is_file():
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON, atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def digest(*parts: object) -> str:
+    """16 hex digits that stand for `parts` (anything JSON can write)."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def fingerprint(folders: Iterable[Path]) -> str:
+    """Stand for the files in `folders` without reading tens of GB: names, sizes, first and last MiB of each."""
+    parts = []
+    for folder in folders:
+        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                head = stream.read(1 << 20)
+                stream.seek(max(0, size - (1 << 20)))
+                ends = hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
+            parts.append((f"{folder.name}/{file.relative_to(folder)}", size, ends))
+    return digest(parts)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Copy a folder; on one file system by hard links, which take no space and survive a move of either folder."""
+
+    def place(src: str, dst: str) -> None:
+        try:
+            os.link(os.path.realpath(src), dst)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(src, dst)
+
+    shutil.copytree(source, target, copy_function=place)

@@ -1,0 +1,79 @@
+"""What a person sees while it runs, and what a program reads afterwards."""
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.distributed import log0, rank
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1h02m, 3m07s or 12s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if minutes else f"{s}s"
+
+
+class Progress:
+    """One line at most every few seconds: how far, how fast, how long still. Speaks on rank 0."""
+
+    def __init__(self, what: str, total: int, every_seconds: float = 5.0):
+        self._what, self._total, self._every = what, total, every_seconds
+        self._done, self._started, self._spoke = 0, time.monotonic(), 0.0
+
+    def advance(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if self._done == self._total or now - self._spoke >= self._every:
+            self._spoke = now
+            left = (now - self._started) / self._done * (self._total - self._done)
+            log0("%s: %d/%d, %s left", self._what, self._done, self._total, clock(left))
+
+
+def memory_gib() -> dict[str, float]:
+    """Peak memory of this process so far, GiB: host, and the accelerator where there is one."""
+    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.max_memory_allocated() / 2**30
+    return {k: round(v, 3) for k, v in found.items()}
+
+
+class Metrics:
+    """metrics.jsonl and the line a step. Only rank 0 writes."""
+
+    def __init__(self, file: Path, *, start: int, max_steps: int, global_batch: int):
+        """Lines of `start` and later, which a resumed run will write again, are dropped from the file."""
+        self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
+        self._start, self._began, self._last = start, time.monotonic(), time.monotonic()
+        if rank() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            kept = [x for x in file.read_text().splitlines() if json.loads(x)["step"] <= start] if file.exists() else []
+            file.write_text("".join(f"{line}\n" for line in kept if start))
+
+    def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, **more: Any) -> None:
+        """Record one finished optimizer step, counted from 1.
+
+        Raises:
+            FloatingPointError: the loss is not finite; on every rank, since all are given the same loss.
+        """
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        left = (now - self._began) / (step - self._start) * (self._max_steps - step)
+        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "seconds": seconds,
+                 "samples_per_second": self._global_batch / seconds, "memory_gib": memory_gib(), **more}  # fmt: skip
+        if rank() == 0:
+            with self._file.open("a") as out:
+                out.write(json.dumps(entry) + "\n")
+        log0("step %d/%d  loss %.5f  lr %.2e  %.1f samples/s  %s left", step, self._max_steps, loss, lr,
+             self._global_batch / seconds, clock(left))  # fmt: skip
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"The loss of step {step} is {loss}. Lower the learning rate; see {self._file}.")
+
+    def pause(self) -> None:
+        """Forget the time since the last step: pictures and checkpoints are no training time."""
+        self._last = time.monotonic()

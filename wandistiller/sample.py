@@ -1,0 +1,78 @@
+"""`wandistiller sample`: a pipeline folder and prompts -> PNG (or MP4) files and one grid."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import WanPipeline
+from diffusers.utils import export_to_video
+from torch import Tensor
+
+from wandistiller.distributed import device
+from wandistiller.files import atomic
+from wandistiller.metrics import Progress
+from wandistiller.pictures import save_grid, to_pil
+from wandistiller.wan import TEXT_TOKENS, open_wan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a pipeline is asked."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+    steps: int = 40
+    guidance_scale: float = 1.0
+    guidance_scale_2: float | None = None
+    negative_prompt: str | None = None
+
+
+def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
+    """diffusers' own pipeline; the VAE in float32, as Wan's needs; on the accelerator or, part by part, beside it."""
+    pipeline = WanPipeline.from_pretrained(folder, torch_dtype={"default": dtype, "vae": torch.float32})
+    pipeline.set_progress_bar_config(disable=True)
+    if device().type == "cpu":
+        return pipeline
+    if find_spec("accelerate"):  # one part at a time on the accelerator: a teacher is often bigger than its memory
+        pipeline.enable_model_cpu_offload(device=device())
+        return pipeline
+    return pipeline.to(device())
+
+
+def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], how: Sampling) -> Tensor:
+    """Sample a batch: pixels_BCFHW in [0, 1]. Image i is what `torch.Generator().manual_seed(seeds[i])` gives."""
+    frames_BFHWC = pipeline(
+        prompt=prompts, negative_prompt=how.negative_prompt, height=how.height, width=how.width,
+        num_frames=how.num_frames, num_inference_steps=how.steps, guidance_scale=how.guidance_scale,
+        guidance_scale_2=how.guidance_scale_2, generator=[torch.Generator().manual_seed(s) for s in seeds],
+        output_type="np", max_sequence_length=TEXT_TOKENS,
+    ).frames  # fmt: skip
+    return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+
+
+def sample(model: str, prompts: list[str], output: Path, how: Sampling, seed: int, dtype: torch.dtype) -> list[Path]:
+    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png."""
+    pipeline = open_pipeline(open_wan(model, weights=True).path, dtype)
+    files, images, progress = [], [], Progress("samples", len(prompts))
+    for i, prompt in enumerate(prompts):
+        video_CFHW = draw(pipeline, [prompt], [seed + i], how)[0]
+        files.append(_write(video_CFHW, output / f"{i:04d}"))
+        images.append(video_CFHW[:, video_CFHW.shape[1] // 2])
+        progress.advance()
+    save_grid(output / "grid.png", {"": images}, prompts)
+    return [*files, output / "grid.png"]
+
+
+def _write(video_CFHW: Tensor, stem: Path) -> Path:
+    frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
+    file = stem.with_suffix(".png" if len(frames) == 1 else ".mp4")
+    with atomic(file) as temporary:
+        if len(frames) == 1:
+            frames[0].save(temporary, format="PNG")
+        else:
+            export_to_video(frames, str(temporary.with_suffix(".mp4")), fps=16)
+            temporary.with_suffix(".mp4").rename(temporary)
+    return file

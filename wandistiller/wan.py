@@ -1,0 +1,225 @@
+"""The only file that knows diffusers' Wan: what a pipeline folder holds, how its weights are read, what it answers."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from diffusers import WanTransformer3DModel
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from wandistiller.batch import Expert
+from wandistiller.config import ConfigError, problem
+from wandistiller.noise import timestep
+
+TINY = Path(__file__).parent / "tiny"
+TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
+
+
+@dataclass(frozen=True, slots=True)
+class WanFolder:
+    """A diffusers Wan pipeline on disk, described from its JSON files; no weight is read."""
+
+    path: Path
+    name: str
+    """As the user gave it."""
+    configs: dict[Expert, dict[str, Any]]
+    """Transformer config per expert; two for Wan2.2 A14B, one otherwise."""
+    boundary: float | None
+    shift: float
+    vae: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.configs[Expert.HIGH_NOISE]
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.path == TINY
+
+    @property
+    def spatial(self) -> int:
+        """Pixels per latent pixel."""
+        return self.vae.get("scale_factor_spatial", 8)
+
+    @property
+    def temporal(self) -> int:
+        """Frames per latent frame."""
+        return self.vae.get("scale_factor_temporal", 4)
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of one sample of the given size in pixels and frames."""
+        frames = (num_frames - 1) // self.temporal + 1
+        return self.config["in_channels"], frames, height // self.spatial, width // self.spatial
+
+    def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
+        """What keeps a size from being made of whole latents and whole patches."""
+        patch = self.config["patch_size"]
+        found = []
+        for key, value, multiple in (("height", height, self.spatial * patch[1]), ("width", width, self.spatial * patch[2])):
+            if value % multiple:
+                near = max(multiple, round(value / multiple) * multiple)
+                found.append(problem(self.name, key, value, f"This teacher needs a multiple of {multiple}, e.g. {near}."))
+        if (num_frames - 1) % self.temporal:
+            near = (num_frames - 1) // self.temporal * self.temporal + 1
+            found.append(problem(self.name, "num_frames", num_frames, f"Write {self.temporal}k + 1, e.g. {near}."))
+        return found
+
+
+def fetch_weights(name: str) -> None:
+    """Make sure the weights are here too, where `name` is a hub id; a folder has them."""
+    if name != "tiny" and not Path(name).exists():
+        _fetch(name, weights=True)
+
+
+def open_wan(name: str, weights: bool = False) -> WanFolder:
+    """Describe a diffusers Wan pipeline: a folder, a hub id, or `tiny`.
+
+    Args:
+        weights: for a hub id, fetch the weights too and not only the JSON files.
+    Raises:
+        ConfigError: there is no such folder, or it is no Wan text-to-video pipeline.
+    """
+    path = TINY if name == "tiny" else Path(name)
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        path = _fetch(name, weights)
+    index = _read(path / "model_index.json", name)
+    if index.get("_class_name") != "WanPipeline":
+        raise ConfigError(problem(f"{name}/model_index.json", "_class_name", index.get("_class_name"),
+                                  "Give a diffusers Wan text-to-video pipeline (WanPipeline)."))  # fmt: skip
+    # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
+    experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
+    if Expert.HIGH_NOISE not in experts:
+        raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
+    configs = {e: _read(path / e.value / "config.json", name) for e in experts}
+    vae, scheduler = _read(path / "vae" / "config.json", name), _read(path / "scheduler" / "scheduler_config.json", name)
+    boundary = index.get("boundary_ratio") if len(experts) == 2 else None
+    if len(experts) == 2 and boundary is None:
+        raise ConfigError(problem(f"{name}/model_index.json", "boundary_ratio", None,
+                                  "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."))  # fmt: skip
+    shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
+    return WanFolder(path, name, configs, boundary, float(shift), vae)
+
+
+def _fetch(hub_id: str, weights: bool) -> Path:
+    patterns = None if weights else ["*.json", "tokenizer/*"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{hub_id}: no such folder here, and the hub did not give it: {error}") from None
+
+
+def _read(file: Path, name: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"{name}: no {file} in it. "
+                          "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`.")  # fmt: skip
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def skeleton(config: dict[str, Any]) -> WanTransformer3DModel:
+    """The model without memory for its parameters (meta device), with real rope tables."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(config)
+    model.rope = fresh_rope(model)
+    return model
+
+
+def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
+    """Rope tables in float32.
+
+    deepspeed 0.19.8 casts buffers with the module, and zero.Init builds them in bf16: cos off by up to 2.0 at 1024
+    positions. tests/test_wan.py::test_rope_tables_survive_every_engine.
+    """
+    c = model.config
+    return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+
+
+def count_parameters(config: dict[str, Any]) -> int:
+    """Parameters of the transformer that `config` describes."""
+    return sum(p.numel() for p in skeleton(config).parameters())
+
+
+class WeightReader:
+    """Tensors of one transformer folder by name, whether it is one safetensors file or sharded."""
+
+    def __init__(self, folder: Path):
+        index = folder / "diffusion_pytorch_model.safetensors.index.json"
+        single = "diffusion_pytorch_model.safetensors"
+        if index.is_file():
+            files = json.loads(index.read_text())["weight_map"]
+        else:
+            with safe_open(folder / single, "pt") as opened:
+                files = dict.fromkeys(opened.keys(), single)
+        self._files = {name: folder / file for name, file in files.items()}
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One tensor in its own memory: a view of the mapped file would keep the file in memory."""
+        with safe_open(self._files[name], "pt") as opened:
+            return opened.get_tensor(name).to(dtype, copy=True)
+
+
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What diffusers' from_pretrained gives a parameter: `_keep_in_fp32_modules` stay float32."""
+    kept = set(WanTransformer3DModel._keep_in_fp32_modules)
+    return torch.float32 if kept & set(name.split(".")) else dtype
+
+
+def load_whole(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> WanTransformer3DModel:
+    """The whole model in this rank's memory, read tensor by tensor, as diffusers' from_pretrained makes it."""
+    model, reader = skeleton(config), WeightReader(folder)
+    for name, _ in list(model.named_parameters()):
+        put(model, name, reader.read(name, parameter_dtype(name, dtype)))
+    return model
+
+
+def load_sharded(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, ds: dict[str, Any], rank: int, device: torch.device
+) -> WanTransformer3DModel:
+    """Load for ZeRO-3 one block at a time: no rank ever holds the whole model. Collective.
+
+    Rank 0 reads a block, zero.Init broadcasts it and keeps each rank's part where `ds` says. Mixed dtypes as in
+    `load_whole`, so the result is bit-equal to diffusers' own.
+    """
+    model = skeleton(config)
+    model.rope.to(device)
+    reader = WeightReader(folder) if rank == 0 else None
+    children = [(n, m) for n, m in model.named_children() if n not in ("blocks", "rope")]
+    units = [(f"blocks.{i}", b) for i, b in enumerate(model.blocks)] + [c for c in children if list(c[1].parameters())]
+    swapper = None
+    for prefix, unit in [*units, ("", model)]:
+        for name, p in list(unit.named_parameters()):
+            if p.is_meta:
+                full = f"{prefix}.{name}" if prefix else name
+                wanted = parameter_dtype(full, dtype)
+                put(unit, name, reader.read(full, wanted) if reader else torch.empty(p.shape, dtype=wanted))
+        init = deepspeed.zero.Init(module=unit, config_dict_or_path=ds, dtype=dtype, param_swapper=swapper)
+        swapper = init.param_swapper
+    return model
+
+
+def put(module: nn.Module, name: str, value: Tensor) -> None:
+    *path, leaf = name.split(".")
+    setattr(module.get_submodule(".".join(path)), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Tensor) -> Tensor:
+    """Ask a WanTransformer3DModel for v = noise - x0.
+
+    Args:
+        x_t_BCFHW: noisy normalised latents, any float dtype; cast to the model's.
+        sigma_B: in [0, 1], 1 is pure noise.
+        text_BLD: UMT5 states, zero-padded to 512 tokens.
+    Returns:
+        v_BCFHW, float32.
+    """
+    dtype = model.patch_embedding.weight.dtype
+    return model(
+        hidden_states=x_t_BCFHW.to(dtype), timestep=timestep(sigma_B), encoder_hidden_states=text_BLD.to(dtype),
+        return_dict=False,
+    )[0].float()  # fmt: skip
