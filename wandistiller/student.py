@@ -177,7 +177,8 @@ class Student:
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""
         engine = self.engine(batch.expert)
-        return wan.velocity(engine.module, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        # ZeRO-3 counts micro-steps in the engine's own forward; past it, it keeps the last gradient only (0.19.8)
+        return wan.velocity(engine if torch.is_grad_enabled() else engine.module, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
 
 
 def _engine(model: WanTransformer3DModel, ds: dict[str, Any]) -> Any:

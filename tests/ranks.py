@@ -1,0 +1,42 @@
+"""Start real processes on this machine; a failure shows what every rank printed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each."""
+    rendezvous = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
+    kept = {k: v for k, v in os.environ.items() if k not in rendezvous}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
+
+
+def wandistiller(*arguments: str | Path, ranks: int = 1, code: int = 0, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run a command of ours on `ranks` processes and require exit code `code`."""
+    words = [str(a) for a in arguments]
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=29511", "-m"]
+    return run([*start, "wandistiller", *words], code=code, cwd=cwd)
+
+
+def run(words: list[str], code: int = 0, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=600)
+    assert done.returncode == code, f"exit code {done.returncode}\n{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def losses(output: Path) -> list[float]:
+    """The loss of each step in a run's metrics.jsonl."""
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_json(file: Path, value: Any) -> Path:
+    file.write_text(json.dumps(value))
+    return file

@@ -1,0 +1,70 @@
+"""What a run leaves behind works without this package."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from ranks import run, wandistiller, write_json
+from recipes import recipe
+
+STOCK = """
+import sys
+sys.modules["wandistiller"] = sys.modules["deepspeed"] = None  # importing either now raises ImportError
+import numpy as np, torch
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.float32)
+assert pipe.scheduler.config.flow_shift == 4.0
+frames = pipe("a red circle", height=32, width=32, num_frames=1, num_inference_steps=3, guidance_scale=1.0,
+              generator=torch.Generator().manual_seed(5), output_type="np").frames[0]
+np.save(sys.argv[2], (frames[0] * 255).round().astype("uint8"))
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    output = folder / "run"
+    file = write_json(folder / "recipe.json", recipe(folder, wan2, output_dir=str(output), max_steps=2, shift=4.0))
+    wandistiller("train", "--recipe", file, ranks=2)
+    return output
+
+
+def test_stock_pipeline_makes_the_same_image_as_sample(finished: Path, tmp_path: Path) -> None:
+    wandistiller("sample", "--model", finished / "student", "--prompts", "a red circle", "--output", tmp_path, "--seed", "5",
+                 "--steps", "3", "--height", "32", "--width", "32")  # fmt: skip
+    run([sys.executable, "-c", STOCK, str(finished / "student"), str(tmp_path / "stock.npy")], cwd=tmp_path)
+    ours = np.asarray(Image.open(tmp_path / "0000.png"))
+    assert np.array_equal(ours, np.load(tmp_path / "stock.npy"))
+
+
+def test_output_folder_holds_what_is_promised(finished: Path) -> None:
+    names = {str(p.relative_to(finished)) for p in finished.rglob("*")}
+    resolved = {f"resolved/{n}.json" for n in ("run", "student_deepspeed", "teacher_deepspeed", "student")}
+    assert resolved | {"metrics.jsonl", "checkpoints/latest", "samples/step_00000002.png", "student/README.md"} <= names
+    assert (finished / "checkpoints" / "latest").read_text().strip() == "step_00000002"
+
+
+def test_resolved_recipe_can_be_passed_back_in(finished: Path) -> None:
+    done = wandistiller("train", "--recipe", finished / "resolved" / "run.json", "--dry_run", ranks=2)
+    assert "dry run: nothing was loaded or written" in done.stderr
+
+
+def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:
+    wandistiller("export", "--checkpoint", finished / "checkpoints" / "step_00000002", "--output", tmp_path / "s", "--dtype", "float32")
+    index = json.loads((tmp_path / "s" / "model_index.json").read_text())
+    assert index["transformer_2"] == [None, None] and index["boundary_ratio"] is None
+
+
+def test_picture_shows_every_sample_prompt_in_both_rows(finished: Path) -> None:
+    assert Image.open(finished / "samples" / "step_00000002.png").width == 90 + 3 * (128 + 6)
+
+
+def test_evaluate_measures_both_sides(finished: Path, tmp_path: Path) -> None:
+    wandistiller("evaluate", "--student_path", finished / "student", "--prompts", "a red circle", "a blue square", "a green circle",
+                 "--output", tmp_path, ranks=2)  # fmt: skip
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["student"]["parameters"] < result["teacher"]["parameters"] / 2
+    assert len(result["relative_velocity_error"]) == 5

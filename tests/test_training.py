@@ -1,0 +1,93 @@
+"""The loss curve is the same for every ZeRO stage and rank count, and that of a plain PyTorch loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from ranks import losses, wandistiller, write_json
+from recipes import ADAM, recipe, student_engine
+
+from wandistiller import distributed
+from wandistiller.batch import Expert
+from wandistiller.config import RunConfig
+from wandistiller.job import Job, read_job
+from wandistiller.prepare import prepare
+
+STEPS = 20
+
+
+def plain_losses(job: Job) -> list[float]:
+    """The same run without engines: diffusers' modules, one process, torch's AdamW, the same draws."""
+    folder = job.folder.path
+    teacher = {e: WanTransformer3DModel.from_pretrained(folder / e.value).eval() for e in Expert}
+    student = WanTransformer3DModel.from_config({**teacher[Expert.LOW_NOISE].config, "num_layers": 2})
+    weights = teacher[Expert.LOW_NOISE].state_dict()
+    student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
+    data, text, _ = prepare(job)
+    optimizer = torch.optim.AdamW(student.parameters(), **ADAM["params"])
+    curve = []
+    for step in range(STEPS):
+        indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
+        batch = job.schedule.noised(*data.batch(indices), indices, step)
+        model, scale = teacher[batch.expert], {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}[batch.expert]
+        null_BLD = text[""].expand_as(batch.text_BLD)
+        with torch.no_grad():
+            v_text, v_null = (model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD))
+        v = student(batch.x_t_BCFHW, 1000 * batch.sigma_B, batch.text_BLD).sample
+        loss = (v - (v_null + scale * (v_text - v_null))).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return curve
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> None:
+    distributed.init("warning")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, wan2: Path, one_rank: None) -> list[float]:
+    return plain_losses(read_job(RunConfig(**recipe(folder, wan2, output_dir=str(folder / "plain"))), world=1))
+
+
+def train(folder: Path, wan2: Path, name: str, ranks: int, **more: object) -> Path:
+    output = folder / name
+    file = write_json(folder / f"{name}.json", recipe(folder, wan2, output_dir=str(output), **more))
+    wandistiller("train", "--recipe", file, ranks=ranks)
+    return output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_first_20_losses_equal_a_plain_pytorch_loop(
+    stage: int, ranks: int, folder: Path, wan2: Path, reference: list[float]
+) -> None:
+    output = train(folder, wan2, f"zero{stage}_{ranks}", ranks, deepspeed_config=student_engine(stage))
+    assert losses(output) == pytest.approx(reference, rel=1e-5)
+    assert len(reference) == STEPS
+
+
+def test_loss_curve_does_not_depend_on_accumulation(folder: Path, wan2: Path, reference: list[float]) -> None:
+    whole = student_engine(2) | {"train_micro_batch_size_per_gpu": 8}
+    assert losses(train(folder, wan2, "whole", 1, deepspeed_config=whole)) == pytest.approx(reference, rel=1e-5)
+
+
+def test_replicated_teacher_gives_the_same_losses(folder: Path, wan2: Path, reference: list[float]) -> None:
+    output = train(folder, wan2, "replicated", 2, teacher_deepspeed_config={"zero_optimization": {"stage": 0}})
+    assert losses(output) == pytest.approx(reference, rel=1e-5)
+
+
+def test_student_of_two_experts_trains_each_on_its_side_of_the_boundary(folder: Path, wan2: Path) -> None:
+    output = train(folder, wan2, "two", 2, student_config={"num_layers": 2, "experts": "two"}, max_steps=6)
+    index = (output / "student" / "model_index.json").read_text()
+    assert '"boundary_ratio": 0.875' in index and (output / "student" / "transformer_2").is_dir()
+    assert len(losses(output)) == 6
