@@ -17,13 +17,15 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
 
 
-def wandistiller(*arguments: str | Path, ranks: int = 1, code: int = 0, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def wandistiller(
+    *arguments: str | Path, ranks: int = 1, code: int = 0, cwd: Path = ROOT, accelerator: str = "cpu"
+) -> subprocess.CompletedProcess:
     """Run a command of ours on `ranks` processes and require exit code `code`."""
     words = [str(a) for a in arguments]
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=29511", "-m"]
-    return run([*start, "wandistiller", *words], code=code, cwd=cwd)
+    return run([*start, "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
 
 
 def run(words: list[str], code: int = 0, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:

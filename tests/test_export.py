@@ -53,7 +53,8 @@ def test_resolved_recipe_can_be_passed_back_in(finished: Path) -> None:
 
 
 def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:
-    wandistiller("export", "--checkpoint", finished / "checkpoints" / "step_00000002", "--output", tmp_path / "s", "--dtype", "float32")
+    named = finished / "checkpoints" / "step_00000002"
+    wandistiller("export", "--checkpoint", named, "--output", tmp_path / "s", "--dtype", "float32")
     index = json.loads((tmp_path / "s" / "model_index.json").read_text())
     assert index["transformer_2"] == [None, None] and index["boundary_ratio"] is None
 
@@ -63,8 +64,8 @@ def test_picture_shows_every_sample_prompt_in_both_rows(finished: Path) -> None:
 
 
 def test_evaluate_measures_both_sides(finished: Path, tmp_path: Path) -> None:
-    wandistiller("evaluate", "--student_path", finished / "student", "--prompts", "a red circle", "a blue square", "a green circle",
-                 "--output", tmp_path, ranks=2)  # fmt: skip
+    prompts = ["a red circle", "a blue square", "a green circle"]
+    wandistiller("evaluate", "--student_path", finished / "student", "--prompts", *prompts, "--output", tmp_path, ranks=2)
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["student"]["parameters"] < result["teacher"]["parameters"] / 2
     assert len(result["relative_velocity_error"]) == 5

@@ -8,7 +8,6 @@ from diffusers import WanTransformer3DModel
 from ranks import losses, wandistiller, write_json
 from recipes import ADAM, recipe, student_engine
 
-from wandistiller import distributed
 from wandistiller.batch import Expert
 from wandistiller.config import RunConfig
 from wandistiller.job import Job, read_job
@@ -50,12 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> None:
-    distributed.init("warning")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, wan2: Path, one_rank: None) -> list[float]:
+def reference(folder: Path, wan2: Path, one_rank: torch.device) -> list[float]:
     return plain_losses(read_job(RunConfig(**recipe(folder, wan2, output_dir=str(folder / "plain"))), world=1))
 
 

@@ -93,14 +93,15 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     flags = vars(parser().parse_args(argv))
     flags.pop("local_rank")
     command = flags.pop("command")
+    run = {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command]
     try:
-        {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command](command, flags)
+        run(command, flags)
     except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\n".join(f"error: {p}" for p in error.problems), file=sys.stderr, flush=True)
+        _say_once(error)
         return WRONG_INPUT
     except Exception as error:
         if not _is_out_of_memory(error):
@@ -108,6 +109,16 @@ def main(argv: list[str] | None = None) -> int:
         print(MEMORY_ADVICE.format(rank=os.environ.get("RANK", "0"), error=error), file=sys.stderr, flush=True)
         return OUT_OF_MEMORY
     return OK
+
+
+def _say_once(error: ConfigError) -> None:
+    """Print on rank 0; the others wait, as a launcher kills all ranks when the first one leaves with an error."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(f"error: {p}" for p in error.problems), file=sys.stderr, flush=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from wandistiller import distributed
+
+        distributed.finish()
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -127,14 +138,14 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
         job = read_job(run, distributed.world_size())
     except ConfigError as error:
         problems = error.problems
-    distributed.init(job.run.log_level if job else "warning")
-    problems = list(dict.fromkeys(p for rank in distributed.gather_objects(problems) for p in rank))
-    if problems:
+    if problems := distributed.agree_on_problems(problems):
         raise ConfigError(*problems)
+    distributed.start_log(job.run.log_level)
     if job.run.dry_run:
         for line in [*job.summary(), "dry run: nothing was loaded or written"]:
             distributed.log0(line)
-        return distributed.finish()
+        return
+    distributed.init(job.run.log_level)
     from wandistiller import prepare, train
 
     {"prepare": prepare, "train": train}[command].run(job)

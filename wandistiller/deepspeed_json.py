@@ -64,6 +64,10 @@ class BatchSize:
     accumulation: int
     total: int
 
+    @property
+    def ranks(self) -> int:
+        return self.total // (self.micro * self.accumulation)
+
 
 def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A DeepSpeed section given as a file name or, in a recipe, as an object; returns (name for messages, content)."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import warnings
 from typing import Any
 
 import deepspeed
@@ -35,11 +36,17 @@ def log0(message: str, *args: object) -> None:
         log.info(message, *args)
 
 
-def init(log_level: str = "info") -> None:
-    """Join the other ranks; without a launcher be the only one. Collective."""
+def start_log(log_level: str) -> None:
+    """Plain lines on stderr, from `log_level` on."""
     logging.basicConfig(format="%(message)s", force=True)
     log.setLevel(log_level.upper())
+
+
+def init(log_level: str = "info") -> None:
+    """Join the other ranks; without a launcher be the only one. Collective."""
+    start_log(log_level)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if log_level != "debug" else logging.INFO)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deepspeed 0.19.8's calls
     # deepspeed 0.19.8 would compile an op here that leaves 69 MB per rank and port in /dev/shm; gloo does without
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
@@ -48,13 +55,22 @@ def init(log_level: str = "info") -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
 
 
 def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def agree_on_problems(problems: list[str]) -> list[str]:
+    """What is wrong on any rank, each problem once, on every rank. Collective, if there are others."""
+    if world_size() == 1:
+        return problems
+    init("warning")
+    return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
 
 
 def barrier() -> None:

@@ -55,7 +55,7 @@ def evaluate(
         seen[name] = _draw_share(pipeline, prompts, list(mine), seed, batch, how)
     if mine:
         errors = velocity_errors(folder, teacher, student, [prompts[i] for i in mine][:batch], seen["teacher"], guided, seed)
-    return _report(prompts, seen, errors, output, steps)
+    return _report(prompts, seen, errors, output, student_path, steps)
 
 
 def _draw_share(pipeline: WanPipeline, prompts: list[str], mine: list[int], seed: int, batch: int, how: Sampling) -> Seen:
@@ -95,7 +95,8 @@ def velocity_errors(folder: WanFolder, teacher: WanPipeline, student: WanPipelin
     return errors
 
 
-def _report(prompts: list[str], seen: dict[str, Seen], errors: dict[str, float], output: Path, steps: int) -> dict[str, Any]:
+def _report(prompts: list[str], seen: dict[str, Seen], errors: dict[str, float], output: Path, student_path: Path,
+            steps: int) -> dict[str, Any]:  # fmt: skip
     """Put the ranks' shares together; rank 0 prints and writes. Collective."""
     known = [p in shapes.SPECS for p in prompts]
     shares = distributed.gather_objects((seen, errors))
@@ -114,7 +115,12 @@ def _report(prompts: list[str], seen: dict[str, Seen], errors: dict[str, float],
         write_json(output / "evaluation.json", result)
         show = slice(0, 12)
         save_grid(output / "evaluation.png", {k: v[show] for k, v in rows.items()}, prompts[show])
-        distributed.log0("%s", table(result))
+        distributed.log0("%s\n", table(result))
+        places = {"picture": output / "evaluation.png", "figures": output / "evaluation.json",
+                  "metrics": output / "metrics.jsonl", "student": student_path}  # fmt: skip
+        for what, where in places.items():
+            if where.exists():
+                distributed.log0("%-9s %s", what, where)
     return result
 
 

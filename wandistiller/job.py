@@ -118,7 +118,7 @@ class Job:
             f"{deepspeed_json.dtype_name(self.student_ds)}",
             f"data      {len(self.items)} prompts, {sum(i.media is not None for i in self.items)} with media, "
             f"{r.height}x{r.width}, {r.num_frames} frame(s)",
-            f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.total // b.micro // b.accumulation} ranks",
+            f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",
         ]
@@ -206,7 +206,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
 def _block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """Micro-steps must fit into expert blocks, or ranks would need different experts at once."""
     batch, found = parts.get("batch"), []
-    if batch and batch.total % (run.expert_blocks * (batch.total // batch.accumulation)):
+    if batch and batch.total % (run.expert_blocks * batch.micro * batch.ranks):
         found.append(f"`expert_blocks` is {run.expert_blocks}, but a step has {batch.accumulation} micro-step(s). "
                      "Write a divisor of that, so that a micro-step needs one expert.")  # fmt: skip
     if "student" in parts and parts["student"].experts == "two" and run.expert_blocks != 1:

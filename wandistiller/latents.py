@@ -28,7 +28,7 @@ class Vae:
     """AutoencoderKLWan with its latents normalised; float32, as Wan's needs. Drop the object to free the memory."""
 
     def __init__(self, folder: WanFolder, device: torch.device):
-        self._vae = AutoencoderKLWan.from_pretrained(folder.path / "vae", torch_dtype=torch.float32).eval().to(device)
+        self._vae = AutoencoderKLWan.from_pretrained(folder.path / "vae", dtype=torch.float32).eval().to(device)
         self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
         self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
 

@@ -32,7 +32,7 @@ class Sampling:
 
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
     """diffusers' own pipeline; the VAE in float32, as Wan's needs; on the accelerator or, part by part, beside it."""
-    pipeline = WanPipeline.from_pretrained(folder, torch_dtype={"default": dtype, "vae": torch.float32})
+    pipeline = WanPipeline.from_pretrained(folder, dtype={"default": dtype, "vae": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
     if device().type == "cpu":
         return pipeline

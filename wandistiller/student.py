@@ -1,7 +1,7 @@
 """The student: what it looks like, what it starts from, and its DeepSpeed engines (one per expert)."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class StudentConfig:
 
     init: str = "teacher"
     """`teacher`, `random`, or the folder of a diffusers pipeline or transformer."""
-    num_layers: int | None = None
+    num_layers: int | float | None = None
+    """A number of layers, or a share of the teacher's: 0.5 is half."""
     num_attention_heads: int | None = None
     attention_head_dim: int | None = None
     ffn_dim: int | None = None
@@ -47,6 +48,8 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
     if found := unknown_keys(where, values, [f.name for f in fields(StudentConfig)]):
         raise ConfigError(*found)
     student = StudentConfig(**values)
+    if isinstance(student.num_layers, float) and 0 < student.num_layers <= 1:
+        student = replace(student, num_layers=max(1, round(student.num_layers * folder.config["num_layers"])))
     found = _value_problems(where, student, folder)
     if not found and student.init not in ("teacher", "random"):
         return student, _config_of(where, student)
@@ -66,7 +69,7 @@ def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> li
     for key in ("num_layers", *WIDTH_KEYS):
         value = getattr(student, key)
         if value is not None and (type(value) is not int or value < 1):
-            found.append(problem(where, key, value, "Write a positive integer."))
+            found.append(problem(where, key, value, "Write a positive integer (num_layers: or a share, 0.5)."))
     choices = {"experts": ("one", "two"), "from_expert": ("low_noise", "high_noise")}
     for key, allowed in choices.items():
         if getattr(student, key) not in allowed:
@@ -93,7 +96,7 @@ def _shape_problems(where: str, student: StudentConfig, config: dict[str, Any], 
     if width % config["num_attention_heads"] or (student.num_attention_heads and student.attention_head_dim is None
                                                  and teacher_width % student.num_attention_heads):  # fmt: skip
         found.append(problem(where, "num_attention_heads", student.num_attention_heads,
-                             f"The teacher's width {teacher_width} is not divisible by it; give attention_head_dim too."))  # fmt: skip
+                             f"It does not divide the width {teacher_width}; give attention_head_dim too."))  # fmt: skip
     if student.init == "teacher":
         layers = folder.config["num_layers"]
         if config["num_layers"] > layers:
@@ -189,7 +192,9 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any]) -> Any:
     return engine
 
 
-def _checkpointed(block: torch.nn.Module, h_BSD: Tensor, text_BLD: Tensor, time_B6D: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def _checkpointed(
+    block: torch.nn.Module, h_BSD: Tensor, text_BLD: Tensor, time_B6D: Tensor, rope: tuple[Tensor, Tensor]
+) -> Tensor:
     """Run a block under DeepSpeed's checkpointing, which honours the JSON's section.
 
     Its partitioning and offloading empty the tensors they are given (deepspeed 0.19.8), so those that all blocks

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from wandistiller import distributed
+from wandistiller import checkpoint, distributed
 from wandistiller.export import export
 from wandistiller.job import Job
 from wandistiller.prepare import guided_teacher, prepare
@@ -19,9 +19,12 @@ def run(job: Job) -> None:
         job.write_resolved()
     for line in job.summary():
         distributed.log0(line)
-    data, text, teacher = prepare(job)
-    teacher = teacher or guided_teacher(job, text)
-    Trainer(job, data, text, teacher, build_student(job)).train()
+    if job.resume_from and checkpoint.read_state(job.resume_from)["step"] >= job.run.max_steps:
+        distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
+    else:
+        data, text, teacher = prepare(job)
+        teacher = teacher or guided_teacher(job, text)
+        Trainer(job, data, text, teacher, build_student(job)).train()
     distributed.finish()
     if distributed.rank() == 0:
         finished = export(job.output, job.output / "student")

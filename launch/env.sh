@@ -1,0 +1,33 @@
+# Sourced by the scripts here: makes .venv with pinned versions (once), builds DeepSpeed's CPU Adam, counts the ranks.
+# PYTHON=python3.12 picks an interpreter. Needs a C++ compiler (Debian: apt install g++).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+command -v g++ >/dev/null || { echo "A C++ compiler is missing; on Debian or Ubuntu: apt install g++" >&2; exit 2; }
+
+if nvidia-smi -L >/dev/null 2>&1; then
+  RANKS=$(nvidia-smi -L | wc -l)
+  torch_index=()
+else
+  RANKS=2
+  torch_index=(--extra-index-url https://download.pytorch.org/whl/cpu) # a build without gigabytes of CUDA
+  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
+fi
+
+wanted=$(cat setup.py launch/requirements.txt | cksum)
+if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
+  echo "installing into .venv (a few minutes, once)"
+  "${PYTHON:-python3}" -m venv .venv
+  .venv/bin/pip install -q --upgrade pip
+  .venv/bin/pip install -q torch==2.13.0 "${torch_index[@]}" # first: anything else would pull another build
+  .venv/bin/pip install -q -r launch/requirements.txt -e .
+  echo "$wanted" >.venv/wanted
+fi
+export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
+
+if [ ! -f .venv/cpu_adam ]; then
+  echo "building DeepSpeed's CPU Adam (about a minute, once)"
+  rm -rf "$TORCH_EXTENSIONS_DIR/cpu_adam" # a build that was killed leaves a lock on which the next waits for ever
+  python -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()" >.venv/cpu_adam.log 2>&1 ||
+    { cat .venv/cpu_adam.log >&2; exit 1; }
+  touch .venv/cpu_adam
+fi

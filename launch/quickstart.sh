@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# From a fresh machine to a picture: distils the embedded teacher into a student of half its size and compares the two.
+# Safe to run again: it goes on where it stopped. To start anew: rm -r runs/quickstart
+source "$(dirname "$0")/env.sh"
+launch=(deepspeed --num_gpus "$RANKS" --module wandistiller)
+
+"${launch[@]}" train --recipe ds_configs/recipes/quickstart.json
+"${launch[@]}" evaluate --student_path runs/quickstart/student --prompts tiny:held_out

@@ -1,0 +1,33 @@
+"""`pip install .` carries the embedded teacher and the shipped DeepSpeed JSONs along."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+setup(
+    name="wandistiller",
+    version="0.1.0",
+    description="Distil a large Wan text-to-video transformer into a small, fast student under DeepSpeed",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=["wandistiller", "wandistiller.ds_configs"],
+    package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
+    package_data={"wandistiller": ["tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json"]},
+    install_requires=[
+        "torch>=2.13",
+        "deepspeed>=0.19.8,<0.20",  # workarounds in the code name this version
+        "diffusers>=0.42.1,<0.43",
+        "transformers>=5.23",
+        "safetensors>=0.8",
+        "ftfy",  # WanPipeline cleans prompts with it
+        "numpy",
+        "pillow",
+    ],
+    extras_require={
+        "video": ["imageio", "imageio-ffmpeg"],
+        "test": ["pytest", "ruff", "imageio", "imageio-ffmpeg"],
+    },
+    entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:main"]},
+)

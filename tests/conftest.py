@@ -1,0 +1,68 @@
+"""What all tests share: the environment, two small random pipelines, and one rank to run collectives on."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+
+
+@pytest.fixture(scope="session")
+def wan2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random pipeline with two experts that meet at 0.875, as Wan2.2 A14B. Do not write into it."""
+    from small_wan import make_wan
+
+    return make_wan(tmp_path_factory.mktemp("wan") / "wan2")
+
+
+@pytest.fixture(scope="session")
+def wan1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random pipeline with one expert, as Wan2.1. Do not write into it."""
+    from small_wan import make_wan
+
+    return make_wan(tmp_path_factory.mktemp("wan") / "wan1", experts=1)
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[..., Path]:
+    """A function that copies a pipeline folder, with or without its weights, for a test that changes it."""
+
+    def copy(folder: Path, *, weights: bool = False) -> Path:
+        left_out = () if weights else ("*.safetensors",)
+        return Path(shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns(*left_out)))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[torch.device]:
+    """The process group of a run without a launcher, in this process; gives the device."""
+    from wandistiller import distributed
+
+    before = dict(os.environ)
+    distributed.init("warning")
+    yield distributed.device()
+    distributed.finish()
+    os.environ.clear()
+    os.environ.update(before)

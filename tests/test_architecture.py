@@ -1,0 +1,117 @@
+"""The rules of design/architecture.md, sections 3 and 5, on the source itself."""
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "wandistiller"
+# The order in which data flows; a module imports only from modules before it.
+ORDER = """
+    files config batch noise objectives deepspeed_json shapes distributed metrics wan conditioning pictures latents data
+    teacher student checkpoint job trainer prepare export train sample evaluate
+    tiny_parts tiny_text tiny_experts make_tiny __main__
+""".split()
+TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
+LAYER_0 = "files config batch noise objectives deepspeed_json shapes".split()
+ALLOWED = {
+    "deepspeed": {"distributed", "wan", "teacher", "student", "checkpoint"},
+    "diffusers": {"wan", "latents", "sample", "student", "evaluate"} | TINY,
+    "transformers": {"conditioning"} | TINY,
+    "torch.distributed": {"distributed"},
+}
+MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Dotted names of all that a module imports, inside its functions too; `from a import b` gives a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module}: write absolute imports"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def own_imports(module: str) -> set[str]:
+    """The package's own modules that a module imports."""
+    parts = [name.split(".") for name in imports(module)]
+    return {p[1] for p in parts if p[0] == "wandistiller" and len(p) > 1} & set(MODULES)
+
+
+def functions(module: str) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(tree(module)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def unannotated(function: ast.FunctionDef) -> list[str]:
+    """What lacks a type: arguments other than self and cls, and the return value of all but __init__."""
+    a = function.args
+    arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    missing = [x.arg for x in arguments if x.annotation is None and x.arg not in ("self", "cls")]
+    if function.returns is None and function.name != "__init__":
+        missing.append("return")
+    return missing
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert sorted(set(MODULES) - set(ORDER)) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_modules_before_it(module: str) -> None:
+    later = [m for m in own_imports(module) if ORDER.index(m) >= ORDER.index(module)]
+    assert later == []
+
+
+@pytest.mark.parametrize("library", ALLOWED)
+def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
+    users = {m for m in MODULES if any(i == library or i.startswith(library + ".") for i in imports(m))}
+    assert sorted(users - ALLOWED[library]) == []
+
+
+@pytest.mark.parametrize("module", LAYER_0)
+def test_layer_0_imports_only_torch_the_standard_library_and_itself(module: str) -> None:
+    known = {"torch", "wandistiller"} | ({"numpy", "PIL"} if module == "shapes" else set()) | sys.stdlib_module_names
+    assert sorted({name.split(".")[0] for name in imports(module)} - known) == []
+    assert sorted(own_imports(module) - set(LAYER_0)) == []
+
+
+def test_no_module_of_training_imports_the_tiny_making_files() -> None:
+    assert [m for m in MODULES if m not in TINY and own_imports(m) & TINY] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_function_is_annotated_in_full(module: str) -> None:
+    assert {f.name: missing for f in functions(module) if (missing := unannotated(f))} == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_file_is_over_300_lines(module: str) -> None:
+    assert len((PACKAGE / f"{module}.py").read_text(encoding="utf-8").splitlines()) <= 300
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_is_over_45_lines(module: str) -> None:
+    assert {f.name: f.end_lineno - f.lineno + 1 for f in functions(module) if f.end_lineno - f.lineno >= 45} == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_class_and_every_module_has_a_docstring(module: str) -> None:
+    classes = [n for n in tree(module).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    assert ast.get_docstring(tree(module))
+    assert [c.name for c in classes if not ast.get_docstring(c)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_assert_stands_where_python_minus_O_would_drop_it(module: str) -> None:
+    assert [n.lineno for n in ast.walk(tree(module)) if isinstance(n, ast.Assert)] == []

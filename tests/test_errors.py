@@ -1,0 +1,238 @@
+"""Wrong input: exit code 2, one message on stderr, no traceback, nothing written."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wandistiller.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+DEEPSPEED = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+HALF = {"num_layers": 2}
+
+
+class Run:
+    """A sound recipe for the small two-expert teacher, and its files; a test spoils one thing."""
+
+    def __init__(self, folder: Path, teacher: Path):
+        self.folder, self.output = folder, folder / "out"
+        self.recipe: dict[str, Any] = {
+            "teacher_path": str(teacher), "data_path": self.file("prompts.txt", "a red circle\n"),
+            "output_dir": str(self.output), "student_config": self.file("student.json", HALF),
+            "deepspeed_config": self.file("ds.json", DEEPSPEED), "height": 64, "width": 64, "max_steps": 2,
+            "teacher_deepspeed_config": self.file("teacher.json", {"zero_optimization": {"stage": 0}}),
+        }  # fmt: skip
+
+    def file(self, name: str, content: Any) -> str:
+        (self.folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(self.folder / name)
+
+    def command(self, *flags: str, command: str = "train") -> list[str]:
+        return [command, "--recipe", self.file("recipe.json", self.recipe), *flags]
+
+
+@pytest.fixture
+def run(tmp_path: Path, wan2: Path) -> Run:
+    return Run(tmp_path, wan2)
+
+
+@pytest.fixture
+def quiet_logging() -> Iterator[None]:
+    """A command sets up logging for its process; put back what was there."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+@pytest.fixture
+def errors(run: Run, one_rank: object, quiet_logging: None, capsys: pytest.CaptureFixture) -> Any:
+    """A function that runs a command in this process; checks the exit code and gives what it wrote on stderr."""
+
+    def fails(*flags: str, command: str = "train") -> list[str]:
+        assert main(run.command(*flags, command=command)) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and not run.output.exists()
+        return [line for line in captured.err.splitlines() if line.startswith("error: ")]
+
+    return fails
+
+
+def test_the_sound_recipe_has_no_error(run: Run) -> None:
+    from wandistiller.config import read_run_config
+    from wandistiller.job import read_job
+
+    job = read_job(read_run_config(run.command()[2], {}), 2)
+    assert (job.batch.micro, job.batch.total, job.run.max_steps) == (2, 4, 2)
+
+
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_missing_prompt_file(run: Run, errors: Any, command: str) -> None:
+    (error,) = errors("--data_path", f"{run.folder}/none.txt", command=command)
+    assert error.startswith(f"error: {run.folder}/none.txt: no such file or folder.")
+
+
+def test_an_empty_prompt_file(run: Run, errors: Any) -> None:
+    (error,) = errors("--data_path", run.file("empty.txt", "# nothing\n"))
+    assert error == f"error: {run.folder}/empty.txt: no prompt in it. Write one prompt a line."
+
+
+@pytest.mark.parametrize("key", ["deepspeed_config", "teacher_deepspeed_config", "student_config"])
+def test_a_missing_json(run: Run, errors: Any, key: str) -> None:
+    assert errors(f"--{key}", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
+
+
+def test_a_missing_recipe(run: Run, errors: Any) -> None:
+    assert errors("--recipe", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
+
+
+def test_a_folder_that_is_no_wan_pipeline(run: Run, errors: Any) -> None:
+    (error,) = errors("--teacher_path", str(run.folder))
+    assert error.startswith(f"error: {run.folder}: no {run.folder}/model_index.json in it.")
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "said"),
+    [("student_config", {"num_layer": 2}, "`num_layer` is 2. There is no such key. Did you mean `num_layers`?"),
+     ("deepspeed_config", DEEPSPEED | {"zero_optimisation": {}}, "Did you mean `zero_optimization`?"),
+     ("deepspeed_config", DEEPSPEED | {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "Did you mean `device`?"),
+     ("teacher_deepspeed_config", {"bf16": {"enable": True}}, "Did you mean `enabled`?")],
+)  # fmt: skip
+def test_an_unknown_key_at_any_level(run: Run, errors: Any, key: str, content: dict, said: str) -> None:
+    (error,) = errors(f"--{key}", run.file("x.json", content))
+    assert error.startswith(f"error: {run.folder}/x.json: `") and error.endswith(said)
+
+
+def test_an_unknown_recipe_key(run: Run, errors: Any) -> None:
+    run.recipe["max_step"] = 3
+    (error,) = errors()
+    assert error.endswith("recipe.json: `max_step` is 3. There is no such key. Did you mean `max_steps`?")
+
+
+def test_an_unknown_objective(run: Run, errors: Any) -> None:
+    assert "Write one of: velocity" in errors("--objective", "velocitee")[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [({"name": "velocity", "data_weigth": 1}, "Did you mean `data_weight`?"), ({"data_weight": 2}, "Write a number from 0 to 1."),
+     ({"data_weight": "much"}, "data_weight"), ({"name": 5}, "objective"), ({"name": ["velocity"]}, "objective")],
+)  # fmt: skip
+def test_a_wrong_setting_of_the_objective(run: Run, errors: Any, objective: dict, said: str) -> None:
+    run.recipe["objective"] = objective
+    assert said in errors()[0]
+
+
+def test_heads_that_do_not_divide(run: Run, errors: Any) -> None:
+    content = {"init": "random", "num_attention_heads": 3}
+    assert "width 64 is not divisible" in errors("--student_config", run.file("x.json", content))[0]
+
+
+def test_more_layers_than_the_teacher(run: Run, errors: Any) -> None:
+    (error,) = errors("--student_config", run.file("x.json", {"num_layers": 9}))
+    assert "`num_layers` is 9." in error and "has 4. Write at most that" in error
+
+
+@pytest.mark.parametrize("key", ["height", "width"])
+def test_a_size_that_is_no_multiple_of_16(errors: Any, key: str) -> None:
+    (error,) = errors(f"--{key}", "100")
+    assert f"`{key}` is 100. This teacher needs a multiple of 16, e.g. 96." in error
+
+
+def test_frames_that_are_not_4k_plus_1(errors: Any) -> None:
+    assert "Write 4k + 1" in errors("--num_frames", "8")[0]
+
+
+def test_batch_numbers_that_do_not_multiply_up(run: Run, errors: Any) -> None:
+    content = DEEPSPEED | {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+    (error,) = errors("--deepspeed_config", run.file("x.json", content))
+    assert "train_batch_size 4 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 1 ranks = 3" in error
+
+
+def test_a_frozen_teacher_with_stage_2(run: Run, errors: Any) -> None:
+    (error,) = errors("--teacher_deepspeed_config", run.file("x.json", {"zero_optimization": {"stage": 2}}))
+    assert "A frozen teacher has no optimizer" in error
+
+
+def test_expert_blocks_that_split_a_micro_step(errors: Any) -> None:
+    assert "Write a divisor of that" in errors("--expert_blocks", "2")[0]
+
+
+def test_a_checkpoint_that_is_none(run: Run, errors: Any) -> None:
+    assert "no checkpoint there" in errors("--resume", str(run.folder))[0]
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.txt/out"])
+def test_an_output_folder_that_cannot_be_made(run: Run, errors: Any, name: str) -> None:
+    run.output = run.folder / "never"
+    assert any("output_dir" in error for error in errors("--output_dir", str(run.folder / name)))
+
+
+def test_everything_wrong_in_every_file_is_reported_at_once(run: Run, errors: Any) -> None:
+    found = errors(
+        "--data_path", "none.txt", "--height", "100", "--objective", "x", "--student_config", run.file("s.json", {"a": 1}),
+        "--deepspeed_config", run.file("d.json", {"b": 1}), "--teacher_deepspeed_config", run.file("t.json", {"c": 1}),
+    )  # fmt: skip
+    assert len(found) == len(set(found)) == 8  # the student's JSON lacks batch and optimizer too
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--heigth", "5"], "unrecognized arguments"), (["--height", "tall"], "invalid int value"),
+     (["--log_level", "loud"], "invalid choice")],
+)  # fmt: skip
+def test_a_wrong_flag_has_exit_code_2_too(run: Run, capsys: pytest.CaptureFixture, flags: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(run.command(*flags))
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [(["export", "--checkpoint", "{}/none", "--output", "{}/out"], "no checkpoint there"),
+     (["sample", "--model", "{}/none", "--prompts", "a", "--output", "{}/out"], "model_index.json"),
+     (["sample", "--model", "{wan}", "--prompts", "{}/none.txt", "--output", "{}/out"], "no such file or folder"),
+     (["sample", "--model", "{wan}", "--prompts", "a", "--output", "{}/out", "--height", "100"], "`height` is 100"),
+     (["evaluate", "--student_path", "{}/none"], "wandistiller.json")],
+)  # fmt: skip
+def test_wrong_input_of_the_other_commands(run: Run, capsys: pytest.CaptureFixture, argv: list[str], said: str) -> None:
+    assert main([a.replace("{}", str(run.folder)).replace("{wan}", run.recipe["teacher_path"]) for a in argv]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in error and not run.output.exists()
+
+
+def launched(run: Run, *launcher: str) -> subprocess.CompletedProcess:
+    """The command as a user types it, in a process of its own, with two things wrong."""
+    flags = ["--student_config", run.file("s.json", {"num_heads": 2}), "--data_path", str(run.folder / "none.txt")]
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"}
+    environment = {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, "wandistiller", *run.command(*flags)]
+    return subprocess.run(command, env=environment, cwd=run.folder, capture_output=True, text=True, timeout=300)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+TWO_RANKS = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", free_port(), "--module")
+
+
+@pytest.mark.parametrize("launcher", [("-m",), TWO_RANKS], ids=["one rank", "two ranks under deepspeed"])
+def test_each_message_comes_once_on_stderr_without_a_traceback(run: Run, launcher: tuple[str, ...]) -> None:
+    done = launched(run, *launcher)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("`num_heads` is 2. There is no such key. Did you mean `num_attention_heads`?") == 1
+    assert done.stderr.count("none.txt: no such file or folder.") == 1
+    assert not run.output.exists()
