@@ -18,7 +18,8 @@ from wandistiller.wan import TEXT_TOKENS
 
 NASTY = (
     "  two  spaces\tand\na line ", "&amp;amp; &lt;b&gt;", "&nbsp;a&nbsp;", "schÃ¶n", "“curly” – dash…", "ﬁne ligature",
-    "全角，ＡＢＣ", "e\u0301", "zero\u200bwidth", "\ufeffmark", "emoji 🐈‍⬛", "\x1b[31mred\x1b[0m", "a\u2028b\x85c", "&amp;quot;x", "",
+    "全角，ＡＢＣ", "e\u0301", "zero\u200bwidth", "\ufeffmark", "emoji 🐈‍⬛", "\x1b[31mred\x1b[0m",
+    "a\u2028b\x85c", "&amp;quot;x", "",
 )  # fmt: skip
 
 
@@ -82,14 +83,19 @@ def test_the_embedded_prompts_are_1008_and_112_and_share_none() -> None:
 
 def test_json_lines_give_prompts_and_media_relative_to_the_file(tmp_path: Path) -> None:
     picture = image(tmp_path / "img" / "a.png")
-    lines = [{"prompt": "one", "image": "img/a.png", "id": 7}, {"prompt": " two "}, {"prompt": "3", "video": "img/a.png"}]
+    lines = [
+        {"prompt": "one", "image": "img/a.png", "id": 7},
+        {"prompt": " two "},
+        {"prompt": "3", "video": "img/a.png"},
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read_items(str(tmp_path / "p.jsonl")) == [Item("one", picture), Item("two"), Item("3", picture)]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("{", "not valid JSON"), ('"a cat"', "no prompt"), ('{"image": "a.png"}', "no prompt"), ('{"prompt": 5}', "no prompt"),
+    [("{", "not valid JSON"), ('"a cat"', "no prompt"), ('{"image": "a.png"}', "no prompt"),
+     ('{"prompt": 5}', "no prompt"),
      ('{"prompt": " "}', "no prompt"), ('{"prompt": "a", "img": "b"}', "`img` is no key"),
      ('{"prompt": "a", "image": "none.png"}', "no such file"), ('{"prompt": "a", "image": 5}', "image"),
      ('{"prompt": "a", "image": "none.png", "video": "none.mp4"}', "")],
@@ -112,7 +118,10 @@ def test_a_folder_gives_each_medium_with_the_text_beside_it(tmp_path: Path) -> N
     for name in ("b.png", "deep/a.JPG"):
         image(tmp_path / name).with_suffix(".txt").write_text(f"a {name}\n")
     (tmp_path / "notes.md").write_text("no medium")
-    assert read_items(str(tmp_path)) == [Item("a b.png", tmp_path / "b.png"), Item("a deep/a.JPG", tmp_path / "deep" / "a.JPG")]
+    assert read_items(str(tmp_path)) == [
+        Item("a b.png", tmp_path / "b.png"),
+        Item("a deep/a.JPG", tmp_path / "deep" / "a.JPG"),
+    ]
 
 
 def test_media_without_text_are_all_named(tmp_path: Path) -> None:
@@ -146,7 +155,9 @@ def encoded_by_diffusers(wan: Path, dtype: torch.dtype, prompt: str) -> torch.Te
     return own.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)[0][0]
 
 
-@pytest.mark.parametrize("prompt", ["a red circle on a blue background , left", "  red&nbsp;square", "", "色", "red " * 600])
+@pytest.mark.parametrize(
+    "prompt", ["a red circle on a blue background , left", "  red&nbsp;square", "", "色", "red " * 600]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_text_is_bitwise_what_the_pipeline_encodes(wan2: Path, prompt: str, dtype: torch.dtype) -> None:
     expected_LD = encoded_by_diffusers(wan2, dtype, prompt)
@@ -207,7 +218,9 @@ def test_the_manifest_names_the_prompts_of_each_shard(tmp_path: Path, wan2: Path
     assert [f.name for f in shards(tmp_path)] == list(manifest["shards"])
 
 
-def test_another_encoder_or_precision_gives_another_stamp(tmp_path: Path, wan2: Path, copy_of: Callable[..., Path]) -> None:
+def test_another_encoder_or_precision_gives_another_stamp(
+    tmp_path: Path, wan2: Path, copy_of: Callable[..., Path]
+) -> None:
     other = copy_of(wan2, weights=True)
     same = cache_of(tmp_path, other, ["a"]).stamp
     weights = other / "text_encoder" / "model.safetensors"

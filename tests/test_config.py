@@ -153,7 +153,9 @@ def test_a_shipped_config_is_found_from_any_folder(tmp_path: Path, monkeypatch: 
     assert shipped("ds_configs/student/zero2_offload.json").is_file()
 
 
-def test_a_config_of_the_current_folder_wins_over_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_of_the_current_folder_wins_over_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     own = Path("ds_configs/student/zero2_offload.json")
     own.parent.mkdir(parents=True)
@@ -168,5 +170,7 @@ def test_a_default_file_is_shipped(name: str) -> None:
 
 
 def test_a_config_written_out_and_read_again_is_equal(tmp_path: Path) -> None:
-    config = RunConfig(**PATHS, seed=3, guidance_scale=2.5, sample_prompts=["a", "色"], student_config={"init": "random"})
+    config = RunConfig(
+        **PATHS, seed=3, guidance_scale=2.5, sample_prompts=["a", "色"], student_config={"init": "random"}
+    )
     assert read_run_config(recipe(tmp_path, **as_dict(config)), {}) == config

@@ -87,7 +87,7 @@ def test_the_keys_of_activation_checkpointing_are_deepspeed_s_constants() -> Non
 
 def test_the_adam_settings_are_those_of_deepspeed_s_cpu_adam_and_its_switches() -> None:
     own = set(inspect.signature(DeepSpeedCPUAdam.__init__).parameters) - {"self", "model_params", "adamw_mode"}
-    assert dsj.OPTIMIZER_KEYS == own | {"torch_adam", "adam_w_mode"}
+    assert dsj.OPTIMIZER_KEYS == own | {"torch_adam", "adam_w_mode", "foreach"}
 
 
 BATCH = dict(zip(dsj.BATCH_KEYS, (24, 3, 4), strict=True))  # with two ranks: 3 x 4 x 2 = 24
@@ -103,7 +103,9 @@ def test_what_the_batch_numbers_leave_out_is_solved(keys: tuple[int, ...], solve
     assert dsj.batch_size("x.json", given, 2) == dsj.BatchSize(*solved)
 
 
-@pytest.mark.parametrize("given", [c for n in (1, 2, 3) for c in combinations(dsj.BATCH_KEYS, n) if c != dsj.BATCH_KEYS[2:]])
+@pytest.mark.parametrize(
+    "given", [c for n in (1, 2, 3) for c in combinations(dsj.BATCH_KEYS, n) if c != dsj.BATCH_KEYS[2:]]
+)
 def test_the_batch_numbers_are_solved_as_deepspeed_solves_them(given: tuple[str, ...]) -> None:
     values = dict(zip(dsj.BATCH_KEYS, (12, 3, 4), strict=True))  # one rank
     ds = {k: values[k] for k in given}
@@ -117,12 +119,28 @@ def test_no_batch_size_is_refused(ds: dict[str, int]) -> None:
     assert "no batch size" in refused(dsj.batch_size, ds, 2)[0]
 
 
-@pytest.mark.parametrize("numbers", [(24, 3, 5), (25, 3, 4), (25, 3, None), (24, 5, None), (25, None, 4), (7, None, None),
-                                     (2, 3, None), (1, None, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (24, 3, 5),
+        (25, 3, 4),
+        (25, 3, None),
+        (24, 5, None),
+        (25, None, 4),
+        (7, None, None),
+    ],
+)
 def test_batch_numbers_that_do_not_multiply_up_are_refused(numbers: tuple[int | None, ...]) -> None:
     ds = {k: v for k, v in zip(dsj.BATCH_KEYS, numbers, strict=True) if v is not None}
     (problem,) = refused(dsj.batch_size, ds, 2)
     assert problem.startswith(f"x.json: train_batch_size {numbers[0]} is not ") and "x 2 ranks" in problem
+
+
+@pytest.mark.parametrize(("numbers", "least"), [((2, 3, None), 6), ((1, None, None), 2), ((3, None, 2), 4)])
+def test_a_batch_smaller_than_one_sample_a_rank_is_refused(numbers: tuple[int | None, ...], least: int) -> None:
+    ds = {k: v for k, v in zip(dsj.BATCH_KEYS, numbers, strict=True) if v is not None}
+    (problem,) = refused(dsj.batch_size, ds, 2)
+    assert problem == f"x.json: `train_batch_size` is {numbers[0]}. On 2 rank(s) it must be at least {least}."
 
 
 @pytest.mark.parametrize("key", dsj.BATCH_KEYS)
@@ -139,11 +157,13 @@ def test_a_batch_number_that_is_no_positive_integer_is_refused(key: str, value: 
      ({"gradient_accumulation_step": 2}, "gradient_accumulation_step", "gradient_accumulation_steps"),
      ({"train_micro_batch_size": 2}, "train_micro_batch_size", "train_micro_batch_size_per_gpu"),
      ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag", "stage"),
-     ({"zero_optimization": {"offload_param": {"devices": "cpu"}}}, "zero_optimization.offload_param.devices", "device"),
-     ({"zero_optimization": {"offload_optimizer": {"pin_mem": 1}}}, "zero_optimization.offload_optimizer.pin_mem", "pin_memory"),
+     ({"zero_optimization": {"offload_param": {"devices": 1}}}, "zero_optimization.offload_param.devices", "device"),
+     ({"zero_optimization": {"offload_optimizer": {"pinned_memory": 1}}},
+      "zero_optimization.offload_optimizer.pinned_memory", "pin_memory"),
      ({"bf16": {"enable": True}}, "bf16.enable", "enabled"),
      ({"fp16": {"loss_scal": 0}}, "fp16.loss_scal", "loss_scale"),
-     ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_checkpoint", "cpu_checkpointing"),
+     ({"activation_checkpointing": {"cpu_checkpoint": 1}},
+      "activation_checkpointing.cpu_checkpoint", "cpu_checkpointing"),
      ({"optimizer": {"type": "AdamW", "param": {}}}, "optimizer.param", "params"),
      ({"optimizer": {"type": "AdamW", "params": {"weight_decai": 0}}}, "optimizer.params.weight_decai", "weight_decay"),
      ({"scheduler": {"typ": "WarmupLR"}}, "scheduler.typ", "type")],
@@ -163,7 +183,9 @@ def test_auto_is_refused_wherever_it_stands(change: dict, key: str) -> None:
     assert refused(dsj.student_engine, STUDENT | change, 1) == [f'x.json: `{key}` is "auto". Write the value itself.']
 
 
-@pytest.mark.parametrize("section", ["zero_optimization", "bf16", "fp16", "activation_checkpointing", "optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    "section", ["zero_optimization", "bf16", "fp16", "activation_checkpointing", "optimizer", "scheduler"]
+)
 @pytest.mark.parametrize("value", [3, True, "AdamW", []])
 def test_a_section_that_is_no_object_is_refused(section: str, value: Any) -> None:
     assert any(f"`{section}`" in p and "{...}" in p for p in refused(dsj.student_engine, STUDENT | {section: value}, 1))
@@ -186,7 +208,10 @@ def test_a_student_without_an_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("stage", [4, -1, "3", None])
 def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
-    assert "`zero_optimization.stage`" in refused(dsj.student_engine, STUDENT | {"zero_optimization": {"stage": stage}}, 1)[0]
+    assert (
+        "`zero_optimization.stage`"
+        in refused(dsj.student_engine, STUDENT | {"zero_optimization": {"stage": stage}}, 1)[0]
+    )
 
 
 def test_all_problems_of_a_student_json_are_reported_at_once() -> None:

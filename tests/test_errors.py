@@ -6,17 +6,21 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wandistiller.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 DEEPSPEED = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 HALF = {"num_layers": 2}
+
+
+Errors = Callable[..., list[str]]
 
 
 class Run:
@@ -54,7 +58,7 @@ def quiet_logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def errors(run: Run, one_rank: object, quiet_logging: None, capsys: pytest.CaptureFixture) -> Any:
+def errors(run: Run, one_rank: object, quiet_logging: None, capsys: pytest.CaptureFixture) -> Errors:
     """A function that runs a command in this process; checks the exit code and gives what it wrote on stderr."""
 
     def fails(*flags: str, command: str = "train") -> list[str]:
@@ -75,111 +79,113 @@ def test_the_sound_recipe_has_no_error(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_a_missing_prompt_file(run: Run, errors: Any, command: str) -> None:
+def test_a_missing_prompt_file(run: Run, errors: Errors, command: str) -> None:
     (error,) = errors("--data_path", f"{run.folder}/none.txt", command=command)
     assert error.startswith(f"error: {run.folder}/none.txt: no such file or folder.")
 
 
-def test_an_empty_prompt_file(run: Run, errors: Any) -> None:
+def test_an_empty_prompt_file(run: Run, errors: Errors) -> None:
     (error,) = errors("--data_path", run.file("empty.txt", "# nothing\n"))
     assert error == f"error: {run.folder}/empty.txt: no prompt in it. Write one prompt a line."
 
 
 @pytest.mark.parametrize("key", ["deepspeed_config", "teacher_deepspeed_config", "student_config"])
-def test_a_missing_json(run: Run, errors: Any, key: str) -> None:
+def test_a_missing_json(run: Run, errors: Errors, key: str) -> None:
     assert errors(f"--{key}", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
 
 
-def test_a_missing_recipe(run: Run, errors: Any) -> None:
+def test_a_missing_recipe(run: Run, errors: Errors) -> None:
     assert errors("--recipe", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
 
 
-def test_a_folder_that_is_no_wan_pipeline(run: Run, errors: Any) -> None:
+def test_a_folder_that_is_no_wan_pipeline(run: Run, errors: Errors) -> None:
     (error,) = errors("--teacher_path", str(run.folder))
-    assert error.startswith(f"error: {run.folder}: no {run.folder}/model_index.json in it.")
+    assert error.startswith(f"error: {run.folder}: no file {run.folder}/model_index.json.")
 
 
 @pytest.mark.parametrize(
     ("key", "content", "said"),
     [("student_config", {"num_layer": 2}, "`num_layer` is 2. There is no such key. Did you mean `num_layers`?"),
      ("deepspeed_config", DEEPSPEED | {"zero_optimisation": {}}, "Did you mean `zero_optimization`?"),
-     ("deepspeed_config", DEEPSPEED | {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "Did you mean `device`?"),
+     ("deepspeed_config", DEEPSPEED | {"zero_optimization": {"offload_param": {"dvice": 1}}}, "Did you mean `device`?"),
      ("teacher_deepspeed_config", {"bf16": {"enable": True}}, "Did you mean `enabled`?")],
 )  # fmt: skip
-def test_an_unknown_key_at_any_level(run: Run, errors: Any, key: str, content: dict, said: str) -> None:
+def test_an_unknown_key_at_any_level(run: Run, errors: Errors, key: str, content: dict, said: str) -> None:
     (error,) = errors(f"--{key}", run.file("x.json", content))
     assert error.startswith(f"error: {run.folder}/x.json: `") and error.endswith(said)
 
 
-def test_an_unknown_recipe_key(run: Run, errors: Any) -> None:
+def test_an_unknown_recipe_key(run: Run, errors: Errors) -> None:
     run.recipe["max_step"] = 3
     (error,) = errors()
     assert error.endswith("recipe.json: `max_step` is 3. There is no such key. Did you mean `max_steps`?")
 
 
-def test_an_unknown_objective(run: Run, errors: Any) -> None:
+def test_an_unknown_objective(run: Run, errors: Errors) -> None:
     assert "Write one of: velocity" in errors("--objective", "velocitee")[0]
 
 
 @pytest.mark.parametrize(
     ("objective", "said"),
-    [({"name": "velocity", "data_weigth": 1}, "Did you mean `data_weight`?"), ({"data_weight": 2}, "Write a number from 0 to 1."),
-     ({"data_weight": "much"}, "data_weight"), ({"name": 5}, "objective"), ({"name": ["velocity"]}, "objective")],
+    [({"name": "velocity", "data_weigth": 1}, "Did you mean `data_weight`?"),
+     ({"data_weight": 2}, "Write a number from 0 to 1."), ({"data_weight": "much"}, "data_weight"),
+     ({"name": 5}, "objective"), ({"name": ["velocity"]}, "objective")],
 )  # fmt: skip
-def test_a_wrong_setting_of_the_objective(run: Run, errors: Any, objective: dict, said: str) -> None:
+def test_a_wrong_setting_of_the_objective(run: Run, errors: Errors, objective: dict, said: str) -> None:
     run.recipe["objective"] = objective
     assert said in errors()[0]
 
 
-def test_heads_that_do_not_divide(run: Run, errors: Any) -> None:
+def test_heads_that_do_not_divide(run: Run, errors: Errors) -> None:
     content = {"init": "random", "num_attention_heads": 3}
-    assert "width 64 is not divisible" in errors("--student_config", run.file("x.json", content))[0]
+    assert "does not divide the teacher's 2" in errors("--student_config", run.file("x.json", content))[0]
 
 
-def test_more_layers_than_the_teacher(run: Run, errors: Any) -> None:
+def test_more_layers_than_the_teacher(run: Run, errors: Errors) -> None:
     (error,) = errors("--student_config", run.file("x.json", {"num_layers": 9}))
     assert "`num_layers` is 9." in error and "has 4. Write at most that" in error
 
 
 @pytest.mark.parametrize("key", ["height", "width"])
-def test_a_size_that_is_no_multiple_of_16(errors: Any, key: str) -> None:
+def test_a_size_that_is_no_multiple_of_16(errors: Errors, key: str) -> None:
     (error,) = errors(f"--{key}", "100")
     assert f"`{key}` is 100. This teacher needs a multiple of 16, e.g. 96." in error
 
 
-def test_frames_that_are_not_4k_plus_1(errors: Any) -> None:
+def test_frames_that_are_not_4k_plus_1(errors: Errors) -> None:
     assert "Write 4k + 1" in errors("--num_frames", "8")[0]
 
 
-def test_batch_numbers_that_do_not_multiply_up(run: Run, errors: Any) -> None:
+def test_batch_numbers_that_do_not_multiply_up(run: Run, errors: Errors) -> None:
     content = DEEPSPEED | {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     (error,) = errors("--deepspeed_config", run.file("x.json", content))
-    assert "train_batch_size 4 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 1 ranks = 3" in error
+    assert "4 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 1 ranks = 3" in error
 
 
-def test_a_frozen_teacher_with_stage_2(run: Run, errors: Any) -> None:
+def test_a_frozen_teacher_with_stage_2(run: Run, errors: Errors) -> None:
     (error,) = errors("--teacher_deepspeed_config", run.file("x.json", {"zero_optimization": {"stage": 2}}))
     assert "A frozen teacher has no optimizer" in error
 
 
-def test_expert_blocks_that_split_a_micro_step(errors: Any) -> None:
+def test_expert_blocks_that_split_a_micro_step(errors: Errors) -> None:
     assert "Write a divisor of that" in errors("--expert_blocks", "2")[0]
 
 
-def test_a_checkpoint_that_is_none(run: Run, errors: Any) -> None:
+def test_a_checkpoint_that_is_none(run: Run, errors: Errors) -> None:
     assert "no checkpoint there" in errors("--resume", str(run.folder))[0]
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.txt/out"])
-def test_an_output_folder_that_cannot_be_made(run: Run, errors: Any, name: str) -> None:
+def test_an_output_folder_that_cannot_be_made(run: Run, errors: Errors, name: str) -> None:
     run.output = run.folder / "never"
     assert any("output_dir" in error for error in errors("--output_dir", str(run.folder / name)))
 
 
-def test_everything_wrong_in_every_file_is_reported_at_once(run: Run, errors: Any) -> None:
+def test_everything_wrong_in_every_file_is_reported_at_once(run: Run, errors: Errors) -> None:
     found = errors(
-        "--data_path", "none.txt", "--height", "100", "--objective", "x", "--student_config", run.file("s.json", {"a": 1}),
-        "--deepspeed_config", run.file("d.json", {"b": 1}), "--teacher_deepspeed_config", run.file("t.json", {"c": 1}),
+        "--data_path", "none.txt", "--height", "100", "--objective", "x",
+        "--student_config", run.file("s.json", {"a": 1}), "--deepspeed_config", run.file("d.json", {"b": 1}),
+        "--teacher_deepspeed_config", run.file("t.json", {"c": 1}),
     )  # fmt: skip
     assert len(found) == len(set(found)) == 8  # the student's JSON lacks batch and optimizer too
 
@@ -228,6 +234,7 @@ def free_port() -> str:
 TWO_RANKS = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", free_port(), "--module")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 @pytest.mark.parametrize("launcher", [("-m",), TWO_RANKS], ids=["one rank", "two ranks under deepspeed"])
 def test_each_message_comes_once_on_stderr_without_a_traceback(run: Run, launcher: tuple[str, ...]) -> None:
     done = launched(run, *launcher)

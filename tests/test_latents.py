@@ -1,4 +1,4 @@
-"""Latents as diffusers' pipeline makes and reads them, media as pixels, and the sampling loop against the pipeline's own."""
+"""Latents as diffusers' pipeline makes and reads them, media as pixels, and the sampling loop against its own."""
 
 from collections.abc import Callable
 from functools import cache
@@ -114,11 +114,15 @@ def test_the_shift_that_is_asked_for_replaces_the_scheduler_s(wan2: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
-def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(wan1: Path, copy_of: Callable[..., Path], kind: str) -> None:
+def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
+    wan1: Path, copy_of: Callable[..., Path], kind: str
+) -> None:
     folder = copy_of(wan1)
     config = folder / "scheduler" / "scheduler_config.json"
     if kind.startswith("Flow"):
-        config.write_text('{"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}')
+        config.write_text(
+            '{"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}'
+        )
     x0, noise = torch.full_like(start(), 0.25), start()
     found, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
     torch.testing.assert_close(found, x0, rtol=0, atol=0.01)  # timesteps are whole numbers: sigma 0.999 for 1
@@ -136,7 +140,9 @@ def scaled(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_decoding_gives_the_stock_pipeline_s_pixels(scaled: Path) -> None:
     latent, pixels_BFCHW = (stock(scaled, 2, 1.0, None, kind) for kind in ("latent", "pt"))
-    torch.testing.assert_close(Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-6
+    )
 
 
 @torch.no_grad()
@@ -152,7 +158,10 @@ def test_encoding_gives_the_mode_less_the_mean_over_the_deviation(scaled: Path) 
 @torch.no_grad()
 def test_decoding_undoes_the_normalisation_of_encoding(scaled: Path) -> None:
     pixels = keyed_normal((1, 3, 1, 32, 32), "pixels").clamp(-1, 1)
-    vae, own = Vae(open_wan(str(scaled)), CPU), AutoencoderKLWan.from_pretrained(scaled / "vae", torch_dtype=torch.float32)
+    vae, own = (
+        Vae(open_wan(str(scaled)), CPU),
+        AutoencoderKLWan.from_pretrained(scaled / "vae", torch_dtype=torch.float32),
+    )
     direct = own.decode(own.encode(pixels).latent_dist.mode()).sample
     torch.testing.assert_close(vae.decode(vae.encode(pixels)), (direct / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-5)
 
@@ -235,7 +244,9 @@ def test_a_medium_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> Non
 ROLLOUTS = Rollouts(steps=2, per_prompt=2, keep_path=True, seed=0, shift=3.0)
 
 
-def cache_in(folder: Path, wan: Path, items: list[Item], rollouts: Rollouts = ROLLOUTS, shard_size: int = 3) -> LatentCache:
+def cache_in(
+    folder: Path, wan: Path, items: list[Item], rollouts: Rollouts = ROLLOUTS, shard_size: int = 3
+) -> LatentCache:
     size = Size(32, 32, 1)
     return LatentCache(folder, open_wan(str(wan)), items, size, rollouts, "vae", "teacher", shard_size)
 
@@ -297,7 +308,9 @@ def test_a_cache_of_another_shift_seed_or_image_is_not_used(tmp_path: Path, wan1
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_complete_cache_needs_neither_vae_nor_teacher(tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_cache_needs_neither_vae_nor_teacher(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     items = [Item("a"), Item("b", picture(tmp_path / "a.png", noise_HWC(32, 32)))]
     fill(cache_in(tmp_path, wan1, items), wan1)
     monkeypatch.setattr(latents, "Vae", None)

@@ -93,7 +93,9 @@ def test_all_ranks_draw_the_same_expert_for_10000_steps(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("schedule", [ONE, TWO], ids=["one expert", "two experts"])
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[7], [2, 1], [0, 6, 5, 4, 3]], [[7, 6, 5, 4, 3, 2, 1, 0]]])
+@pytest.mark.parametrize(
+    "split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[7], [2, 1], [0, 6, 5, 4, 3]], [[7, 6, 5, 4, 3, 2, 1, 0]]]
+)
 def test_other_splits_of_a_step_give_bitwise_the_same_rows(schedule: FlowSchedule, split: list[list[int]]) -> None:
     first = 3 * 8  # of step 3
     whole = some_batch(schedule, [first + i for i in range(8)])

@@ -40,7 +40,9 @@ def test_the_loss_is_the_mean_square_of_each_sample() -> None:
 @pytest.mark.parametrize(("weight", "loss"), [(0.0, 4.0), (0.25, 3.25), (1.0, 1.0)])
 def test_data_weight_blends_in_the_distance_to_noise_minus_x0(weight: float, loss: float) -> None:
     # v = 3, teacher 1: square 4; noise - x0 = 2: square 1
-    assert VelocityMatching(data_weight=weight).loss(constant(3.0, 3.0), constant(1.0, 1.0), BATCH).tolist() == [loss] * 2
+    assert (
+        VelocityMatching(data_weight=weight).loss(constant(3.0, 3.0), constant(1.0, 1.0), BATCH).tolist() == [loss] * 2
+    )
 
 
 def test_the_loss_is_float32_and_does_not_lose_small_terms_of_bf16_input() -> None:

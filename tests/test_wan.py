@@ -86,7 +86,9 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["./none", "../none", "none", "no-one/no-model"])
-def test_a_relative_name_that_is_not_there_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_name_that_is_not_there_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused(name).startswith(name)
 
@@ -168,7 +170,9 @@ def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dt
 def test_a_skeleton_has_no_memory_but_real_rope_tables(wan1: Path) -> None:
     model, whole = wan.skeleton(config_of(wan1)), by_diffusers(wan1 / "transformer", torch.float32)
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert torch.equal(model.rope.freqs_cos, whole.rope.freqs_cos) and torch.equal(model.rope.freqs_sin, whole.rope.freqs_sin)
+    assert torch.equal(model.rope.freqs_cos, whole.rope.freqs_cos) and torch.equal(
+        model.rope.freqs_sin, whole.rope.freqs_sin
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,6 +198,7 @@ def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: to
 TEACHERS = {
     "zero_inference_cpu.json": json.loads(ZERO_INFERENCE.read_text()),
     "replicated bf16": BF16,
+    "replicated bf16, buffers too": BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
     "replicated float32": {},
     "sharded float32": {"zero_optimization": {"stage": 3}},
 }
@@ -229,8 +234,11 @@ def test_rope_tables_survive_every_teacher_engine(wan1: Path, ds: dict) -> None:
         assert found.dtype is torch.float32 and torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "float32"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+BUFFERS_BF16 = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}}
+
+
+@pytest.mark.parametrize("precision", [BF16, BF16 | BUFFERS_BF16, {}], ids=["bf16", "bf16 with its buffers", "float32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.usefixtures("one_rank")
 def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: dict) -> None:
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -243,15 +251,24 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: dic
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
-    model, b, null_LD = by_diffusers(wan1 / "transformer", torch.float32), some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
+    model, b, null_LD = (
+        by_diffusers(wan1 / "transformer", torch.float32),
+        some_batch(Expert.HIGH_NOISE),
+        keyed_normal((512, 32), "null"),
+    )
     inner = LocalTeacher(dict.fromkeys(Expert, model))
     null = b.at(text_BLD=null_LD.expand_as(b.text_BLD))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
-    torch.testing.assert_close(GuidedTeacher(inner, null_LD, dict.fromkeys(Expert, scale)).velocity(b), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        GuidedTeacher(inner, null_LD, dict.fromkeys(Expert, scale)).velocity(b), expected, rtol=0, atol=1e-4
+    )
 
 
 def test_each_expert_has_its_own_guidance_scale(wan1: Path) -> None:
-    inner, null_LD = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32))), torch.zeros(512, 32)
+    inner, null_LD = (
+        LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32))),
+        torch.zeros(512, 32),
+    )
     both = GuidedTeacher(inner, null_LD, {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0})
     for expert, scale in both.scales.items():
         only = GuidedTeacher(inner, null_LD, dict.fromkeys(Expert, scale))

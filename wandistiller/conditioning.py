@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from wandistiller import distributed, shapes
 from wandistiller.config import ConfigError
 from wandistiller.files import atomic, digest, fingerprint, write_json
+from wandistiller.metrics import Progress
 from wandistiller.wan import TEXT_TOKENS
 
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
@@ -61,14 +62,18 @@ def read_items(data_path: str) -> list[Item]:
     return items
 
 
-def _read_file(path: Path) -> list[Item]:
+def _read_text(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error}. Save it as UTF-8.") from None
+
+
+def _read_file(path: Path) -> list[Item]:
+    lines = _read_text(path).split("\n")  # splitlines would also cut at U+2028, which JSON allows inside a string
     kept = [(n, line.strip()) for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")]
     if path.suffix != ".jsonl":
-        return [Item(clean(line)) for _, line in kept]
+        return [Item(prompt) for _, line in kept if (prompt := clean(line))]
     items, wrong = [], []
     for n, line in kept:
         try:
@@ -90,19 +95,22 @@ def _read_object(line: str, folder: Path) -> Item:
         raise ValueError('no prompt. Write {"prompt": "...", "image": "file.png"}; image, video and id may be left out.')
     if unknown := sorted(set(entry) - {"prompt", "image", "video", "id"}):
         raise ValueError(f"`{unknown[0]}` is no key. Known keys: prompt, image, video, id.")
-    name = entry.get("image") or entry.get("video")
-    media = folder / name if name else None
+    names = [entry[k] for k in ("image", "video") if entry.get(k) is not None]
+    if len(names) > 1 or any(not isinstance(n, str) for n in names):
+        raise ValueError("give one file name, as image or as video.")
+    media = folder / names[0] if names else None
     if media and not media.is_file():
         raise ValueError(f"no such file: {media}.")
     return Item(clean(entry["prompt"]), media)
 
 
 def _read_folder(folder: Path) -> list[Item]:
-    items, wrong = [], []
+    items: list[Item] = []
+    wrong: list[str] = []
     for media in sorted(f for f in folder.rglob("*") if f.suffix.lower() in IMAGES | VIDEOS):
         text = media.with_suffix(".txt")
-        if text.is_file() and clean(text.read_text(encoding="utf-8")):
-            items.append(Item(clean(text.read_text(encoding="utf-8")), media))
+        if text.is_file() and (prompt := clean(_read_text(text))):
+            items.append(Item(prompt, media))
         else:
             wrong.append(f"{media}: no prompt. Write it into {text.name} beside it.")
     if wrong:
@@ -131,17 +139,16 @@ class TextCache:
 
     def fill(self, device: torch.device) -> None:
         """Encode what is missing, the shards split over the ranks. Collective."""
-        missing = distributed.from_rank_0([s.name for s in self._shards if not s.is_file()])
-        mine = [s for s in self._shards if s.name in missing][distributed.rank() :: distributed.world_size()]
+        missing = distributed.from_rank_0([s for s in self._shards if not s.is_file()])
+        mine = missing[distributed.rank() :: distributed.world_size()]
         if missing:
-            distributed.log0("text: %d of %d prompts to encode", sum(len(c) for s, c in self._shards.items()
-                             if s.name in missing), len(self._place))  # fmt: skip
+            distributed.log0("text: %d of %d prompts to encode", sum(len(self._shards[s]) for s in missing), len(self._place))
         if mine:
-            encoder = Encoder(self._folder, self._dtype, device)
-            for done, shard in enumerate(mine, 1):
+            encoder, progress = Encoder(self._folder, self._dtype, device), Progress("text", len(mine))
+            for shard in mine:
                 with atomic(shard) as temporary:
                     save_file({str(i): encoder.encode(p) for i, p in enumerate(self._shards[shard])}, temporary)
-                distributed.log0("text: shard %d of %d on this rank", done, len(mine))
+                progress.advance()
             del encoder
             gc.collect()
         distributed.barrier()

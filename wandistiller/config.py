@@ -34,10 +34,15 @@ def unknown_keys(where: str | Path, given: dict, known: typing.Iterable[str], pr
     known = sorted(known)
     found = []
     for key in sorted(set(given) - set(known)):
-        near = get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"Did you mean `{near[0]}`?" if near else f"Known keys: {', '.join(known)}."
-        found.append(problem(where, prefix + key, given[key], f"There is no such key. {hint}"))
+        hint = nearest(key, known) or f" Known keys: {', '.join(known)}."
+        found.append(problem(where, prefix + key, given[key], f"There is no such key.{hint}"))
     return found
+
+
+def nearest(word: object, known: typing.Iterable[str]) -> str:
+    """` Did you mean ...?`, or nothing when no known word is near."""
+    near = get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def shipped(path: str) -> Path:
@@ -65,7 +70,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{path}: no such file.")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+        value = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -116,23 +121,23 @@ class RunConfig:
     resume: str = setting("auto", "output", "auto, never, or a checkpoint folder")
     dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
 
-    def problems(self) -> list[str]:
-        """Everything wrong with the values themselves, whatever the teacher."""
+    def problems(self) -> list[tuple[str, str]]:
+        """Everything wrong with the values themselves, whatever the teacher: (key, message)."""
         found = [
-            f"`{k}` is missing. Give --{k} or the recipe key." for k in ("teacher_path", "data_path", "output_dir")
+            (k, f"`{k}` is missing. Give --{k} or the recipe key.") for k in ("teacher_path", "data_path", "output_dir")
             if not getattr(self, k)
         ]
         positive = ("max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
-                    "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints", "sample_every",
-                    "sample_steps")  # fmt: skip
+                    "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
+                    "sample_every", "sample_steps")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:
-                found.append(f"`{key}` is {value}. Write a positive number.")
+                found.append((key, f"`{key}` is {value}. Write a positive number."))
         if self.max_steps is not None and self.num_epochs is not None:
-            found.append("`max_steps` and `num_epochs` are both given. Keep one.")
+            found.append(("max_steps", "`max_steps` and `num_epochs` are both given. Keep one."))
         if self.log_level not in ("debug", "info", "warning"):
-            found.append(f"`log_level` is {self.log_level!r}. Write debug, info or warning.")
+            found.append(("log_level", f"`log_level` is {self.log_level!r}. Write debug, info or warning."))
         return found
 
 
@@ -144,18 +149,22 @@ def read_run_config(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
     """
     values = read_json(recipe) if recipe else {}
     where = recipe or "command line"
-    found = unknown_keys(where, values, [f.name for f in fields(RunConfig)])
-    for f in fields(RunConfig):
-        if f.name in values and not _fits(values[f.name], f.type):
-            wanted = str(f.type if isinstance(f.type, types.UnionType) else f.type.__name__).replace(" | ", " or ")
-            found.append(problem(where, f.name, values[f.name], f"Write a value of type {wanted}."))
-    if found:
-        raise ConfigError(*found)
+    known = {f.name: f.type for f in fields(RunConfig)}
+    found = unknown_keys(where, values, known)
+    mistyped: set[str] = set()
+    for name, kind in known.items():
+        if name in values and not _fits(values[name], kind):
+            wanted = str(kind if isinstance(kind, types.UnionType) else kind.__name__).replace(" | ", " or ")
+            found.append(problem(where, name, values[name], f"Write a value of type {wanted}."))
+            mistyped.add(name)
     if ("max_steps" in flags) != ("num_epochs" in flags):  # the flag replaces the recipe's other way to say it
         values.pop("num_epochs" if "max_steps" in flags else "max_steps", None)
-    config = RunConfig(**(values | flags))
-    if found := config.problems():
-        raise ConfigError(*(f"{where}: {p}" for p in found))
+    config = RunConfig(**({k: v for k, v in values.items() if k in known.keys() - mistyped} | flags))
+    for key, text in config.problems():
+        if key not in mistyped:
+            found.append(f"{'command line' if key in flags or key not in values else where}: {text}")
+    if found:
+        raise ConfigError(*found)
     return config
 
 

@@ -5,55 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wandistiller.config import ConfigError, problem, read_json, unknown_keys
-
-# Keys that DeepSpeed 0.19.8 reads; tests/test_deepspeed_json.py compares the sections with DeepSpeed's own classes.
-TOP_KEYS = set(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
-    "optimizer scheduler fp16 bf16 torch_autocast zero_optimization zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer gradient_clipping activation_checkpointing aio steps_per_print wall_clock_breakdown "
-    "memory_breakdown dump_state disable_allgather communication_data_type seq_parallel_communication_data_type "
-    "prescale_gradients gradient_predivide_factor gradient_allreduce_op checkpoint data_types dataloader_drop_last "
-    "flops_profiler comms_logger tensorboard wandb csv_monitor comet compile data_efficiency eigenvalue "
-    "disable_python_gc log_level checkpoint_tag_validation use_data_before_expert_parallelism timers".split()
-)
-SECTION_KEYS = {
-    "zero_optimization": set(
-        "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients cpu_offload "
-        "cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks "
-        "ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings "
-        "memory_efficient_linear offload_optimizer offload_param overlap_comm override_module_apply "
-        "parameter_alignment pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients "
-        "save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential "
-        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-        "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold "
-        "stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size "
-        "stage3_use_all_reduce_for_fetch_params sub_group_size use_multi_rank_bucket_allreduce zenflow "
-        "zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights "
-        "zero_quantized_weights".split()
-    ),
-    "zero_optimization.offload_param": set("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split()),
-    "zero_optimization.offload_optimizer": set(
-        "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio "
-        "super_offload".split()
-    ),
-    "fp16": set(
-        "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power "
-        "loss_scale loss_scale_window min_loss_scale".split()
-    ),
-    "bf16": set(
-        "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()
-    ),
-    "activation_checkpointing": set(
-        "contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations profile "
-        "synchronize_checkpoint_boundary".split()
-    ),
-    "optimizer": {"type", "params", "legacy_fusion"},
-    "scheduler": {"type", "params"},
-}
-OPTIMIZER_KEYS = {"lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode", "bias_correction", "amsgrad",
-                  "fp32_optimizer_states"}  # fmt: skip
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+from wandistiller.config import ConfigError, nearest, problem, read_json, unknown_keys
+from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +35,35 @@ def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
     for section, known in SECTION_KEYS.items():
         value: Any = ds
         for part in section.split("."):
-            value = value.get(part, {}) if isinstance(value, dict) else value
+            value = value.get(part, {}) if isinstance(value, dict) else {}
         if not isinstance(value, dict):
             found.append(problem(where, section, value, "Write an object, {...}."))
         else:
             found += unknown_keys(where, value, known, section + ".")
-    optimizer = ds.get("optimizer", {})
-    if isinstance(optimizer, dict) and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
-        found += unknown_keys(where, optimizer.get("params", {}), OPTIMIZER_KEYS, "optimizer.params.")
+    found += _typed_problems(where, ds, "optimizer", {name: OPTIMIZER_KEYS for name in OPTIMIZERS[:2]}, OPTIMIZERS)
+    found += _typed_problems(where, ds, "scheduler", SCHEDULER_KEYS, tuple(SCHEDULER_KEYS))
     found += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
+    return found
+
+
+def _typed_problems(
+    where: str | Path, ds: dict[str, Any], section: str, keys: dict[str, set[str]], types: tuple[str, ...]
+) -> list[str]:
+    """What is wrong with {"type": ..., "params": {...}}."""
+    if not isinstance(given := ds.get(section), dict):
+        return []  # left out, or said already
+    if "type" not in given and set(given) - {"params"}:
+        return []  # an unknown key, said already, is likely its misspelling
+    kind, params = given.get("type"), given.get("params", {})
+    same = [t for t in types if isinstance(kind, str) and t.lower() == kind.lower()]
+    if not same:
+        return [problem(where, f"{section}.type", kind, f"Write one of: {', '.join(types)}.{nearest(kind, types)}")]
+    if not isinstance(params, dict):
+        return [problem(where, f"{section}.params", params, "Write an object, {...}.")]
+    found = unknown_keys(where, params, keys[same[0]], f"{section}.params.") if same[0] in keys else []
+    lr = params.get("lr", 0.0)
+    if type(lr) not in (int, float) and lr != "auto":
+        found.append(problem(where, f"{section}.params.lr", lr, "Write a number."))
     return found
 
 
@@ -132,6 +105,9 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
         micro = total // (accumulation * world)
     elif accumulation is None:
         accumulation = total // (micro * world)
+    if not micro or not accumulation:
+        least = (micro or 1) * (accumulation or 1) * world
+        raise ConfigError(problem(where, "train_batch_size", total, f"On {world} rank(s) it must be at least {least}."))
     if total is not None and micro * accumulation * world != total:
         raise ConfigError(
             f"{where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
@@ -150,8 +126,11 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     found = key_problems(where, ds)
     if "optimizer" not in ds:
         found.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
-    if stage(ds) not in (0, 1, 2, 3):
-        found.append(problem(where, "zero_optimization.stage", stage(ds), "Write 0, 1, 2 or 3."))
+    zero = ds.get("zero_optimization", {})
+    if isinstance(zero, dict) and zero.get("stage", 1) not in (1, 2, 3):
+        found.append(problem(where, "zero_optimization.stage", zero["stage"],
+                             "Write 1, 2 or 3; stage 1 on one rank does what stage 0 would."))  # fmt: skip
+    found += _offload_problems(where, ds)
     batch = None
     try:
         batch = batch_size(where, ds, world)
@@ -163,9 +142,8 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
-    ds.setdefault("steps_per_print", 10**9)  # our own line a step says more
-    # true swaps torch.nn.functional.linear for the whole process (deepspeed 0.19.8), which changes bf16 numerics
-    ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)
+    _complete(ds)
+    ds["zero_optimization"].setdefault("stage", 1)  # stage 0 was 2.4% off in bf16 (deepspeed 0.19.8)
     return ds, batch
 
 
@@ -175,20 +153,44 @@ def teacher_engine(where: str, ds: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: with all problems at once.
     """
-    found = key_problems(where, ds)
-    if stage(ds) not in (0, 3):
-        found.append(problem(where, "zero_optimization.stage", stage(ds),
+    unwanted = [key for key in ("optimizer", "scheduler") if key in ds]
+    found = [problem(where, key, ds[key], "A frozen teacher takes none; remove this section.") for key in unwanted]
+    found += key_problems(where, {k: v for k, v in ds.items() if k not in unwanted})
+    zero = ds.get("zero_optimization", {})
+    if isinstance(zero, dict) and zero.get("stage", 0) not in (0, 3):
+        found.append(problem(where, "zero_optimization.stage", zero["stage"],
                              "A frozen teacher has no optimizer; use 0 (replicated) or 3 (sharded)."))  # fmt: skip
-    found += [
-        problem(where, key, ds[key], "A frozen teacher takes none; remove this section.")
-        for key in ("optimizer", "scheduler") if key in ds
-    ]
+    found += _offload_problems(where, ds)
     if found:
         raise ConfigError(*found)
     ds = copy.deepcopy(ds)
     for key in BATCH_KEYS:  # without an optimizer they mean nothing, but DeepSpeed wants one
         ds.pop(key, None)
     ds["train_micro_batch_size_per_gpu"] = 1
-    ds.setdefault("steps_per_print", 10**9)
-    ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)
+    _complete(ds)
     return ds
+
+
+def _offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
+    found = []
+    zero = ds.get("zero_optimization", {})
+    for name, stages in (("offload_param", (3,)), ("offload_optimizer", (1, 2, 3))):
+        section = zero.get(name) if isinstance(zero, dict) else None
+        if not isinstance(section, dict):
+            continue
+        key = f"zero_optimization.{name}"
+        if (stage_now := zero.get("stage", 0)) not in stages and section.get("device", "none") != "none":
+            found.append(problem(where, key, section, f"It has no effect at stage {stage_now}. Remove it, or "
+                                                      f"write stage {' or '.join(map(str, stages))}."))  # fmt: skip
+        if section.get("device") == "nvme" and not section.get("nvme_path"):
+            found.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), "Write a folder on a fast disk."))
+    if all(isinstance(ds.get(k), dict) and ds[k].get("enabled") for k in ("bf16", "fp16")):
+        found.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
+    return found
+
+
+def _complete(ds: dict[str, Any]) -> None:
+    ds.setdefault("steps_per_print", 10**9)  # our own line a step says more
+    # true swaps torch.nn.functional.linear for the whole process (deepspeed 0.19.8), which changes bf16 numerics
+    ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)

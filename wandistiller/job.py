@@ -13,6 +13,7 @@ from wandistiller.batch import Expert
 from wandistiller.conditioning import Item, read_items
 from wandistiller.config import ConfigError, RunConfig, as_dict, problem, read_json, unknown_keys
 from wandistiller.deepspeed_json import BatchSize
+from wandistiller.engines import config_problems
 from wandistiller.files import digest, fingerprint, write_json
 from wandistiller.latents import Rollouts, Size
 from wandistiller.noise import FlowSchedule
@@ -147,9 +148,11 @@ def read_job(run: RunConfig, world: int) -> Job:
     with _collecting(found):
         where, ds = deepspeed_json.load(run.deepspeed_config)
         parts["student_ds"], parts["batch"] = deepspeed_json.student_engine(where, ds, world)
+        found += config_problems(where, parts["student_ds"])
     with _collecting(found):
         where, ds = deepspeed_json.load(run.teacher_deepspeed_config)
         parts["teacher_ds"] = deepspeed_json.teacher_engine(where, ds)
+        found += config_problems(where, parts["teacher_ds"])
     with _collecting(found):
         parts["objective"] = _read_objective(run.objective)
     if "folder" in parts:
@@ -160,7 +163,7 @@ def read_job(run: RunConfig, world: int) -> Job:
             where, values = ("recipe", run.student_config) if isinstance(run.student_config, dict) else (
                 run.student_config, read_json(run.student_config))  # fmt: skip
             parts["student"], parts["student_transformer"] = read_student_config(where, values, folder)
-    found += _block_problems(run, parts)
+    found += _block_problems(run, parts) + _folder_problems(run)
     if found:
         raise ConfigError(*found)
     job = Job(run=run, resume_from=checkpoint.find(Path(run.output_dir), run.resume), **parts)
@@ -172,7 +175,7 @@ def read_job(run: RunConfig, world: int) -> Job:
 def _read_objective(given: str | dict[str, Any]) -> VelocityMatching:
     settings = {"name": given} if isinstance(given, str) else dict(given)
     name = settings.pop("name", "velocity")
-    if name not in OBJECTIVES:
+    if not isinstance(name, str) or name not in OBJECTIVES:
         raise ConfigError(problem("recipe", "objective", name, f"Write one of: {', '.join(OBJECTIVES)}."))
     if found := unknown_keys("recipe", settings, objective_keys(name), "objective."):
         raise ConfigError(*found)
@@ -201,6 +204,16 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
         num_epochs=None,
         sample_prompts=run.sample_prompts or [i.prompt for i in items[:: max(1, len(items) // 8)][:8]],
     )
+
+
+def _folder_problems(run: RunConfig) -> list[str]:
+    """Folders to write to that cannot be made because a file is in the way."""
+    found = []
+    for key in ("output_dir", "cache_dir"):
+        path = Path(getattr(run, key) or ".").absolute()
+        if blocking := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
+            found.append(f"`{key}` is {getattr(run, key)}, but {blocking} is a file. Name a folder.")
+    return found
 
 
 def _block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:

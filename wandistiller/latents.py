@@ -47,11 +47,20 @@ class Vae:
 
 def load_media(path: Path, height: int, width: int, num_frames: int) -> Tensor:
     """One image, or the first `num_frames` of a video, scaled to cover and cropped: pixels_CFHW in [-1, 1]."""
-    frames = load_video(str(path))[:num_frames] if path.suffix.lower() in VIDEOS else [Image.open(path)]
+    try:
+        frames = load_video(str(path))[:num_frames] if path.suffix.lower() in VIDEOS else [_upright(path)]
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow and imageio raise for files they cannot read
+        raise ConfigError(f"{path}: cannot be read: {error}. Mend it, or take it out of the data.") from None
     if len(frames) < num_frames:
         raise ConfigError(f"{path}: has {len(frames)} frame(s), the run wants {num_frames}. Lower num_frames or drop it.")
     fitted = [ImageOps.fit(f.convert("RGB"), (width, height), Image.Resampling.LANCZOS) for f in frames]
     return torch.stack([torch.from_numpy(np.array(f)).permute(2, 0, 1) for f in fitted], dim=1) / 127.5 - 1
+
+
+def _upright(path: Path) -> Image.Image:
+    """An image turned as its camera says."""
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def denoise(

@@ -27,7 +27,7 @@ class FlowSchedule:
     """The distribution of sigma, the path x_t and the split of the path between two experts."""
 
     shift: float
-    """Resolution-dependent shift s >= some positive number; larger means more noise (Wan: 3 for 480p, 5 for 720p)."""
+    """Resolution-dependent shift, above 0; 1 leaves sigma uniform, larger means more noise (Wan: 3 for 480p, 5 for 720p)."""
     boundary: float | None
     """sigma at and above which the high-noise expert works; None for a teacher with one expert."""
     seed: int

@@ -29,9 +29,9 @@ class VelocityMatching:
     """Weight in [0, 1] of the data's own velocity; only of use with real images, not with teacher rollouts."""
 
     def problems(self) -> list[str]:
-        if 0 <= self.data_weight <= 1:
+        if type(self.data_weight) in (int, float) and 0 <= self.data_weight <= 1:
             return []
-        return [f"`objective.data_weight` is {self.data_weight}. Write a number from 0 to 1."]
+        return [f"`objective.data_weight` is {self.data_weight!r}. Write a number from 0 to 1."]
 
     def target(self, teacher: Teacher, batch: Batch) -> Tensor:
         """What `loss` compares with: the teacher's v_BCFHW, float32."""

@@ -1,6 +1,5 @@
 """The student: what it looks like, what it starts from, and its DeepSpeed engines (one per expert)."""
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from wandistiller import distributed, wan
 from wandistiller.batch import Batch, Expert
-from wandistiller.config import ConfigError, problem, unknown_keys
+from wandistiller.config import ConfigError, problem, read_json, unknown_keys
 from wandistiller.wan import WanFolder, WeightReader
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
@@ -45,20 +44,21 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
     Raises:
         ConfigError: with all problems at once.
     """
-    if found := unknown_keys(where, values, [f.name for f in fields(StudentConfig)]):
-        raise ConfigError(*found)
-    student = StudentConfig(**values)
+    known = [f.name for f in fields(StudentConfig)]
+    found = unknown_keys(where, values, known)
+    student = StudentConfig(**{k: v for k, v in values.items() if k in known})
     if isinstance(student.num_layers, float) and 0 < student.num_layers <= 1:
         student = replace(student, num_layers=max(1, round(student.num_layers * folder.config["num_layers"])))
-    found = _value_problems(where, student, folder)
-    if not found and student.init not in ("teacher", "random"):
-        return student, _config_of(where, student)
+    found += _value_problems(where, student, folder)
     if found:
         raise ConfigError(*found)
-    given = {k: getattr(student, k) for k in ("num_layers", *WIDTH_KEYS) if getattr(student, k) is not None}
-    if isinstance(student.keep_layers, list):
-        given["num_layers"] = len(student.keep_layers)
-    config = {**folder.config, **given}
+    if student.init not in ("teacher", "random"):
+        config = _config_of(where, student)
+    else:
+        given = {k: getattr(student, k) for k in ("num_layers", *WIDTH_KEYS) if getattr(student, k) is not None}
+        if isinstance(student.keep_layers, list):
+            given["num_layers"] = len(student.keep_layers)
+        config = {**folder.config, **given}
     if found := _shape_problems(where, student, config, folder):
         raise ConfigError(*found)
     return student, config
@@ -66,6 +66,8 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
 
 def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
     found = []
+    if not isinstance(student.init, str) or not student.init:
+        found.append(problem(where, "init", student.init, "Write teacher, random, or a folder with a Wan transformer."))
     for key in ("num_layers", *WIDTH_KEYS):
         value = getattr(student, key)
         if value is not None and (type(value) is not int or value < 1):
@@ -89,23 +91,28 @@ def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> li
 
 
 def _shape_problems(where: str, student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[str]:
-    found = []
+    teacher, found = folder.config, []
     if config["attention_head_dim"] % 2:
         found.append(problem(where, "attention_head_dim", config["attention_head_dim"], "Rope needs an even number."))
-    width, teacher_width = (c["num_attention_heads"] * c["attention_head_dim"] for c in (config, folder.config))
-    if width % config["num_attention_heads"] or (student.num_attention_heads and student.attention_head_dim is None
-                                                 and teacher_width % student.num_attention_heads):  # fmt: skip
-        found.append(problem(where, "num_attention_heads", student.num_attention_heads,
-                             f"It does not divide the width {teacher_width}; give attention_head_dim too."))  # fmt: skip
+    heads = student.num_attention_heads
+    if heads and student.attention_head_dim is None and teacher["num_attention_heads"] % heads:
+        found.append(problem(where, "num_attention_heads", heads, f"It does not divide the teacher's "
+                             f"{teacher['num_attention_heads']}. Write a divisor, or give attention_head_dim too."))  # fmt: skip
+    for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
+        if config[key] != teacher[key]:
+            found.append(problem(f"{where}: {student.init}", key, config[key], f"The teacher has {teacher[key]}; a student "
+                                 "must take and give the same latents and text."))  # fmt: skip
+    if student.init == "random" and student.keep_layers != "uniform":
+        found.append(problem(where, "keep_layers", student.keep_layers, 'A random start keeps none; leave it out.'))
     if student.init == "teacher":
-        layers = folder.config["num_layers"]
+        layers = teacher["num_layers"]
         if config["num_layers"] > layers:
             found.append(problem(where, "num_layers", config["num_layers"],
                                  f'{folder.name} has {layers}. Write at most that, or "init": "random".'))  # fmt: skip
         for key in WIDTH_KEYS:
-            if config[key] != folder.config[key]:
+            if config[key] != teacher[key]:
                 found.append(problem(where, key, config[key], f'A student that starts from the teacher has its width '
-                                     f'({folder.config[key]}). Leave it out, or write "init": "random".'))  # fmt: skip
+                                     f'({teacher[key]}). Leave it out, or write "init": "random".'))  # fmt: skip
     return found
 
 
@@ -116,7 +123,9 @@ def _config_of(where: str, student: StudentConfig) -> dict[str, Any]:
     file = _transformer_folder(student.init, Expert.HIGH_NOISE) / "config.json"
     if not file.is_file():
         raise ConfigError(problem(where, "init", student.init, "Write teacher, random, or a folder with a Wan transformer."))
-    return json.loads(file.read_text())
+    if student.experts == "two" and not (Path(student.init) / Expert.LOW_NOISE.value).is_dir():
+        raise ConfigError(problem(where, "init", student.init, 'It has one expert. Write "experts": "one", or name another.'))
+    return read_json(file)
 
 
 def _transformer_folder(init: str, expert: Expert) -> Path:
@@ -188,7 +197,7 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any]) -> Any:
     if "activation_checkpointing" in ds:
         model.enable_gradient_checkpointing(_checkpointed)
     engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=list(model.parameters()), config=ds)
-    model.rope = wan.fresh_rope(model).to(distributed.device())  # the bf16 engine had cast its tables
+    model.rope = wan.fresh_rope(model).to(distributed.device())  # data_types.buffer_dtype would have cast its tables
     return engine
 
 

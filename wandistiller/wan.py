@@ -10,12 +10,12 @@ import deepspeed
 import torch
 from diffusers import WanTransformer3DModel
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError, problem
+from wandistiller.config import ConfigError, problem, read_json
 from wandistiller.noise import timestep
 
 TINY = Path(__file__).parent / "tiny"
@@ -87,7 +87,7 @@ def open_wan(name: str, weights: bool = False) -> WanFolder:
         ConfigError: there is no such folder, or it is no Wan text-to-video pipeline.
     """
     path = TINY if name == "tiny" else Path(name)
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         path = _fetch(name, weights)
     index = _read(path / "model_index.json", name)
     if index.get("_class_name") != "WanPipeline":
@@ -111,15 +111,15 @@ def _fetch(hub_id: str, weights: bool) -> Path:
     patterns = None if weights else ["*.json", "tokenizer/*"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(f"{hub_id}: no such folder here, and the hub did not give it: {error}") from None
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
-        raise ConfigError(f"{name}: no {file} in it. "
+        raise ConfigError(f"{name}: no file {file}. "
                           "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`.")  # fmt: skip
-    return json.loads(file.read_text(encoding="utf-8"))
+    return read_json(file)
 
 
 def skeleton(config: dict[str, Any]) -> WanTransformer3DModel:
@@ -133,8 +133,8 @@ def skeleton(config: dict[str, Any]) -> WanTransformer3DModel:
 def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
     """Rope tables in float32.
 
-    deepspeed 0.19.8 casts buffers with the module, and zero.Init builds them in bf16: cos off by up to 2.0 at 1024
-    positions. tests/test_wan.py::test_rope_tables_survive_every_engine.
+    zero.Init builds float tables in its own dtype, and `data_types.buffer_dtype` casts buffers (deepspeed 0.19.8): in
+    bf16 cos is off by up to 2.0 at 1024 positions. tests/test_wan.py::test_rope_tables_survive_every_engine.
     """
     c = model.config
     return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
