@@ -94,6 +94,23 @@ def test_a_missing_json(run: Run, errors: Errors, key: str) -> None:
     assert errors(f"--{key}", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
 
 
+def test_a_teacher_without_weights(run: Run, errors: Errors, copy_of: Callable[..., Path]) -> None:
+    teacher = copy_of(Path(run.recipe["teacher_path"]))  # the JSON files alone
+    parts = ("transformer", "transformer_2", "vae", "text_encoder")
+    lines = [f"error: {teacher}: no .safetensors file in {part}/. Give the whole pipeline." for part in parts]
+    assert errors("--teacher_path", str(teacher)) == lines
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--steps", "0"), ("--height", "-32"), ("--num_frames", "0"), ("--width", "40")])
+def test_sampling_with_an_impossible_number(
+    flag: str, value: str, tmp_path: Path, wan2: Path, one_rank: object, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = {"--steps": "2", "--height": "32", "--width": "32", "--num_frames": "1"} | {flag: value}
+    words = [w for pair in sizes.items() for w in pair]
+    assert main(["sample", "--model", str(wan2), "--prompts", "x", "--output", str(tmp_path / "o"), *words]) == 2
+    assert f"`{flag[2:]}` is {value}." in capsys.readouterr().err
+
+
 def test_a_missing_recipe(run: Run, errors: Errors) -> None:
     assert errors("--recipe", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
 

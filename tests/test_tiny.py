@@ -10,14 +10,17 @@ from transformers import AutoTokenizer, T5TokenizerFast
 
 import wandistiller
 from wandistiller import shapes
-from wandistiller.make_tiny import megabytes, open_pipeline, sample, spread
+from wandistiller.make_tiny import chosen, megabytes, open_pipeline, sample
 from wandistiller.tiny_experts import EXPERT_CONFIG, one_pad_row
 from wandistiller.tiny_parts import vae_psnr
 from wandistiller.tiny_text import NEGATIVE_PROMPT
 
 TINY = Path(next(iter(wandistiller.__path__))) / "tiny"
 STEPS = 20
-ASKED = spread(shapes.seen_prompts(), 24) + spread(shapes.held_out_prompts(), 24)
+GUIDANCE = (2.0, 2.0)
+CLEANED = NEGATIVE_PROMPT.replace("，", ",")
+"""What ftfy makes of it."""
+ASKED = chosen(shapes.seen_prompts(), 24) + chosen(shapes.held_out_prompts(), 24)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def pipeline() -> WanPipeline:
 
 @pytest.fixture(scope="module")
 def guided_BCHW(pipeline: WanPipeline) -> torch.Tensor:
-    return sample(pipeline, ASKED, steps=STEPS, guidance=(4.0, 3.0))
+    return sample(pipeline, ASKED, steps=STEPS, guidance=GUIDANCE)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +79,17 @@ def test_tokenizer_pads_and_ends_like_t5(pipeline: WanPipeline) -> None:
     assert ids[1][-1] == 1
 
 
-def test_official_negative_prompt_is_short(pipeline: WanPipeline) -> None:
-    assert len(pipeline.tokenizer(NEGATIVE_PROMPT).input_ids) < 16
+@torch.no_grad()
+def test_official_negative_prompt_means_the_same_with_and_without_ftfy(pipeline: WanPipeline) -> None:
+    raw, cleaned = (pipeline.tokenizer(text, return_tensors="pt").input_ids for text in (NEGATIVE_PROMPT, CLEANED))
+    assert raw.shape == cleaned.shape == (1, 8)
+    assert torch.equal(pipeline.text_encoder(raw)[0], pipeline.text_encoder(cleaned)[0])
+
+
+def test_official_negative_prompt_guides_as_well(pipeline: WanPipeline) -> None:
+    asked = ASKED[:8]
+    image_BCHW = sample(pipeline, asked, steps=10, guidance=GUIDANCE, negative_prompt=NEGATIVE_PROMPT)
+    assert sum(shapes.fully_right(image_BCHW, asked)) >= 7
 
 
 def test_vae_gives_back_held_out_pictures_at_28_db(pipeline: WanPipeline) -> None:

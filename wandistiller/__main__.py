@@ -131,6 +131,7 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
     """prepare and train: check everything on every rank, agree, then start."""
     from wandistiller import distributed
     from wandistiller.job import read_job
+    from wandistiller.wan import require_weights
 
     problems, job = [], None
     try:
@@ -145,6 +146,7 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
         for line in [*job.summary(), "dry run: nothing was loaded or written"]:
             distributed.log0(line)
         return
+    require_weights(job.folder)
     distributed.init(job.run.log_level)
     from wandistiller import prepare, train
 
@@ -170,7 +172,11 @@ def _sample(_: str, flags: dict[str, Any]) -> None:
     width = flags["width"] or (64 if folder.is_tiny else 832)
     how = Sampling(height=height, width=width, **{k: flags[k] for k in (
         "num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")})  # fmt: skip
-    if found := folder.size_problems(height, width, flags["num_frames"]):
+    found = [f"`{k}` is {flags[k]}. Write a positive number." for k in ("steps", "num_frames", "height", "width")
+             if flags[k] is not None and flags[k] <= 0]  # fmt: skip
+    if flags["output"].is_file():
+        found.append(f"`output` is {flags['output']}, a file. Name a folder.")
+    if found := found or folder.size_problems(height, width, flags["num_frames"]):
         raise ConfigError(*found)
     for file in sample(flags["model"], _prompts(flags["prompts"]), flags["output"], how, flags["seed"], _dtype(flags)):
         print(file)

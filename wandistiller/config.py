@@ -97,8 +97,8 @@ class RunConfig:
         "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
     )
     objective: str | dict = setting("velocity", "learning", "what the student matches; settings under this recipe key")
-    guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5)")
-    guidance_scale_2: float | None = setting(None, "learning", "guidance, low-noise expert; default 3")
+    guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)")
+    guidance_scale_2: float | None = setting(None, "learning", "guidance, low-noise expert; default 3 (`tiny`: 2)")
     negative_prompt: str = setting(WAN_NEGATIVE_PROMPT, "learning", "the unconditional branch's prompt; default Wan's")
     shift: float | None = setting(None, "learning", "timestep shift; default the teacher's scheduler's")
     seed: int = setting(0, "learning", "every random draw depends on it")

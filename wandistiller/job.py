@@ -22,6 +22,21 @@ from wandistiller.student import StudentConfig, read_student_config
 from wandistiller.wan import WanFolder, count_parameters, open_wan
 
 
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """How a teacher is usually sampled; what a run takes where it says nothing."""
+
+    height: int
+    width: int
+    guidance: tuple[float, float]
+    """High-noise and low-noise expert. Source: Wan's own configs, wan/configs/*.py; ours for the embedded teacher."""
+
+
+WAN21 = Usual(480, 832, (5.0, 5.0))  # one expert
+WAN22 = Usual(480, 832, (4.0, 3.0))
+EMBEDDED = Usual(64, 64, (2.0, 2.0))
+
+
 @dataclass(frozen=True)
 class Job:
     """Everything that the commands need to know of a run."""
@@ -187,9 +202,9 @@ def _read_objective(given: str | dict[str, Any]) -> VelocityMatching:
 
 def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: BatchSize | None) -> RunConfig:
     """Put the teacher's own values where the run says nothing."""
-    one = folder.boundary is None
-    scale = run.guidance_scale if run.guidance_scale is not None else (5.0 if one else 4.0)
-    default_2 = 3.0 if run.guidance_scale is None and not one else scale
+    usual = EMBEDDED if folder.is_tiny else WAN21 if folder.boundary is None else WAN22
+    scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
+    default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
     steps = run.max_steps or 1000
     if run.num_epochs and batch:
         steps = -(-run.num_epochs * len(items) * run.rollouts_per_prompt // batch.total)
@@ -198,8 +213,8 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
         guidance_scale=scale,
         guidance_scale_2=run.guidance_scale_2 if run.guidance_scale_2 is not None else default_2,
         shift=run.shift or folder.shift,
-        height=run.height or (64 if folder.is_tiny else 480),
-        width=run.width or (64 if folder.is_tiny else 832),
+        height=run.height or usual.height,
+        width=run.width or usual.width,
         max_steps=steps,
         num_epochs=None,
         sample_prompts=run.sample_prompts or [i.prompt for i in items[:: max(1, len(items) // 8)][:8]],

@@ -1,19 +1,17 @@
 """Make, and score, the embedded teacher: a tiny but real Wan2.2-A14B that draws coloured shapes.
 
-The shipped folder `wandistiller/tiny` was made by
-
     OMP_WAIT_POLICY=PASSIVE python -m wandistiller.make_tiny --output wandistiller/tiny --work /tmp/tiny/work
-
-and its table in the README was printed by
-
     python -m wandistiller.make_tiny --score wandistiller/tiny
 
-Every stage has a fixed seed and writes one part into `--work`; a stage whose part exists is skipped, so a broken run
-goes on where it stopped and one part can be made again by deleting it. Both experts can be trained at the same time by
-two processes: `--only transformer` and `--only transformer_2`.
+The first line makes everything; the second prints the table of the folder. Every stage has a fixed seed and writes one
+part into `--work`. A stage whose part exists is skipped, so a broken run goes on where it stopped, and one part is made
+again by deleting it. The shipped weights came out of these stages one by one, as `--only PART` runs them: vae,
+tokenizer, text_encoder, base, then both experts at the same time with `--threads 1` each, polished_vae, and at last the
+line above. The seeds fix every draw but not the rounding, so a second run is not bit for bit the same.
 """
 
 import argparse
+import hashlib
 import logging
 import shutil
 from pathlib import Path
@@ -67,9 +65,7 @@ def assemble(work: Path, output: Path, *, high: str = "transformer", low: str = 
         tokenizer=T5TokenizerFast.from_pretrained(work / "tokenizer"),
         text_encoder=UMT5EncoderModel.from_pretrained(work / "text_encoder", **bf16),
         vae=AutoencoderKLWan.from_pretrained(work / "polished_vae", **bf16),
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
-        ),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT),
         transformer=WanTransformer3DModel.from_pretrained(work / high, **bf16).to(torch.bfloat16),
         transformer_2=WanTransformer3DModel.from_pretrained(work / low, **bf16).to(torch.bfloat16),
         boundary_ratio=BOUNDARY,
@@ -98,7 +94,13 @@ def open_pipeline(folder: Path) -> WanPipeline:
 
 
 def sample(
-    pipeline: WanPipeline, prompts: list[str], *, steps: int, guidance: tuple[float, float], seed: int = 0
+    pipeline: WanPipeline,
+    prompts: list[str],
+    *,
+    steps: int,
+    guidance: tuple[float, float],
+    negative_prompt: str = "",
+    seed: int = 0,
 ) -> Tensor:
     """Draw one 64x64 picture per prompt with the stock pipeline.
 
@@ -107,6 +109,7 @@ def sample(
         prompts: any wording.
         steps: sampler steps.
         guidance: guidance scale of the high- and the low-noise expert; (1, 1) is unguided.
+        negative_prompt: text of the unconditional branch.
         seed: picture i starts from the noise of generator `seed * 100000 + i`.
 
     Returns:
@@ -117,17 +120,18 @@ def sample(
     for start in range(0, len(prompts), SCORED_BATCH):
         part = slice(start, start + SCORED_BATCH)
         video_BFCHW = pipeline(
-            prompts[part], negative_prompt="", height=shapes.IMAGE_SIZE, width=shapes.IMAGE_SIZE, num_frames=1,
-            num_inference_steps=steps, guidance_scale=guidance[0], guidance_scale_2=guidance[1],
-            generator=generators[part], output_type="pt",
+            prompts[part], negative_prompt=negative_prompt, num_inference_steps=steps, generator=generators[part],
+            height=shapes.IMAGE_SIZE, width=shapes.IMAGE_SIZE, num_frames=1, output_type="pt",
+            guidance_scale=guidance[0], guidance_scale_2=guidance[1],
         ).frames  # fmt: skip
         image_BCHW.append(video_BFCHW[:, 0])
     return torch.cat(image_BCHW)
 
 
-def spread(prompts: list[str], number: int) -> list[str]:
-    """`number` prompts spread evenly over a list; a list shorter than that is gone through again."""
-    return [prompts[int(i * max(1.0, len(prompts) / number)) % len(prompts)] for i in range(number)]
+def chosen(prompts: list[str], number: int) -> list[str]:
+    """`number` prompts in an order fixed by their hashes; a list shorter than that is gone through again."""
+    by_hash = sorted(prompts, key=lambda prompt: hashlib.sha256(f"scored {prompt}".encode()).digest())
+    return [by_hash[i % len(by_hash)] for i in range(number)]
 
 
 def print_scores(folder: Path, *, number: int, steps: int, guidance: tuple[float, float]) -> None:
@@ -139,7 +143,7 @@ def print_scores(folder: Path, *, number: int, steps: int, guidance: tuple[float
     print(f"{steps} steps, {number} prompts per row")
     print("| prompts | guidance | fully right | MSE to the asked picture |\n|---|---|---|---|")
     for name, prompts in (("seen", shapes.seen_prompts()), ("held out", shapes.held_out_prompts())):
-        asked = spread(prompts, number)
+        asked = chosen(prompts, number)
         for scales in (guidance, (1.0, 1.0)):
             image_BCHW = sample(pipeline, asked, steps=steps, guidance=scales)
             right = 100 * sum(shapes.fully_right(image_BCHW, asked)) / number
@@ -156,7 +160,7 @@ def main() -> None:
     parser.add_argument("--score", type=Path, metavar="DIR", help="print the measured table of this folder")
     parser.add_argument("--num", type=int, default=200, help="prompts per row of the table")
     parser.add_argument("--steps", type=int, default=40, help="sampler steps")
-    parser.add_argument("--guidance", type=float, nargs=2, default=(4.0, 3.0), metavar=("HIGH", "LOW"))
+    parser.add_argument("--guidance", type=float, nargs=2, default=(2.0, 2.0), metavar=("HIGH", "LOW"))
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

@@ -2,7 +2,7 @@
 
 import torch
 
-from wandistiller import distributed, wan
+from wandistiller import distributed
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.deepspeed_json import dtype_name
@@ -20,7 +20,6 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         The training data, the text by prompt, and the teacher if it was needed (it is kept, not loaded twice).
     """
     device = distributed.device()
-    wan.fetch_weights(job.run.teacher_path)
     prompts = [i.prompt for i in job.items] + job.run.sample_prompts + [job.run.negative_prompt]
     text = TextCache(job.cache, job.folder.path, prompts, torch.float32 if device.type == "cpu" else torch.bfloat16)
     text.fill(device)

@@ -75,9 +75,7 @@ class Scene:
 
     def worded(self, template: int) -> str:
         """The scene in the words of `TEMPLATES[template]`."""
-        return TEMPLATES[template].format(
-            colour=self.colour, shape=self.shape, background=self.background, place=self.place
-        )
+        return TEMPLATES[template].format(colour=self.colour, shape=self.shape, background=self.background, place=self.place)
 
 
 @cache

@@ -31,6 +31,8 @@ NEGATIVE_PROMPT = (
 """Wan's official negative prompt (wan/configs/shared_config.py, sample_neg_prompt)."""
 NULL_PROMPTS = ("", NEGATIVE_PROMPT)
 """What a dropped prompt becomes in training, half each, so that either works as the negative prompt."""
+NEGATIVE_HALVES = NEGATIVE_PROMPT.replace("，", ",").split("JPEG")
+"""The negative prompt as `WanPipeline` passes it on where ftfy is installed: with ASCII commas."""
 PUNCTUATION = ",.:"
 SPELLING_SCORE = -12.0
 ALPHABET = [chr(code) for code in range(ord("!"), ord("~") + 1)]
@@ -47,15 +49,17 @@ def train_tokenizer(folder: Path) -> None:
 
     The maximum-likelihood Unigram over whole words is their log share. (The usual trainer seeds its pieces with
     substrings of *different* words and finds almost none among thirty words.) Printable ASCII characters come with a
-    low score, so unknown words are spelt; everything else is <unk>.
+    low score, so unknown words are spelt; everything else is <unk>. The halves of the cleaned negative prompt are
+    pieces too, else each of its ASCII commas would be a token between two <unk>.
     """
     words = Counter(word for text in all_wordings() for word in re.findall(r"[A-Za-z]+|[^A-Za-z\s]", text))
     total = sum(words.values())
     pieces = {word if word in PUNCTUATION else "▁" + word: math.log(n / total) for word, n in words.most_common()}
     spelling = {char: SPELLING_SCORE for char in ["▁", *ALPHABET] if char not in pieces}
     special = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0}
+    halves = dict.fromkeys(NEGATIVE_HALVES, SPELLING_SCORE)
     tokenizer = T5TokenizerFast(
-        vocab=list((special | pieces | spelling).items()), extra_ids=0, model_max_length=PADDED_TOKENS
+        vocab=list((special | pieces | spelling | halves).items()), extra_ids=0, model_max_length=PADDED_TOKENS
     )
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -65,7 +69,8 @@ def train_text_encoder(folder: Path) -> None:
     torch.manual_seed(2)
     tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
     config = UMT5Config(
-        vocab_size=len(tokenizer), d_model=96, d_kv=24, num_heads=4, d_ff=256, num_layers=3, dropout_rate=0.0,
+        vocab_size=len(tokenizer) - len(NEGATIVE_HALVES),
+        d_model=96, d_kv=24, num_heads=4, d_ff=256, num_layers=3, dropout_rate=0.0,
         relative_attention_num_buckets=32, relative_attention_max_distance=64, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     encoder = UMT5EncoderModel(config)
@@ -84,7 +89,16 @@ def train_text_encoder(folder: Path) -> None:
         return loss
 
     fit("text", nn.ModuleList([encoder, heads]), loss_at, steps=TEXT_STEPS, lr=TEXT_LR)
+    embed_negative_halves(encoder)
     encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+
+
+@torch.no_grad()
+def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
+    """Append the embedding of <unk> for each negative half: cleaned or not, the negative prompt means the same."""
+    old = encoder.get_input_embeddings().num_embeddings
+    encoder.resize_token_embeddings(old + len(NEGATIVE_HALVES), mean_resizing=False)
+    encoder.get_input_embeddings().weight[old:] = encoder.get_input_embeddings().weight[2]
 
 
 def seen_classes() -> Tensor:

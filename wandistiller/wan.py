@@ -72,10 +72,18 @@ class WanFolder:
         return found
 
 
-def fetch_weights(name: str) -> None:
-    """Make sure the weights are here too, where `name` is a hub id; a folder has them."""
-    if name != "tiny" and not Path(name).exists():
-        _fetch(name, weights=True)
+def require_weights(folder: WanFolder) -> None:
+    """Make sure that all weights are here, before any is loaded; those of a hub id are fetched.
+
+    Raises:
+        ConfigError: names every part that has no safetensors file.
+    """
+    if not folder.is_tiny and not Path(folder.name).exists():
+        _fetch(folder.name, weights=True)
+    parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
+    empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
+    if empty:
+        raise ConfigError(*(f"{folder.name}: no .safetensors file in {part}/. Give the whole pipeline." for part in empty))
 
 
 def open_wan(name: str, weights: bool = False) -> WanFolder:
