@@ -10,7 +10,7 @@ if nvidia-smi -L >/dev/null 2>&1; then
 else
   RANKS=2
   torch_index=(--extra-index-url https://download.pytorch.org/whl/cpu) # a build without gigabytes of CUDA
-  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
+  export DS_ACCELERATOR=cpu OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
 fi
 
 wanted=$(cat setup.py launch/requirements.txt | cksum)

@@ -83,7 +83,7 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--student_path", type=Path, required=True, help="an exported student")
     command.add_argument("--teacher_path", help="default: the one it was distilled from")
     command.add_argument("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")
-    command.add_argument("--num_prompts", type=int, default=64)
+    command.add_argument("--num_prompts", type=int, default=64, help="spread evenly over those given")
     command.add_argument("--steps", type=int, help="default: those the student was made with")
     command.add_argument("--batch", type=int, default=16, help="prompts sampled at once")
     command.add_argument("--seed", type=int, default=0)
@@ -189,7 +189,9 @@ def _evaluate(_: str, flags: dict[str, Any]) -> None:
     student = flags["student_path"]
     if not (student / FACTS).is_file():
         raise ConfigError(f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` wrote.")
-    prompts = _prompts(flags["prompts"])[: flags["num_prompts"]]
+    prompts = _prompts(flags["prompts"])
+    number = min(flags["num_prompts"], len(prompts))
+    prompts = [prompts[i * len(prompts) // number] for i in range(number)]  # spread over the list
     distributed.init()
     more = {k: flags[k] for k in ("teacher_path", "steps", "seed", "batch")}
     evaluate(student, prompts, flags["output"] or student.parent, dtype=_dtype(flags), **more)

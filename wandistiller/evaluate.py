@@ -113,8 +113,8 @@ def _report(prompts: list[str], seen: dict[str, Seen], errors: dict[str, float],
     result["relative_velocity_error"] = {k: round(sum(b[k] for b in bands) / len(bands), 5) for k in bands[0]}
     if distributed.rank() == 0:
         write_json(output / "evaluation.json", result)
-        show = slice(0, 12)
-        save_grid(output / "evaluation.png", {k: v[show] for k, v in rows.items()}, prompts[show])
+        shown = range(0, len(prompts), -(-len(prompts) // 10))
+        save_grid(output / "evaluation.png", {k: [v[i] for i in shown] for k, v in rows.items()}, [prompts[i] for i in shown])
         distributed.log0("%s\n", table(result))
         places = {"picture": output / "evaluation.png", "figures": output / "evaluation.json",
                   "metrics": output / "metrics.jsonl", "student": student_path}  # fmt: skip
