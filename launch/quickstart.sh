@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh machine to a picture: distils the embedded teacher into a student of half its size and compares the two.
+# From a fresh machine to a picture: distils the embedded teacher and compares the student with it.
 # Safe to run again: it goes on where it stopped. To start anew: rm -r runs/quickstart
 source "$(dirname "$0")/env.sh"
 launch=(deepspeed --num_gpus "$RANKS" --module wandistiller)
