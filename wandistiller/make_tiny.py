@@ -1,13 +1,14 @@
 """Make, and score, the embedded teacher: a tiny but real Wan2.2-A14B that draws coloured shapes.
 
-    OMP_WAIT_POLICY=PASSIVE python -m wandistiller.make_tiny --output wandistiller/tiny --work /tmp/tiny/work
+    OMP_WAIT_POLICY=PASSIVE python -m wandistiller.make_tiny --output wandistiller/tiny --work runs/tiny
     python -m wandistiller.make_tiny --score wandistiller/tiny
 
 The first line makes everything; the second prints the table of the folder. Every stage has a fixed seed and writes one
 part into `--work`. A stage whose part exists is skipped, so a broken run goes on where it stopped, and one part is made
 again by deleting it. The shipped weights came out of these stages one by one, as `--only PART` runs them: vae,
 tokenizer, text_encoder, base, then both experts at the same time with `--threads 1` each, polished_vae, and at last the
-line above. The seeds fix every draw but not the rounding, so a second run is not bit for bit the same.
+line above. vae and text_encoder were trained with AdamW's unfused form, the rest as it stands. The seeds
+fix every draw but not the rounding, so a second run is not bit for bit the same.
 """
 
 import argparse
