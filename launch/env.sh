@@ -18,7 +18,8 @@ if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
   echo "installing into .venv (a few minutes, once)"
   "${PYTHON:-python3}" -m venv .venv
   .venv/bin/pip install -q --upgrade pip
-  .venv/bin/pip install -q torch==2.13.0 "${torch_index[@]}" # first: anything else would pull another build
+  # torch first and alone: anything else would pull another build of it
+  .venv/bin/pip install -q --retries 2 --no-deps torch==2.13.0 "${torch_index[@]}"
   .venv/bin/pip install -q -r launch/requirements.txt -e .
   echo "$wanted" >.venv/wanted
 fi
