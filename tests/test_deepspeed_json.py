@@ -29,7 +29,8 @@ CLASSES = {
 NOT_OFFERED = set(
     "amp bfloat16 quantize_training sparse_attention sparse_gradients vocabulary_size "  # removed, or old names
     "progressive_layer_drop curriculum_learning compression_training weight_quantization "  # change the network
-    "pipeline tensor_parallel expert_parallel sequence_parallel_size hybrid_engine graph_harvesting "  # other ways to split or run it
+    "pipeline tensor_parallel expert_parallel sequence_parallel_size "
+    "hybrid_engine graph_harvesting "  # other ways to split or run it
     "autotuning elasticity nebula datastates_ckpt".split()  # change the batch or where checkpoints are
 )
 STUDENT = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
