@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.noise import FlowSchedule, keyed_generator, keyed_normal, path, timestep, x0_from_velocity
+from wandistiller.noise import FlowSchedule, expert_at, keyed_generator, keyed_normal, path, timestep, x0_from_velocity
 
 SHIFTS = (0.5, 1.0, 3.0, 5.0, 12.0)
 TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)
@@ -66,7 +66,7 @@ def test_one_expert_has_the_share_1() -> None:
 @pytest.mark.parametrize("expert", list(Expert))
 def test_sigma_lies_on_the_expert_s_side_of_the_boundary(expert: Expert) -> None:
     sigmas = [TWO.draw_sigma(expert, step, 8 * step) for step in range(STEPS)]
-    assert {TWO.expert_of(sigma) for sigma in sigmas} == {expert}
+    assert {expert_at(sigma, TWO.boundary) for sigma in sigmas} == {expert}
     assert 0 < min(sigmas) and max(sigmas) <= 1
 
 
@@ -79,8 +79,8 @@ def test_sigma_over_all_experts_has_the_one_expert_distribution(schedule: FlowSc
 
 
 def test_the_boundary_itself_belongs_to_the_high_noise_expert() -> None:
-    assert TWO.expert_of(0.875) is Expert.HIGH_NOISE
-    assert TWO.expert_of(math.nextafter(0.875, 0)) is Expert.LOW_NOISE
+    assert expert_at(0.875, TWO.boundary) is Expert.HIGH_NOISE
+    assert expert_at(math.nextafter(0.875, 0), TWO.boundary) is Expert.LOW_NOISE
 
 
 def test_all_ranks_draw_the_same_expert_for_10000_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,3 @@ def gather_tensor(value_B: Tensor) -> Tensor:
     parts = [torch.empty_like(value_B) for _ in range(world_size())]
     dist.all_gather(parts, value_B.contiguous())
     return torch.cat(parts)
-
-
-def require_same(value: Any, what: str) -> None:
-    """Stop every rank if they do not agree, instead of a hang or wrong numbers later. Collective."""
-    values = gather_objects(value)
-    if any(v != values[0] for v in values):
-        raise RuntimeError(f"The ranks disagree on {what}: {values}. This is a fault of wandistiller; please report it.")

@@ -15,7 +15,7 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.export import FACTS
 from wandistiller.files import write_json
 from wandistiller.latents import Vae
-from wandistiller.noise import keyed_normal, path
+from wandistiller.noise import expert_at, keyed_normal, path
 from wandistiller.pictures import save_grid
 from wandistiller.sample import Sampling, draw, open_pipeline
 from wandistiller.teacher import GuidedTeacher, LocalTeacher
@@ -87,7 +87,7 @@ def velocity_errors(folder: WanFolder, teacher: WanPipeline, student: WanPipelin
     errors = {}
     for start, end in BANDS:
         sigma_B = torch.full((len(prompts),), (start + end) / 2, device=device)
-        expert = Expert.HIGH_NOISE if folder.boundary is None or (start + end) / 2 >= folder.boundary else Expert.LOW_NOISE
+        expert = expert_at((start + end) / 2, folder.boundary)
         x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
         state = Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
         target = guided.velocity(state)

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wandistiller import distributed
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.conditioning import VIDEOS, Item
 from wandistiller.config import ConfigError
 from wandistiller.files import atomic, digest, write_json
 from wandistiller.metrics import Progress
-from wandistiller.noise import TRAIN_TIMESTEPS, keyed_normal
+from wandistiller.noise import TRAIN_TIMESTEPS, expert_at, keyed_normal
 from wandistiller.wan import WanFolder
 
 
@@ -82,10 +82,9 @@ def denoise(
     x_t_BCFHW, states = noise_BCFHW, []
     for t in scheduler.timesteps:
         sigma = t.item() / TRAIN_TIMESTEPS
-        high = folder.boundary is None or sigma >= folder.boundary
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
         states.append((sigma, x_t_BCFHW))
-        batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, Expert.HIGH_NOISE if high else Expert.LOW_NOISE)
+        batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, folder.boundary))
         with torch.no_grad():
             x_t_BCFHW = scheduler.step(velocity(batch), t, x_t_BCFHW, return_dict=False)[0]
     return x_t_BCFHW, states

@@ -64,10 +64,6 @@ class FlowSchedule:
         low, high = (1 - share, 1.0) if expert is Expert.HIGH_NOISE else (0.0, 1 - share)
         return self.shifted(low + (high - low) * (1 - u)).item()
 
-    def expert_of(self, sigma: float) -> Expert:
-        """The expert that serves `sigma` when sampling (diffusers: timestep >= boundary_ratio * 1000)."""
-        return Expert.HIGH_NOISE if self.boundary is None or sigma >= self.boundary else Expert.LOW_NOISE
-
     def noised(self, x0_BCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int) -> Batch:
         """Put clean latents on the path.
 
@@ -84,6 +80,11 @@ class FlowSchedule:
         noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
         sigma_B = sigma_B.to(x0_BCFHW.device)
         return Batch(x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, expert)
+
+
+def expert_at(sigma: float, boundary: float | None) -> Expert:
+    """The expert that serves `sigma` (diffusers: timestep >= boundary_ratio * 1000); boundary None: there is but one."""
+    return Expert.HIGH_NOISE if boundary is None or sigma >= boundary else Expert.LOW_NOISE
 
 
 def path(x0_BCFHW: Tensor, noise_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
