@@ -205,8 +205,10 @@ def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> No
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
 def test_a_complete_cache_loads_no_encoder(tmp_path: Path, wan2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_of(tmp_path, wan2, ["a", "red", "blue"]).fill(torch.device("cpu"))
-    monkeypatch.setattr(conditioning, "Encoder", None)
+    before = shards(tmp_path)
+    monkeypatch.setattr(conditioning, "Encoder", None)  # to load one would raise
     cache_of(tmp_path, wan2, ["a", "red", "blue"]).fill(torch.device("cpu"))
+    assert shards(tmp_path) == before
 
 
 @pytest.mark.usefixtures("one_rank")

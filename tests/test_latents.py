@@ -19,7 +19,7 @@ from wandistiller.conditioning import Item
 from wandistiller.config import ConfigError
 from wandistiller.latents import LatentCache, Rollouts, Size, Vae, denoise, load_media
 from wandistiller.noise import keyed_normal
-from wandistiller.teacher import GuidedTeacher, LocalTeacher
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan import open_wan
 
 CPU = torch.device("cpu")
@@ -45,7 +45,8 @@ def embeds(folder: Path) -> tuple[Tensor, Tensor]:
 def guided(folder: Path, high: float, low: float) -> GuidedTeacher:
     pipe = pipeline(folder)
     experts = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2 or pipe.transformer}
-    return GuidedTeacher(LocalTeacher(experts), embeds(folder)[1][0], {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low})
+    scales = {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}
+    return GuidedTeacher(LocalTeacher(experts), Guidance(embeds(folder)[1][0], scales))
 
 
 def start(frames: int = 2) -> Tensor:

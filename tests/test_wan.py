@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from wandistiller import deepspeed_json, distributed, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import SHIPPED, ConfigError
+from wandistiller.loading import load_sharded, load_whole
 from wandistiller.noise import keyed_normal
 from wandistiller.student import Student
-from wandistiller.teacher import GuidedTeacher, LocalTeacher, build_teacher
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, build_teacher
+from wandistiller.weights import WeightReader
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 ZERO_INFERENCE = SHIPPED / "teacher" / "zero_inference_cpu.json"
 BF16 = {"bf16": {"enabled": True}}
@@ -155,7 +158,7 @@ def test_parameters_are_counted_without_memory_for_them(wan1: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("expert", list(Expert))
 def test_load_whole_is_bitwise_diffusers_from_pretrained(wan2: Path, expert: Expert, dtype: torch.dtype) -> None:
-    model = wan.load_whole(wan2 / expert.value, config_of(wan2, expert), dtype)
+    model = load_whole(WeightReader(wan2 / expert.value), config_of(wan2, expert), dtype, CPU)
     assert_bit_equal(model, by_diffusers(wan2 / expert.value, dtype))
 
 
@@ -164,7 +167,7 @@ def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dt
     transformer(3).save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     config = json.loads((tmp_path / "config.json").read_text())
-    assert_bit_equal(wan.load_whole(tmp_path, config, dtype), by_diffusers(tmp_path, dtype))
+    assert_bit_equal(load_whole(WeightReader(tmp_path), config, dtype, CPU), by_diffusers(tmp_path, dtype))
 
 
 def test_a_skeleton_has_no_memory_but_real_rope_tables(wan1: Path) -> None:
@@ -189,7 +192,7 @@ def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: to
     ds = deepspeed_json.teacher_engine(*deepspeed_json.load(str(ZERO_INFERENCE)))
     ds.pop("bf16")
     folder = wan2 / "transformer_2"
-    model = wan.load_sharded(folder, config_of(wan2, Expert.LOW_NOISE), dtype, ds, 0, distributed.device())
+    model = load_sharded(WeightReader(folder), config_of(wan2, Expert.LOW_NOISE), dtype, ds, distributed.device())
     assert {p.numel() for p in model.parameters()} == {0}  # all of it is partitioned
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         assert_bit_equal(model, by_diffusers(folder, dtype))
@@ -260,7 +263,7 @@ def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     null = b.at(text_BLD=null_LD.expand_as(b.text_BLD))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
     torch.testing.assert_close(
-        GuidedTeacher(inner, null_LD, dict.fromkeys(Expert, scale)).velocity(b), expected, rtol=0, atol=1e-4
+        GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale))).velocity(b), expected, rtol=0, atol=1e-4
     )
 
 
@@ -269,7 +272,7 @@ def test_each_expert_has_its_own_guidance_scale(wan1: Path) -> None:
         LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32))),
         torch.zeros(512, 32),
     )
-    both = GuidedTeacher(inner, null_LD, {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0})
-    for expert, scale in both.scales.items():
-        only = GuidedTeacher(inner, null_LD, dict.fromkeys(Expert, scale))
+    both = GuidedTeacher(inner, Guidance(null_LD, {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}))
+    for expert, scale in both.guidance.scales.items():
+        only = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
         assert torch.equal(both.velocity(some_batch(expert)), only.velocity(some_batch(expert)))

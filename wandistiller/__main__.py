@@ -133,20 +133,16 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
     from wandistiller.job import read_job
     from wandistiller.wan import require_weights
 
-    problems, job = [], None
-    try:
+    with distributed.same_problems():
         run = read_run_config(flags.pop("recipe", None), flags)
         job = read_job(run, distributed.world_size())
-    except ConfigError as error:
-        problems = error.problems
-    if problems := distributed.agree_on_problems(problems):
-        raise ConfigError(*problems)
     distributed.start_log(job.run.log_level)
     if job.run.dry_run:
         for line in [*job.summary(), "dry run: nothing was loaded or written"]:
             distributed.log0(line)
         return
-    require_weights(job.folder)
+    with distributed.same_problems():
+        require_weights(job.folder)
     distributed.init(job.run.log_level)
     from wandistiller import prepare, train
 

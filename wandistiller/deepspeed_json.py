@@ -7,6 +7,7 @@ from typing import Any
 
 from wandistiller.config import ConfigError, nearest, problem, read_json, unknown_keys
 from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
+from wandistiller.placement import BLOCK, placement_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ def _auto(value: Any, prefix: str = "") -> list[str]:
 
 def stage(ds: dict[str, Any]) -> int:
     return ds.get("zero_optimization", {}).get("stage", 0)
+
+
+def offload_device(ds: dict[str, Any]) -> str:
+    """Where ZeRO-3 keeps parameters: none (the accelerator), cpu or nvme."""
+    return ds.get("zero_optimization", {}).get("offload_param", {}).get("device", "none")
 
 
 def dtype_name(ds: dict[str, Any]) -> str:
@@ -147,7 +153,7 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     return ds, batch
 
 
-def teacher_engine(where: str, ds: dict[str, Any]) -> dict[str, Any]:
+def teacher_engine(where: str, ds: dict[str, Any], world: int = 1) -> dict[str, Any]:
     """Check the teacher's JSON and complete it with what an engine without an optimizer needs.
 
     Raises:
@@ -155,7 +161,8 @@ def teacher_engine(where: str, ds: dict[str, Any]) -> dict[str, Any]:
     """
     unwanted = [key for key in ("optimizer", "scheduler") if key in ds]
     found = [problem(where, key, ds[key], "A frozen teacher takes none; remove this section.") for key in unwanted]
-    found += key_problems(where, {k: v for k, v in ds.items() if k not in unwanted})
+    found += key_problems(where, {k: v for k, v in ds.items() if k not in (*unwanted, BLOCK)})
+    found += placement_problems(where, ds, world)
     zero = ds.get("zero_optimization", {})
     if isinstance(zero, dict) and zero.get("stage", 0) not in (0, 3):
         found.append(problem(where, "zero_optimization.stage", zero["stage"],

@@ -4,6 +4,9 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
+
+from wandistiller.config import ConfigError
 
 log = logging.getLogger("wandistiller")
 
@@ -73,6 +78,18 @@ def agree_on_problems(problems: list[str]) -> list[str]:
     return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
 
 
+@contextmanager
+def same_problems() -> Iterator[None]:
+    """What is wrong on any rank stops them all, with one message, after they have all been through. Collective."""
+    problems: list[str] = []
+    try:
+        yield
+    except ConfigError as error:
+        problems = error.problems
+    if problems := agree_on_problems(problems):
+        raise ConfigError(*problems)
+
+
 def barrier() -> None:
     dist.barrier()
 
@@ -92,10 +109,18 @@ def from_rank_0(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value in rank order, on every rank. Collective."""
+    """Every rank's value in rank order, on every rank. Collective, if there are others."""
+    if world_size() == 1:
+        return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def node_peers() -> list[int]:
+    """The ranks that run on this machine and see its processes, in order. Collective."""
+    here = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"))
+    return [rank for rank, there in enumerate(gather_objects(here)) if there == here]
 
 
 def gather_tensor(value_B: Tensor) -> Tensor:
@@ -103,3 +128,30 @@ def gather_tensor(value_B: Tensor) -> Tensor:
     parts = [torch.empty_like(value_B) for _ in range(world_size())]
     dist.all_gather(parts, value_B.contiguous())
     return torch.cat(parts)
+
+
+def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Ask the rank `owner` for what it alone can compute; the first dimension of the inputs may differ by rank. Collective.
+
+    Args:
+        mine: this rank's inputs, equal in number, dtype and all but the first dimension on every rank.
+        answer: what the owner does with one rank's inputs; the result has the shape of the first and is float32.
+    Returns:
+        The answer to this rank's inputs.
+    """
+    lengths = gather_tensor(torch.tensor([len(t) for t in mine], device=mine[0].device)).view(-1, len(mine)).tolist()
+    if rank() != owner:
+        for t in mine:
+            dist.send(t.contiguous(), owner)
+        result = torch.empty(mine[0].shape, device=mine[0].device)
+        dist.recv(result, owner)
+        return result
+    for other in range(world_size()):
+        if other == owner:
+            result = answer(mine)
+            continue
+        theirs = [t.new_empty(n, *t.shape[1:]) for t, n in zip(mine, lengths[other], strict=True)]
+        for t in theirs:
+            dist.recv(t, other)
+        dist.send(answer(theirs).contiguous(), other)
+    return result

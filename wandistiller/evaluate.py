@@ -18,7 +18,7 @@ from wandistiller.latents import Vae
 from wandistiller.noise import expert_at, keyed_normal, path
 from wandistiller.pictures import save_grid
 from wandistiller.sample import Sampling, draw, open_pipeline
-from wandistiller.teacher import GuidedTeacher, LocalTeacher
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan
 
 BANDS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.875), (0.875, 1.0))  # of sigma
@@ -80,7 +80,7 @@ def velocity_errors(folder: WanFolder, teacher: WanPipeline, student: WanPipelin
     high, low = teacher.transformer, teacher.transformer_2 or teacher.transformer
     second = how.guidance_scale_2 or how.guidance_scale
     scales = {Expert.HIGH_NOISE: how.guidance_scale, Expert.LOW_NOISE: second}
-    guided = GuidedTeacher(LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}), null_BLD[0], scales)
+    guided = GuidedTeacher(LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}), Guidance(null_BLD[0], scales))
     low_student = student.transformer_2 or student.transformer
     plain = LocalTeacher({Expert.HIGH_NOISE: student.transformer, Expert.LOW_NOISE: low_student})
     noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], seed, "evaluate", p) for p in prompts]).to(device)

@@ -18,6 +18,7 @@ from wandistiller.files import digest, fingerprint, write_json
 from wandistiller.latents import Rollouts, Size
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import OBJECTIVES, VelocityMatching, objective_keys
+from wandistiller.placement import without_block
 from wandistiller.student import StudentConfig, read_student_config
 from wandistiller.wan import WanFolder, count_parameters, open_wan
 
@@ -166,8 +167,8 @@ def read_job(run: RunConfig, world: int) -> Job:
         found += config_problems(where, parts["student_ds"])
     with _collecting(found):
         where, ds = deepspeed_json.load(run.teacher_deepspeed_config)
-        parts["teacher_ds"] = deepspeed_json.teacher_engine(where, ds)
-        found += config_problems(where, parts["teacher_ds"])
+        parts["teacher_ds"] = deepspeed_json.teacher_engine(where, ds, world)
+        found += config_problems(where, without_block(parts["teacher_ds"]))
     with _collecting(found):
         parts["objective"] = _read_objective(run.objective)
     if "folder" in parts:

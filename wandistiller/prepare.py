@@ -10,7 +10,7 @@ from wandistiller.files import digest, fingerprint
 from wandistiller.job import Job
 from wandistiller.latents import LatentCache
 from wandistiller.objectives import Teacher
-from wandistiller.teacher import GuidedTeacher, build_teacher
+from wandistiller.teacher import Guidance, build_teacher
 
 
 def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
@@ -40,7 +40,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
 
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """The teacher as it will be asked: placed by its JSON, guidance folded in. Collective."""
-    return GuidedTeacher(build_teacher(job.folder, job.teacher_ds), text[job.run.negative_prompt], job.guidance)
+    return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
 
 
 def _teacher_stamp(job: Job, text: TextCache) -> str:

@@ -12,7 +12,8 @@ from torch import Tensor
 from wandistiller import distributed, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import ConfigError, problem, read_json, unknown_keys
-from wandistiller.wan import WanFolder, WeightReader
+from wandistiller.wan import WanFolder
+from wandistiller.weights import WeightReader
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 
@@ -161,7 +162,11 @@ def start_model(student: StudentConfig, config: dict[str, Any], folder: WanFolde
         parts = name.split(".")
         if parts[0] == "blocks":
             parts[1] = str(layer_of[int(parts[1])])
-        wan.put(model, name, reader.read(".".join(parts), torch.float32))
+        value = torch.empty(model.get_parameter(name).shape)
+        reader.read(".".join(parts), value)
+        wan.put(model, name, value)
+    if problems := distributed.agree_on_problems(reader.found_bad):
+        raise ConfigError(*problems)
     return model.requires_grad_(True)
 
 

@@ -1,17 +1,23 @@
 """The frozen teacher behind one method, `velocity(batch)`. Where its weights live is read off its DeepSpeed JSON."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller import distributed, wan
+from wandistiller import distributed, loading, swap, wan
 from wandistiller.batch import Batch, Expert
-from wandistiller.deepspeed_json import dtype_name, stage
+from wandistiller.config import ConfigError
+from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.objectives import Teacher
+from wandistiller.placement import expand_device_map, read_placement, without_block
 from wandistiller.wan import WanFolder
+from wandistiller.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,53 +26,138 @@ class LocalTeacher:
 
     experts: dict[Expert, nn.Module]
     """Both names may mean one module, for a teacher with one expert."""
+    device: torch.device | None = None
+    """Where the inputs go, if that is not where they are; the answer comes back."""
 
     @torch.no_grad()
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW of the text branch alone, float32."""
-        return wan.velocity(self.experts[batch.expert], batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        inputs = (t if self.device is None else t.to(self.device) for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD))
+        return wan.velocity(self.experts[batch.expert], *inputs).to(batch.x_t_BCFHW.device)
 
 
 @dataclass(frozen=True, slots=True)
-class GuidedTeacher:
-    """Classifier-free guidance folded into the answer; text and null branch in one forward pass."""
+class Guidance:
+    """What classifier-free guidance needs to know."""
 
-    inner: Teacher
     null_text_LD: Tensor
     """The negative prompt's states, zero-padded to 512 tokens."""
     scales: dict[Expert, float]
 
+
+@dataclass(frozen=True, slots=True)
+class GuidedTeacher:
+    """Classifier-free guidance folded into the answer."""
+
+    inner: Teacher
+    guidance: Guidance
+    passes: int = 1
+    """1: text and null branch in one forward pass; 2: one after the other."""
+
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW = v_null + w (v_text - v_null), float32. Source: Ho and Salimans 2022, arXiv:2207.12598."""
-        scale = self.scales[batch.expert]
+        scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
             return self.inner.velocity(batch)
-        null_BLD = self.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD)
-        both = batch.at(
-            x_t_BCFHW=batch.x_t_BCFHW.repeat(2, 1, 1, 1, 1),
-            sigma_B=batch.sigma_B.repeat(2),
-            text_BLD=torch.cat([batch.text_BLD, null_BLD]),
-        )
-        v_text_BCFHW, v_null_BCFHW = self.inner.velocity(both).chunk(2)
+        null = batch.at(text_BLD=self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD))
+        if self.passes == 2:
+            v_text_BCFHW, v_null_BCFHW = self.inner.velocity(batch), self.inner.velocity(null)
+        else:
+            both = batch.at(
+                x_t_BCFHW=batch.x_t_BCFHW.repeat(2, 1, 1, 1, 1),
+                sigma_B=batch.sigma_B.repeat(2),
+                text_BLD=torch.cat([batch.text_BLD, null.text_BLD]),
+            )
+            v_text_BCFHW, v_null_BCFHW = self.inner.velocity(both).chunk(2)
         return v_null_BCFHW + scale * (v_text_BCFHW - v_null_BCFHW)
 
 
-def build_teacher(folder: WanFolder, ds: dict[str, Any]) -> LocalTeacher:
-    """Load every expert of `folder` into an engine as `ds` (checked by `teacher_engine`) says. Collective."""
-    engines = {expert: _engine(folder, expert, ds) for expert in folder.configs}
-    only = engines[Expert.HIGH_NOISE]
-    return LocalTeacher({expert: engines.get(expert, only) for expert in Expert})
+@dataclass(frozen=True, slots=True)
+class OwnerTeacher:
+    """The teacher lives on one rank, which answers for all, rank by rank: so the answers are those of a replica."""
+
+    inner: Teacher | None
+    """None on the other ranks."""
+    owner: int
+
+    def velocity(self, batch: Batch) -> Tensor:
+        """v_BCFHW to this rank's batch, float32. Collective; the ranks' batches may differ in length."""
+
+        def answer(theirs: list[Tensor]) -> Tensor:
+            x_t_BCFHW, sigma_B, text_BLD = theirs
+            return self.inner.velocity(Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert))
+
+        return distributed.exchange(self.owner, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], answer)
 
 
-def _engine(folder: WanFolder, expert: Expert, ds: dict[str, Any]) -> nn.Module:
-    dtype = getattr(torch, dtype_name(ds))
+def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None) -> Teacher:
+    """Load every expert of `folder` to where `ds` (checked by `teacher_engine`) says. Collective.
+
+    Raises:
+        ConfigError: on every rank, if weights could not be read or are not finite on any.
+    """
+    placement = read_placement(ds)
+    here = not placement.on_one_rank or distributed.rank() == placement.owner_rank
+    readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
+    experts = {e: _LOADERS[placement.placement](folder, e, reader, ds) for e, reader in readers.items()}
+    if problems := distributed.agree_on_problems([p for reader in readers.values() for p in reader.found_bad]):
+        raise ConfigError(*problems)
+    teacher: Teacher | None = None
+    if here:
+        device = torch.device("cpu") if placement.placement == "host_cpu" else distributed.device()
+        teacher = LocalTeacher({e: experts.get(e, experts[Expert.HIGH_NOISE]).eval() for e in Expert}, device)
+        teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
+    return OwnerTeacher(teacher, placement.owner_rank) if placement.on_one_rank else teacher
+
+
+def _dtype(ds: dict[str, Any]) -> torch.dtype:
+    return getattr(torch, dtype_name(ds))
+
+
+def _engine(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    """Replicated at stage 0; at stage 3 a ZeRO-Inference engine."""
+    if stage(ds) == 0:  # an engine would only copy rank 0's weights over everyone's
+        return loading.load_whole(reader, folder.configs[expert], _dtype(ds), distributed.device())
     # the module comes in its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-    ds = {k: v for k, v in ds.items() if k not in ("bf16", "fp16")}
-    source, config = folder.path / expert.value, folder.configs[expert]
-    if stage(ds) == 3:
-        model = wan.load_sharded(source, config, dtype, ds, distributed.rank(), distributed.device())
-    else:
-        model = wan.load_whole(source, config, dtype)
-    engine, *_ = deepspeed.initialize(model=model.eval().requires_grad_(False), config=ds)
+    engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
+    if offload_device(ds) == "nvme":
+        engine_ds = swap.to_own_folder(engine_ds, reader, _dtype(ds), expert.value)
+    model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device())
+    engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
     # called through .module: the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
-    return engine.module.eval()
+    return engine.module
+
+
+def _owned(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    return loading.load_whole(reader, folder.configs[expert], _dtype(ds), distributed.device())
+
+
+def _shared(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    peers = distributed.node_peers()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(peers)))
+    return loading.load_shared(reader, folder.configs[expert], _dtype(ds), peers)
+
+
+def _mapped(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    """Spread by accelerate, the library for it, over this rank's GPUs, CPU memory and disk."""
+    placement, source = read_placement(ds), folder.path / expert.value
+    device_map = placement.device_map
+    if isinstance(device_map, dict):
+        children = [name for name, _ in wan.skeleton(folder.configs[expert]).named_children() if name != "rope"]
+        device_map = expand_device_map(device_map, [*children, "rope", "scale_shift_table"], folder.configs[expert]["num_layers"])
+    limits = placement.max_memory and _shares(placement.max_memory, len(folder.configs))
+    offload = placement.offload_folder and Path(placement.offload_folder) / expert.value
+    return WanTransformer3DModel.from_pretrained(
+        source, torch_dtype=_dtype(ds), device_map=device_map, max_memory=limits, offload_folder=offload
+    ).requires_grad_(False)
+
+
+def _shares(limits: dict[str, Any], experts: int) -> dict[int | str, int]:
+    """Limits for one expert, from those for the whole teacher."""
+    from accelerate.utils import convert_file_size_to_int  # an extra
+
+    return {int(k) if k.isdigit() else k: convert_file_size_to_int(v) // experts for k, v in limits.items()}
+
+
+_LOADERS = {"engine": _engine, "owner": _owned, "host_cpu": _shared, "device_map": _mapped}

@@ -1,22 +1,20 @@
 """The only file that knows diffusers' Wan: what a pipeline folder holds, how its weights are read, what it answers."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from diffusers import WanTransformer3DModel
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json
 from wandistiller.noise import timestep
+from wandistiller.weights import WeightReader
 
 TINY = Path(__file__).parent / "tiny"
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
@@ -73,17 +71,32 @@ class WanFolder:
 
 
 def require_weights(folder: WanFolder) -> None:
-    """Make sure that all weights are here, before any is loaded; those of a hub id are fetched.
+    """Make sure that all weights are here and fit their configs, before any is loaded; those of a hub id are fetched.
 
     Raises:
-        ConfigError: names every part that has no safetensors file.
+        ConfigError: names every part without a safetensors file, and every tensor that is missing, cut off or misshapen.
     """
     if not folder.is_tiny and not Path(folder.name).exists():
         _fetch(folder.name, weights=True)
     parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
     empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
-    if empty:
-        raise ConfigError(*(f"{folder.name}: no .safetensors file in {part}/. Give the whole pipeline." for part in empty))
+    found = [f"{folder.name}: no .safetensors file in {part}/. Give the whole pipeline." for part in empty]
+    for expert, config in folder.configs.items():
+        if expert.value not in empty:
+            found += weight_problems(folder.path / expert.value, config)
+    if found:
+        raise ConfigError(*found)
+
+
+def weight_problems(source: Path, config: dict[str, Any]) -> list[str]:
+    """Every tensor in `source` that is missing, unexpected, cut off or not as `config` has it; reads headers only."""
+    try:
+        reader = WeightReader(source)
+    except ConfigError as error:
+        return error.problems
+    model = skeleton(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return reader.problems(source, shapes, model._keys_to_ignore_on_load_unexpected)
 
 
 def open_wan(name: str, weights: bool = False) -> WanFolder:
@@ -153,62 +166,10 @@ def count_parameters(config: dict[str, Any]) -> int:
     return sum(p.numel() for p in skeleton(config).parameters())
 
 
-class WeightReader:
-    """Tensors of one transformer folder by name, whether it is one safetensors file or sharded."""
-
-    def __init__(self, folder: Path):
-        index = folder / "diffusion_pytorch_model.safetensors.index.json"
-        single = "diffusion_pytorch_model.safetensors"
-        if index.is_file():
-            files = json.loads(index.read_text())["weight_map"]
-        else:
-            with safe_open(folder / single, "pt") as opened:
-                files = dict.fromkeys(opened.keys(), single)
-        self._files = {name: folder / file for name, file in files.items()}
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor in its own memory: a view of the mapped file would keep the file in memory."""
-        with safe_open(self._files[name], "pt") as opened:
-            return opened.get_tensor(name).to(dtype, copy=True)
-
-
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """What diffusers' from_pretrained gives a parameter: `_keep_in_fp32_modules` stay float32."""
     kept = set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if kept & set(name.split(".")) else dtype
-
-
-def load_whole(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> WanTransformer3DModel:
-    """The whole model in this rank's memory, read tensor by tensor, as diffusers' from_pretrained makes it."""
-    model, reader = skeleton(config), WeightReader(folder)
-    for name, _ in list(model.named_parameters()):
-        put(model, name, reader.read(name, parameter_dtype(name, dtype)))
-    return model
-
-
-def load_sharded(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, ds: dict[str, Any], rank: int, device: torch.device
-) -> WanTransformer3DModel:
-    """Load for ZeRO-3 one block at a time: no rank ever holds the whole model. Collective.
-
-    Rank 0 reads a block, zero.Init broadcasts it and keeps each rank's part where `ds` says. Mixed dtypes as in
-    `load_whole`, so the result is bit-equal to diffusers' own.
-    """
-    model = skeleton(config)
-    model.rope.to(device)
-    reader = WeightReader(folder) if rank == 0 else None
-    children = [(n, m) for n, m in model.named_children() if n not in ("blocks", "rope")]
-    units = [(f"blocks.{i}", b) for i, b in enumerate(model.blocks)] + [c for c in children if list(c[1].parameters())]
-    swapper = None
-    for prefix, unit in [*units, ("", model)]:
-        for name, p in list(unit.named_parameters()):
-            if p.is_meta:
-                full = f"{prefix}.{name}" if prefix else name
-                wanted = parameter_dtype(full, dtype)
-                put(unit, name, reader.read(full, wanted) if reader else torch.empty(p.shape, dtype=wanted))
-        init = deepspeed.zero.Init(module=unit, config_dict_or_path=ds, dtype=dtype, param_swapper=swapper)
-        swapper = init.param_swapper
-    return model
 
 
 def put(module: nn.Module, name: str, value: Tensor) -> None:

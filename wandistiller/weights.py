@@ -1,0 +1,151 @@
+"""Reads safetensors straight into place: the header says where each tensor lies, and only the bytes asked for are read."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.config import ConfigError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
+CHUNK_BYTES = 16 * 2**20  # read, converted and checked at a time; small beside a tensor, large beside a system call
+NAMED = 5  # tensors named in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    """Bytes from the start of the file."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel() * self.dtype.itemsize
+
+
+class WeightReader:
+    """The tensors of one transformer folder, whether it is one safetensors file or sharded.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
+    """
+
+    def __init__(self, folder: Path):
+        """Read the headers, no data.
+
+        Raises:
+            ConfigError: files are missing, truncated, or no safetensors.
+        """
+        self.found_bad: list[str] = []
+        """What `read` met: unreadable bytes, numbers that are not finite. For `agree_on_problems` when all is loaded."""
+        self.stored: dict[str, Stored] = {}
+        problems: list[str] = []
+        index = folder / "diffusion_pytorch_model.safetensors.index.json"
+        single = folder / "diffusion_pytorch_model.safetensors"
+        weight_map = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        for file in sorted({folder / name for name in weight_map.values()} or {single}):
+            try:
+                self.stored |= _header(file)
+            except ValueError as error:
+                problems.append(f"{file}: {error} Fetch this file again.")
+        lost = {} if problems else {name: file for name, file in weight_map.items() if name not in self.stored}
+        problems += [f"{index}: it says that `{n}` is in {f}, where it is not. Fetch the folder again." for n, f in lost.items()]
+        if problems:
+            raise ConfigError(*problems)
+
+    def problems(self, where: Path, expected: dict[str, torch.Size], ignored: list[str] | None) -> list[str]:
+        """Tensors that are missing, unexpected, or of another shape or kind than the config's model has."""
+        unexpected = {n for n in self.stored.keys() - expected.keys() if not any(part in n for part in ignored or ())}
+        found = []
+        for what, names in (("missing", expected.keys() - self.stored.keys()), ("not known to this model", unexpected)):
+            if names:
+                shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                found.append(f"{where}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its weights do "
+                             "not belong together.")  # fmt: skip
+        for name in sorted(expected.keys() & self.stored.keys()):
+            has = self.stored[name]
+            if has.shape != expected[name]:
+                found.append(f"{has.file}: tensor `{name}` has the shape {list(has.shape)}; config.json asks for "
+                             f"{list(expected[name])}.")  # fmt: skip
+        return found
+
+    def read(self, name: str, out: Tensor, first: int = 0) -> None:
+        """Fill `out` with elements `first`, `first + 1`, ... of a tensor's row-major order, converted to its dtype.
+
+        What lies past the tensor's end is left alone. Bad bytes are noted in `found_bad`, as other ranks go on loading.
+        """
+        stored = self.stored[name]
+        out_N = out.view(-1)[: max(0, stored.shape.numel() - first)]
+        direct = out.device.type == "cpu" and out.dtype == stored.dtype
+        step = CHUNK_BYTES // stored.dtype.itemsize
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                file.seek(stored.begin + first * stored.dtype.itemsize)
+                for chunk_N in out_N.split(step) if len(out_N) else ():
+                    raw_N = chunk_N if direct else self._scratch[: len(chunk_N) * stored.dtype.itemsize].view(stored.dtype)
+                    _fill(raw_N, file)
+                    if not direct:
+                        chunk_N.copy_(raw_N)
+                    self._check(name, chunk_N)
+        except (OSError, EOFError) as error:
+            self.found_bad.append(f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again.")
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def _check(self, name: str, chunk_N: Tensor) -> None:
+        low, high = chunk_N.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            kind = str(chunk_N.dtype).removeprefix("torch.")
+            text = (f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {kind}. Fetch this file "
+                    "again, or ask for another precision.")  # fmt: skip
+            if text not in self.found_bad:
+                self.found_bad.append(text)
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """Every tensor of a safetensors file, after checking that its data is all there."""
+    if not file.is_file():
+        raise ValueError("there is no such file.")
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 + length:
+            raise ValueError(f"its header should end at byte {8 + length}, but the file has {size}.")
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+        except ValueError:
+            raise ValueError("it is no safetensors file.") from None
+    header.pop("__metadata__", None)
+    unknown = sorted({t["dtype"] for t in header.values()} - DTYPES.keys())
+    if unknown:
+        raise ValueError(f"it holds numbers of the kind {unknown[0]}; known are {', '.join(DTYPES)}.")
+    stored = {
+        name: Stored(file, DTYPES[t["dtype"]], torch.Size(t["shape"]), 8 + length + t["data_offsets"][0])
+        for name, t in header.items()
+    }
+    end = max((t.end for t in stored.values()), default=0)
+    if size < end:
+        raise ValueError(f"it is cut off: its tensors end at byte {end}, but the file has {size}.")
+    return stored
+
+
+def _fill(out_N: Tensor, file: Any) -> None:
+    """Read exactly the bytes of a contiguous CPU tensor."""
+    left = memoryview(out_N.view(torch.uint8).numpy())
+    while left:
+        got = file.readinto(left)
+        if not got:
+            raise EOFError("the file ends inside it")
+        left = left[got:]
+
