@@ -1,6 +1,7 @@
 """Random Wan pipelines of the real classes, small enough to build in a second."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
@@ -32,15 +33,30 @@ def transformer(seed: int, layers: int = 4, **config: int) -> WanTransformer3DMo
     return model
 
 
-def make_wan(folder: Path, *, experts: int = 2, layers: int = 4) -> Path:
-    """Write a pipeline as diffusers writes it: Wan2.2 A14B's parts, or with one expert Wan2.1's."""
+FORMS: dict[str, dict[str, Any]] = {  # what `make_wan` is told for each published Wan
+    "Wan2.1-1.3B": {"experts": 1, "layers": 3},
+    "Wan2.1-14B": {"experts": 1, "heads": 3, "max_shard_size": "200KB"},
+    "Wan2.2-TI2V-5B": {"experts": 1, "ti2v": True},
+    "Wan2.2-T2V-A14B": {"experts": 2},
+}
+VAE21 = dict(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+VAE22 = VAE21 | dict(z_dim=48, is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16,
+                     decoder_base_dim=16, latents_mean=torch.linspace(-1, 1, 48).tolist(),
+                     latents_std=torch.linspace(0.5, 2, 48).tolist())  # fmt: skip
+
+
+def make_wan(
+    folder: Path, *, experts: int = 2, layers: int = 4, heads: int = 2, ti2v: bool = False, max_shard_size: str | None = None
+) -> Path:
+    """Write a pipeline as diffusers writes it: Wan2.2 A14B's parts; with one expert Wan2.1's, or with `ti2v` Wan2.2 5B's."""
     torch.manual_seed(0)
     text = UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS) + 3, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2))
-    vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+    vae = AutoencoderKLWan(**(VAE22 if ti2v else VAE21))
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    second = transformer(2, layers) if experts == 2 else None
+    sizes = {"num_attention_heads": heads} | ({"in_channels": 48, "out_channels": 48} if ti2v else {})
+    second = transformer(2, layers, **sizes) if experts == 2 else None
     WanPipeline(
-        tokenizer=tokenizer(), text_encoder=text, vae=vae, scheduler=scheduler, transformer=transformer(1, layers),
-        transformer_2=second, boundary_ratio=0.875 if experts == 2 else None,
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer=tokenizer(), text_encoder=text, vae=vae, scheduler=scheduler, transformer=transformer(1, layers, **sizes),
+        transformer_2=second, boundary_ratio=0.875 if experts == 2 else None, expand_timesteps=ti2v,
+    ).save_pretrained(folder, max_shard_size=max_shard_size)  # fmt: skip
     return folder

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wandistiller.config import ConfigError, RunConfig, as_dict, read_json, read_run_config, shipped, unknown_keys
+from wandistiller.config import ConfigError, RunConfig, as_dict, read_json, shipped, unknown_keys
+from wandistiller.shorthands import read_run
 
 PATHS = {"teacher_path": "t", "data_path": "d", "output_dir": "o"}
 
@@ -21,25 +22,25 @@ def recipe(folder: Path, **values: Any) -> str:
 def problems(folder: Path, flags: dict[str, Any] | None = None, **values: Any) -> list[str]:
     """What is wrong with a recipe and flags; fails if nothing is."""
     with pytest.raises(ConfigError) as caught:
-        read_run_config(recipe(folder, **values), flags or {})
+        read_run(recipe(folder, **values), flags or {})
     return caught.value.problems
 
 
 def test_a_flag_wins_over_the_recipe(tmp_path: Path) -> None:
-    config = read_run_config(recipe(tmp_path, seed=1, height=64), {"seed": 2})
+    config = read_run(recipe(tmp_path, seed=1, height=64), {"seed": 2})
     assert (config.seed, config.height) == (2, 64)
 
 
 def test_a_flag_that_equals_the_default_wins_too(tmp_path: Path) -> None:
-    assert read_run_config(recipe(tmp_path, seed=1), {"seed": 0}).seed == 0
+    assert read_run(recipe(tmp_path, seed=1), {"seed": 0}).seed == 0
 
 
 def test_flags_alone_make_a_run() -> None:
-    assert read_run_config(None, dict(PATHS)).teacher_path == "t"
+    assert read_run(None, dict(PATHS)).teacher_path == "t"
 
 
 def test_what_is_given_nowhere_has_its_default(tmp_path: Path) -> None:
-    assert read_run_config(recipe(tmp_path), {}) == RunConfig(**PATHS)
+    assert read_run(recipe(tmp_path), {}) == RunConfig(**PATHS)
 
 
 def test_an_unknown_recipe_key_names_the_nearest_right_one(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_value_of_the_wrong_type_is_refused(tmp_path: Path, key: str, value: A
      ("objective", {"name": "velocity"}), ("sample_prompts", ["a"]), ("sample_prompts", None)],
 )  # fmt: skip
 def test_a_value_of_the_right_type_is_kept(tmp_path: Path, key: str, value: Any) -> None:
-    assert getattr(read_run_config(recipe(tmp_path, **{key: value}), {}), key) == value
+    assert getattr(read_run(recipe(tmp_path, **{key: value}), {}), key) == value
 
 
 @pytest.mark.parametrize("key", ["max_steps", "height", "num_frames", "shift", "save_every", "expert_blocks"])
@@ -82,7 +83,7 @@ def test_a_number_that_must_be_positive_is_refused(tmp_path: Path, key: str, val
 @pytest.mark.parametrize("key", PATHS)
 def test_a_missing_path_names_its_flag(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_run_config(None, {k: v for k, v in PATHS.items() if k != key})
+        read_run(None, {k: v for k, v in PATHS.items() if k != key})
     assert caught.value.problems == [f"command line: `{key}` is missing. Give --{key} or the recipe key."]
 
 
@@ -92,12 +93,12 @@ def test_max_steps_and_num_epochs_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_the_flag_max_steps_replaces_the_recipe_s_num_epochs(tmp_path: Path) -> None:
-    config = read_run_config(recipe(tmp_path, num_epochs=2), {"max_steps": 5})
+    config = read_run(recipe(tmp_path, num_epochs=2), {"max_steps": 5})
     assert (config.max_steps, config.num_epochs) == (5, None)
 
 
 def test_the_flag_num_epochs_replaces_the_recipe_s_max_steps(tmp_path: Path) -> None:
-    config = read_run_config(recipe(tmp_path, max_steps=5), {"num_epochs": 2})
+    config = read_run(recipe(tmp_path, max_steps=5), {"num_epochs": 2})
     assert (config.max_steps, config.num_epochs) == (None, 2)
 
 
@@ -173,4 +174,4 @@ def test_a_config_written_out_and_read_again_is_equal(tmp_path: Path) -> None:
     config = RunConfig(
         **PATHS, seed=3, guidance_scale=2.5, sample_prompts=["a", "色"], student_config={"init": "random"}
     )
-    assert read_run_config(recipe(tmp_path, **as_dict(config)), {}) == config
+    assert read_run(recipe(tmp_path, **as_dict(config)), {}) == config

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from wandistiller import placement
 from wandistiller.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -71,10 +72,10 @@ def errors(run: Run, one_rank: object, quiet_logging: None, capsys: pytest.Captu
 
 
 def test_the_sound_recipe_has_no_error(run: Run) -> None:
-    from wandistiller.config import read_run_config
     from wandistiller.job import read_job
+    from wandistiller.shorthands import read_run
 
-    job = read_job(read_run_config(run.command()[2], {}), 2)
+    job = read_job(read_run(run.command()[2], {}), 2)
     assert (job.batch.micro, job.batch.total, job.run.max_steps) == (2, 4, 2)
 
 
@@ -177,6 +178,71 @@ def test_batch_numbers_that_do_not_multiply_up(run: Run, errors: Errors) -> None
     content = DEEPSPEED | {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     (error,) = errors("--deepspeed_config", run.file("x.json", content))
     assert "4 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 1 ranks = 3" in error
+
+
+TEACHERS = [
+    ({"optimizer": {"type": "AdamW"}}, "`optimizer` is {\"type\": \"AdamW\"}. A frozen teacher takes none; remove this section."),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+     "`zero_optimization.offload_param.nvme_path` is null. Write a folder on a fast disk."),
+    ({"wandistiller": {"placement": "owner", "owner_rank": 1}},
+     "`wandistiller.owner_rank` is 1. There are 1 rank(s); write 0 to 0."),
+    ({"wandistiller": {"placement": "ownr"}},
+     '`wandistiller.placement` is "ownr". Write one of: engine, owner, host_cpu, device_map, auto. Did you mean `owner`?'),
+    ({"wandistiller": {"placment": "owner"}},
+     '`wandistiller.placment` is "owner". There is no such key. Did you mean `placement`?'),
+    ({"wandistiller": {"placement": "host_cpu", "owner_rank": 0}},
+     "`wandistiller.owner_rank` is 0. It means nothing for the placement host_cpu; remove it."),
+    ({"wandistiller": {"placement": "owner"}, "zero_optimization": {"stage": 3}},
+     "`zero_optimization.stage` is 3. The placement owner uses no ZeRO engine; write 0 or remove the section."),
+    ({"wandistiller": {"guidance_passes": 3}}, "`wandistiller.guidance_passes` is 3. Write 1 or 2."),
+    ({"wandistiller": "owner"}, '`wandistiller` is "owner". Write an object, {...}.'),
+    ({"wandistiller": {"placement": "device_map", "device_map": "even"}},
+     '`wandistiller.device_map` is "even". Write sequential, balanced, or {layer: device}.'),
+    ({"wandistiller": {"placement": "device_map", "device_map": {"*": "gpu"}}},
+     '`wandistiller.device_map` is "gpu". A device is a GPU\'s number, "cpu" or "disk".'),
+    ({"wandistiller": {"placement": "device_map", "device_map": {"blocks": "cpu"}}},
+     '`wandistiller.device_map` is {"blocks": "cpu"}. `patch_embedding` has no device. Add it, or `*` for the rest.'),
+    ({"wandistiller": {"placement": "device_map", "max_memory": 5}},
+     '`wandistiller.max_memory` is 5. Write an object such as {"0": "20GiB", "cpu": "100GiB"}.'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ds", "said"), TEACHERS)
+def test_a_teacher_json_that_cannot_work(run: Run, errors: Errors, ds: dict, said: str) -> None:
+    file = run.file("x.json", ds)
+    assert errors("--teacher_deepspeed_config", file) == [f"error: {file}: {said}"]
+
+
+def test_a_teacher_on_nvme_without_async_io(
+    run: Run, errors: Errors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/bin/false")  # as where no compiler or no libaio is
+    file = "ds_configs/teacher/zero_inference_nvme.json"
+    (error,) = errors("--teacher_deepspeed_config", file)
+    assert error.startswith(f"error: {file}: `zero_optimization.offload_param.device` is \"nvme\". DeepSpeed's async_io cannot")
+
+
+def test_a_device_map_without_accelerate(run: Run, errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    (error,) = errors("--teacher_device_strategy", "sequential")
+    assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
+
+
+SHORTHANDS = [
+    (["--teacher_on_cpu", "--teacher_device_strategy", "gpu"],
+     'command line: `teacher_device_strategy` is "gpu". `teacher_on_cpu` is given too and means `cpu`. Keep one.'),
+    (["--teacher_device_strategy", "cpu", "--teacher_deepspeed_config", "ds_configs/teacher/owner.json"],
+     "command line: `teacher_device_strategy` is cpu, which means ds_configs/teacher/host_cpu.json, but "
+     "`teacher_deepspeed_config` is ds_configs/teacher/owner.json. Keep one."),
+    (["--teacher_dtype", "float32", "--teacher_deepspeed_config", "ds_configs/teacher/owner.json"],
+     "command line: `teacher_dtype` is float32, but `teacher_deepspeed_config` names ds_configs/teacher/owner.json, which "
+     "asks for bfloat16. Keep one."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "said"), SHORTHANDS)
+def test_a_shorthand_that_contradicts_another_setting(errors: Errors, flags: list[str], said: str) -> None:
+    assert errors(*flags) == [f"error: {said}"]
 
 
 def test_a_frozen_teacher_with_stage_2(run: Run, errors: Errors) -> None:

@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from wandistiller.config import ConfigError, RunConfig, read_run_config
+from wandistiller.config import ConfigError, RunConfig
 
 OK, WRONG_INPUT, OUT_OF_MEMORY = 0, 2, 3
 COMMANDS = {
@@ -131,10 +131,11 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
     """prepare and train: check everything on every rank, agree, then start."""
     from wandistiller import distributed
     from wandistiller.job import read_job
+    from wandistiller.shorthands import read_run
     from wandistiller.wan import require_weights
 
     with distributed.same_problems():
-        run = read_run_config(flags.pop("recipe", None), flags)
+        run = read_run(flags.pop("recipe", None), flags)
         job = read_job(run, distributed.world_size())
     distributed.start_log(job.run.log_level)
     if job.run.dry_run:

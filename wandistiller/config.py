@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED = next(p for p in (Path(__file__).parent / "ds_configs", Path(__file__).parent.parent / "ds_configs") if p.is_dir())
+STRATEGIES = {
+    "gpu": "replicated", "balanced": "sharded", "offload": "zero_inference_cpu", "disk": "zero_inference_nvme",
+    "cpu": "host_cpu", "gpu0": "owner", "sequential": "device_map_sequential", "custom": "device_map_custom", "auto": "auto",
+}  # fmt: skip
+"""--teacher_device_strategy -> the JSON in ds_configs/teacher/ that it means."""
+DTYPES = ("float32", "float16", "bfloat16")
 WAN_NEGATIVE_PROMPT = (  # Wan2.1's and Wan2.2's own, wan/configs/shared_config.py `sample_neg_prompt`
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
@@ -88,6 +94,7 @@ class RunConfig:
     """Every key of a recipe. None means: the teacher's own value, or the rule that the help text gives."""
 
     teacher_path: str = setting("", "paths", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    teacher_revision: str | None = setting(None, "paths", "branch, tag or commit of a hub id; default its main branch")
     data_path: str = setting("", "paths", "prompts: .txt, .jsonl, a folder of media with .txt beside, or `tiny`")
     output_dir: str = setting("", "paths", "where the run is written")
     cache_dir: str | None = setting(None, "paths", "encoded prompts and latents; default OUTPUT/cache")
@@ -95,6 +102,13 @@ class RunConfig:
     deepspeed_config: str | dict = setting("ds_configs/student/zero2_offload.json", "paths", "the student's engine")
     teacher_deepspeed_config: str | dict = setting(
         "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
+    )
+    teacher_device_strategy: str | None = setting(
+        None, "paths", "short for a shipped teacher JSON; see ds_configs/README.md", choices=STRATEGIES, metavar="NAME"
+    )
+    teacher_on_cpu: bool = setting(False, "paths", "the same as --teacher_device_strategy cpu")
+    teacher_dtype: str | None = setting(
+        None, "paths", "float32, float16, or bfloat16; else as the teacher's JSON says", choices=DTYPES, metavar="D"
     )
     objective: str | dict = setting("velocity", "learning", "what the student matches; settings under this recipe key")
     guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)")
@@ -136,19 +150,24 @@ class RunConfig:
                 found.append((key, f"`{key}` is {value}. Write a positive number."))
         if self.max_steps is not None and self.num_epochs is not None:
             found.append(("max_steps", "`max_steps` and `num_epochs` are both given. Keep one."))
+        for key, known in (("teacher_device_strategy", STRATEGIES), ("teacher_dtype", DTYPES)):
+            if (value := getattr(self, key)) is not None and value not in known:
+                found.append((key, f"`{key}` is {value!r}. Write one of: {', '.join(known)}.{nearest(value, known)}"))
         if self.log_level not in ("debug", "info", "warning"):
             found.append(("log_level", f"`log_level` is {self.log_level!r}. Write debug, info or warning."))
         return found
 
 
-def read_run_config(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
-    """Merge a recipe with the flags given on the command line; a flag wins.
+def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
+    """Merge a recipe's values with the flags given on the command line; a flag wins.
+
+    Args:
+        where: the recipe's name, for messages.
 
     Raises:
         ConfigError: with all unknown keys, wrong types and wrong values at once.
     """
-    values = read_json(recipe) if recipe else {}
-    where = recipe or "command line"
+    values = dict(values)
     known = {f.name: f.type for f in fields(RunConfig)}
     found = unknown_keys(where, values, known)
     mistyped: set[str] = set()

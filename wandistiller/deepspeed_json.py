@@ -91,6 +91,15 @@ def dtype_name(ds: dict[str, Any]) -> str:
     return "float32"
 
 
+def with_dtype(ds: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """`ds` in another precision, if one is asked for."""
+    if dtype is None:
+        return ds
+    sections = {"bfloat16": "bf16", "float16": "fp16"}
+    rest = {k: v for k, v in ds.items() if k not in sections.values()}
+    return rest | ({sections[dtype]: {"enabled": True}} if dtype in sections else {})
+
+
 def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
     """Solve micro * accumulation * ranks = total for what the JSON leaves out, as DeepSpeed does.
 

@@ -18,9 +18,9 @@ from wandistiller.files import digest, fingerprint, write_json
 from wandistiller.latents import Rollouts, Size
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import OBJECTIVES, VelocityMatching, objective_keys
-from wandistiller.placement import without_block
+from wandistiller.placement import device_map_problems, without_block
 from wandistiller.student import StudentConfig, read_student_config
-from wandistiller.wan import WanFolder, count_parameters, open_wan
+from wandistiller.wan import WanFolder, count_parameters, open_wan, top_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def read_job(run: RunConfig, world: int) -> Job:
     found: list[str] = []
     parts: dict[str, Any] = {}
     with _collecting(found):
-        parts["folder"] = open_wan(run.teacher_path)
+        parts["folder"] = open_wan(run.teacher_path, revision=run.teacher_revision)
     with _collecting(found):
         parts["items"] = read_items(run.data_path)
     with _collecting(found):
@@ -167,13 +167,14 @@ def read_job(run: RunConfig, world: int) -> Job:
         found += config_problems(where, parts["student_ds"])
     with _collecting(found):
         where, ds = deepspeed_json.load(run.teacher_deepspeed_config)
-        parts["teacher_ds"] = deepspeed_json.teacher_engine(where, ds, world)
+        parts["teacher_ds"] = deepspeed_json.teacher_engine(where, deepspeed_json.with_dtype(ds, run.teacher_dtype), world)
         found += config_problems(where, without_block(parts["teacher_ds"]))
     with _collecting(found):
         parts["objective"] = _read_objective(run.objective)
     if "folder" in parts:
         folder = parts["folder"]
         run = _complete(run, folder, parts.get("items", []), parts.get("batch"))
+        found += _device_map_problems(run, parts)
         found += folder.size_problems(run.height, run.width, run.num_frames)
         with _collecting(found):
             where, values = ("recipe", run.student_config) if isinstance(run.student_config, dict) else (
@@ -218,8 +219,16 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
         width=run.width or usual.width,
         max_steps=steps,
         num_epochs=None,
+        teacher_dtype=None,  # it is in the teacher's JSON now
         sample_prompts=run.sample_prompts or [i.prompt for i in items[:: max(1, len(items) // 8)][:8]],
     )
+
+
+def _device_map_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    if "teacher_ds" not in parts:
+        return []
+    where, _ = deepspeed_json.load(run.teacher_deepspeed_config)
+    return device_map_problems(where, parts["teacher_ds"], top_modules(parts["folder"].config))
 
 
 def _folder_problems(run: RunConfig) -> list[str]:

@@ -81,7 +81,9 @@ class _Partition(deepspeed.zero.Init):
     """zero.Init without its broadcast from rank 0: every rank has read its own bytes already (deepspeed 0.19.8)."""
 
     def __init__(self, ds: dict[str, Any], dtype: torch.dtype):
-        super().__init__(config_dict_or_path=_pageable(ds), dtype=dtype)
+        # its argument `dtype` is passed over where the accelerator has no fp16 (deepspeed 0.19.8), so the sections say it
+        sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
+        super().__init__(config_dict_or_path=_pageable(ds) | sections)
         self.needs_whole = self.zero_param_process_group is not None  # hpZ keeps a second part for its node
 
     def take(self, parameter: nn.Parameter) -> None:

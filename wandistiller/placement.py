@@ -3,17 +3,11 @@
 import re
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from wandistiller.config import nearest, problem, unknown_keys
 
 BLOCK = "wandistiller"
-STRATEGIES = {
-    "gpu": "replicated", "balanced": "sharded", "offload": "zero_inference_cpu", "disk": "zero_inference_nvme",
-    "cpu": "host_cpu", "gpu0": "owner", "sequential": "device_map_sequential", "custom": "device_map_custom", "auto": "auto",
-}  # fmt: skip
-"""--teacher_device_strategy -> the JSON in ds_configs/teacher/ that it means."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +22,6 @@ class Placement:
     """For accelerate: sequential, balanced, or {layer: device}; see `expand_device_map`."""
     max_memory: dict | None = None
     """Limits for the whole teacher, {"0": "20GiB", "cpu": "100GiB"}; accelerate reads what is free where it is left out."""
-    offload_folder: str | None = None
-    """Where layers that are mapped to "disk" go."""
     guidance_passes: int = 1
     """2: text and null branch one after the other, for half the memory of a call."""
 
@@ -43,7 +35,7 @@ KEYS = {
     "engine": ALWAYS,
     "owner": ALWAYS | {"owner_rank"},
     "host_cpu": ALWAYS,
-    "device_map": ALWAYS | {"owner_rank", "device_map", "max_memory", "offload_folder"},
+    "device_map": ALWAYS | {"owner_rank", "device_map", "max_memory"},
     "auto": ALWAYS,
 }
 
@@ -78,11 +70,11 @@ def placement_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
     if kind != "engine" and isinstance(zero, dict) and zero.get("stage", 0) != 0:
         found.append(problem(where, "zero_optimization.stage", zero["stage"],
                              f"The placement {kind} uses no ZeRO engine; write 0 or remove the section."))  # fmt: skip
-    return found + (_device_map_problems(where, block) if kind == "device_map" else [])
+    return found + (_block_problems(where, block) if kind == "device_map" else [])
 
 
-def _device_map_problems(where: str, block: dict[str, Any]) -> list[str]:
-    given, limits, folder = block.get("device_map", "sequential"), block.get("max_memory"), block.get("offload_folder")
+def _block_problems(where: str, block: dict[str, Any]) -> list[str]:
+    given, limits = block.get("device_map", "sequential"), block.get("max_memory")
     found = []
     if not find_spec("accelerate"):
         found.append(f"{where}: the placement device_map needs accelerate. Run: pip install accelerate")
@@ -90,41 +82,48 @@ def _device_map_problems(where: str, block: dict[str, Any]) -> list[str]:
         found.append(problem(where, f"{BLOCK}.device_map", given, "Write sequential, balanced, or {layer: device}."))
     if limits is not None and not isinstance(limits, dict):
         found.append(problem(where, f"{BLOCK}.max_memory", limits, 'Write an object such as {"0": "20GiB", "cpu": "100GiB"}.'))
-    if folder is not None and not isinstance(folder, str):
-        found.append(problem(where, f"{BLOCK}.offload_folder", folder, "Write the path of a folder."))
     devices = given.values() if isinstance(given, dict) else ()
     for device in devices:
         if type(device) is not int and device not in ("cpu", "disk"):
             found.append(problem(where, f"{BLOCK}.device_map", device, 'A device is a GPU\'s number, "cpu" or "disk".'))
-    if "disk" in devices and not folder:
-        found.append(problem(where, f"{BLOCK}.offload_folder", folder, "The device_map uses disk; write a folder for it."))
-    if isinstance(folder, str) and Path(folder).is_file():
-        found.append(problem(where, f"{BLOCK}.offload_folder", folder, "This is a file; name a folder."))
     return found
 
 
-def expand_device_map(given: dict[str, int | str], children: list[str], layers: int) -> dict[str, int | str]:
-    """Every module's device, from a map that may say `blocks.0-19`, `blocks.20-`, and `*` for the rest.
+def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[str, int | str]:
+    """Every module's device, from a map that may say `blocks` (all), `blocks.0-19`, `blocks.20-`, and `*` (the rest).
 
     Args:
-        children: the names of the model's top modules and top parameters; `blocks` stands for `layers` of them.
+        modules: the model's top modules, with blocks.0, blocks.1, ... for the layers; a span that goes
+            past the last layer ends there.
     Raises:
         ValueError: a key means no module, or a module has no device.
     """
-    modules = [f"blocks.{i}" for i in range(layers)] + [c for c in children if c != "blocks"]
     made: dict[str, int | str] = {}
     for key, device in given.items():
-        span = re.fullmatch(r"blocks\.(\d+)-(\d*)", key)
+        span = re.fullmatch(r"blocks(?:\.(\d+)-(\d*))?", key)
         if span:
-            named = [f"blocks.{i}" for i in range(int(span[1]), int(span[2] or layers - 1) + 1)]
+            first, last = int(span[1] or 0), int(span[2]) if span[2] else len(modules)
+            named = [f"blocks.{i}" for i in range(first, last + 1) if f"blocks.{i}" in modules]
         else:
-            named = [m for m in modules if key == "blocks" and m.startswith("blocks.")] or [key]
-        if unknown := [m for m in named if m not in modules] if key != "*" else []:
-            raise ValueError(f"`{key}` means {unknown[0]}, which this teacher lacks. It has blocks.0-{layers - 1}, "
-                             f"{', '.join(m for m in modules if not m.startswith('blocks.'))}; * is the rest.")  # fmt: skip
-        made |= dict.fromkeys(named if key != "*" else [], device)
+            named = [key] if key != "*" else []
+        if named and named[0] not in modules:
+            layers = sum(m.startswith("blocks.") for m in modules)
+            others = ", ".join(m for m in modules if not m.startswith("blocks."))
+            raise ValueError(f"This teacher has no `{key}`. It has blocks.0-{layers - 1}, {others}; * is the rest.")
+        made |= dict.fromkeys(named, device)
     if missing := [m for m in modules if m not in made]:
         if "*" not in given:
-            raise ValueError(f"{missing[0]} has no device. Add it, or `*` for the rest.")
+            raise ValueError(f"`{missing[0]}` has no device. Add it, or `*` for the rest.")
         made |= dict.fromkeys(missing, given["*"])
     return made
+
+
+def device_map_problems(where: str, ds: dict[str, Any], modules: list[str]) -> list[str]:
+    """What does not fit between a device map and the teacher's modules."""
+    given = read_placement(ds).device_map
+    try:
+        if isinstance(given, dict):
+            expand_device_map(given, modules)
+    except ValueError as error:
+        return [problem(where, f"{BLOCK}.device_map", given, str(error))]
+    return []

@@ -1,4 +1,4 @@
-"""A swap folder of its own for each engine and run, for teachers on NVMe; gone when the run ends."""
+"""A folder of its own on disk for each process and engine, for teachers that live there; gone when the process ends."""
 
 import atexit
 import fcntl
@@ -15,55 +15,54 @@ from wandistiller.wan import parameter_dtype
 from wandistiller.weights import WeightReader
 
 PREFIX = "wandistiller_"
+IN_USE = "in_use"
 
 
 def to_own_folder(ds: dict[str, Any], reader: WeightReader, dtype: torch.dtype, engine: str) -> dict[str, Any]:
-    """`ds` with its NVMe path moved into a new folder and the buffers as large as the largest part. Collective.
+    """`ds` with its NVMe path moved into a new folder, and buffers as large as this rank's largest part.
 
     Engines that share a path delete each other's files, and smaller buffers stop the run (deepspeed 0.19.8).
     """
     offload = ds["zero_optimization"]["offload_param"]
-    folder = _run_folder(Path(offload["nvme_path"])) / engine
     swapped = [s.shape.numel() for name, s in reader.stored.items() if parameter_dtype(name, dtype) == dtype]
     part = -(-max(swapped) // distributed.world_size())
-    own = offload | {"nvme_path": str(folder), "buffer_size": max(part, offload.get("buffer_size", 0))}
+    own = offload | {
+        "nvme_path": str(own_folder(Path(offload["nvme_path"])) / engine),
+        "buffer_size": max(part, offload.get("buffer_size", 0)),
+    }
     return ds | {"zero_optimization": ds["zero_optimization"] | {"offload_param": own}}
 
 
-_folders: dict[Path, Path] = {}
+_own: dict[Path, tuple[Path, Any]] = {}  # the open lock file keeps the folder marked
 
 
-def _run_folder(parent: Path) -> Path:
-    """This run's folder in `parent`, made at the first call; those that killed runs left are removed. Collective."""
-    if parent not in _folders:
-        name = distributed.from_rank_0(f"{PREFIX}{socket.gethostname()}_{os.getpid()}")
-        folder = _folders[parent] = (parent / name).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        _hold(folder)
-        distributed.barrier()  # all ranks hold theirs before any looks for abandoned ones
+def own_folder(parent: Path) -> Path:
+    """This process's folder in `parent`, made at the first call; those that killed processes left are removed."""
+    parent = parent.absolute()
+    if parent not in _own:
+        parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob(f"{PREFIX}*"):
-            if other.absolute() != folder and not _is_held(other):
+            if not _is_held(other):
                 shutil.rmtree(other, ignore_errors=True)
+        folder = parent / f"{PREFIX}{socket.gethostname()}_{os.getpid()}"
+        folder.mkdir(exist_ok=True)
+        _own[parent] = folder, _hold(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return _folders[parent]
+    return _own[parent][0]
 
 
-def _hold(folder: Path) -> None:
+def _hold(folder: Path) -> Any:
     """Mark a folder as in use until this process ends, however it ends."""
-    lock = (folder / "in_use").open("w")
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    _locks.append(lock)
-
-
-_locks: list[Any] = []  # a closed file is an unlocked one
+    lock = (folder / f".{IN_USE}").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / f".{IN_USE}").rename(folder / IN_USE)  # it is there only once it is locked
+    return lock
 
 
 def _is_held(folder: Path) -> bool:
     try:
-        with (folder / "in_use").open() as lock:
+        with (folder / IN_USE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # just being made
-        return True
-    except OSError:
+    except OSError:  # locked, or just being made
         return True
     return False

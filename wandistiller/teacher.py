@@ -2,20 +2,18 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller import distributed, loading, swap, wan
+from wandistiller import dispatch, distributed, loading, swap, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.objectives import Teacher
-from wandistiller.placement import expand_device_map, read_placement, without_block
+from wandistiller.placement import read_placement, without_block
 from wandistiller.wan import WanFolder
 from wandistiller.weights import WeightReader
 
@@ -59,7 +57,7 @@ class GuidedTeacher:
         scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
             return self.inner.velocity(batch)
-        null = batch.at(text_BLD=self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD))
+        null = batch.at(text_BLD=self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD).contiguous())
         if self.passes == 2:
             v_text_BCFHW, v_null_BCFHW = self.inner.velocity(batch), self.inner.velocity(null)
         else:
@@ -121,6 +119,7 @@ def _engine(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[st
     # the module comes in its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
     engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
     if offload_device(ds) == "nvme":
+        distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         engine_ds = swap.to_own_folder(engine_ds, reader, _dtype(ds), expert.value)
     model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device())
     engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
@@ -140,24 +139,8 @@ def _shared(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[st
 
 
 def _mapped(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
-    """Spread by accelerate, the library for it, over this rank's GPUs, CPU memory and disk."""
-    placement, source = read_placement(ds), folder.path / expert.value
-    device_map = placement.device_map
-    if isinstance(device_map, dict):
-        children = [name for name, _ in wan.skeleton(folder.configs[expert]).named_children() if name != "rope"]
-        device_map = expand_device_map(device_map, [*children, "rope", "scale_shift_table"], folder.configs[expert]["num_layers"])
-    limits = placement.max_memory and _shares(placement.max_memory, len(folder.configs))
-    offload = placement.offload_folder and Path(placement.offload_folder) / expert.value
-    return WanTransformer3DModel.from_pretrained(
-        source, torch_dtype=_dtype(ds), device_map=device_map, max_memory=limits, offload_folder=offload
-    ).requires_grad_(False)
-
-
-def _shares(limits: dict[str, Any], experts: int) -> dict[int | str, int]:
-    """Limits for one expert, from those for the whole teacher."""
-    from accelerate.utils import convert_file_size_to_int  # an extra
-
-    return {int(k) if k.isdigit() else k: convert_file_size_to_int(v) // experts for k, v in limits.items()}
+    share, device = len(folder.configs), distributed.device()
+    return dispatch.load_dispatched(reader, folder.configs[expert], _dtype(ds), read_placement(ds), share, device)
 
 
 _LOADERS = {"engine": _engine, "owner": _owned, "host_cpu": _shared, "device_map": _mapped}

@@ -1,5 +1,6 @@
 """The only file that knows diffusers' Wan: what a pipeline folder holds, how its weights are read, what it answers."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,15 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,  # of the library that huggingface_hub asks with: httpx, or httpx2 from huggingface_hub 2 on
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert
@@ -17,6 +25,14 @@ from wandistiller.noise import timestep
 from wandistiller.weights import WeightReader
 
 TINY = Path(__file__).parent / "tiny"
+# What is fetched of a hub id: first what `open_wan` reads, later the weights; no .bin, .pth, fp16 copies, videos.
+CONFIG_FILES = ["model_index.json", "scheduler/*.json", "vae/config.json", "transformer*/config.json"]
+PARTS = {"transformer": "diffusion_pytorch_model", "transformer_2": "diffusion_pytorch_model",
+         "vae": "diffusion_pytorch_model", "text_encoder": "model"}  # fmt: skip
+WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
+    f"{part}/{stem}{end}" for part, stem in PARTS.items()
+    for end in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
+]  # fmt: skip
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
 
 
@@ -32,6 +48,8 @@ class WanFolder:
     boundary: float | None
     shift: float
     vae: dict[str, Any]
+    revision: str | None = None
+    """Of a hub id: the commit that was opened; whatever is fetched later comes from the same."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,6 +74,11 @@ class WanFolder:
         frames = (num_frames - 1) // self.temporal + 1
         return self.config["in_channels"], frames, height // self.spatial, width // self.spatial
 
+    def tokens(self, height: int, width: int, num_frames: int) -> int:
+        """Patches of one sample of the given size, which is what attention sees."""
+        shape = self.latent_shape(height, width, num_frames)[1:]
+        return math.prod(n // p for n, p in zip(shape, self.config["patch_size"], strict=True))
+
     def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
         """What keeps a size from being made of whole latents and whole patches."""
         patch = self.config["patch_size"]
@@ -76,11 +99,14 @@ def require_weights(folder: WanFolder) -> None:
     Raises:
         ConfigError: names every part without a safetensors file, and every tensor that is missing, cut off or misshapen.
     """
-    if not folder.is_tiny and not Path(folder.name).exists():
-        _fetch(folder.name, weights=True)
+    remedy = "Give the whole pipeline."
+    if folder.revision:
+        _fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
+        offline = f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere."
+        remedy = offline if constants.HF_HUB_OFFLINE else remedy
     parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
     empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
-    found = [f"{folder.name}: no .safetensors file in {part}/. Give the whole pipeline." for part in empty]
+    found = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             found += weight_problems(folder.path / expert.value, config)
@@ -99,17 +125,21 @@ def weight_problems(source: Path, config: dict[str, Any]) -> list[str]:
     return reader.problems(source, shapes, model._keys_to_ignore_on_load_unexpected)
 
 
-def open_wan(name: str, weights: bool = False) -> WanFolder:
+def open_wan(name: str, weights: bool = False, revision: str | None = None) -> WanFolder:
     """Describe a diffusers Wan pipeline: a folder, a hub id, or `tiny`.
 
     Args:
         weights: for a hub id, fetch the weights too and not only the JSON files.
+        revision: branch, tag or commit of a hub id; None is its main branch.
     Raises:
         ConfigError: there is no such folder, or it is no Wan text-to-video pipeline.
     """
-    path = TINY if name == "tiny" else Path(name)
+    path, commit = TINY if name == "tiny" else Path(name), None
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        path = _fetch(name, weights)
+        path = _fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
+        commit = path.name
+    elif revision:
+        raise ConfigError(problem(name, "teacher_revision", revision, "Only a hub id has revisions; leave it out."))
     index = _read(path / "model_index.json", name)
     if index.get("_class_name") != "WanPipeline":
         raise ConfigError(problem(f"{name}/model_index.json", "_class_name", index.get("_class_name"),
@@ -125,15 +155,31 @@ def open_wan(name: str, weights: bool = False) -> WanFolder:
         raise ConfigError(problem(f"{name}/model_index.json", "boundary_ratio", None,
                                   "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."))  # fmt: skip
     shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
-    return WanFolder(path, name, configs, boundary, float(shift), vae)
+    return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
 
 
-def _fetch(hub_id: str, weights: bool) -> Path:
-    patterns = None if weights else ["*.json", "tokenizer/*"]
+def _fetch(hub_id: str, revision: str, files: list[str]) -> Path:
+    """The snapshot of a hub repository in the hub's cache, for which only what is missing is fetched."""
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise ConfigError(f"{hub_id}: no such folder here, and the hub did not give it: {error}") from None
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision)}") from None
+
+
+def _why_not(error: Exception, hub_id: str, revision: str) -> str:
+    """What the hub's refusal means, and what to do."""
+    if isinstance(error, LocalEntryNotFoundError):
+        lacking = f"revision `{revision}` of that hub id is not in {constants.HF_HUB_CACHE}, and"
+        if constants.HF_HUB_OFFLINE:
+            return f"{lacking} this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere, or give a folder."
+        return f"{lacking} {constants.ENDPOINT} cannot be reached. Fetch it elsewhere, or give a folder."
+    if isinstance(error, GatedRepoError):
+        return f"that hub id is gated. Accept its terms at {constants.ENDPOINT}/{hub_id} and put your token into HF_TOKEN."
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such hub id, or it is private. Mend the name, or put a token that may read it into HF_TOKEN."
+    if isinstance(error, RevisionNotFoundError):
+        return f"that hub id has no revision `{revision}`. Give one of its branches, tags or commits."
+    return f"the hub did not give it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
@@ -159,6 +205,13 @@ def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
     """
     c = model.config
     return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+
+
+def top_modules(config: dict[str, Any]) -> list[str]:
+    """What a device map gives devices to: each block, and the model's other modules."""
+    model = skeleton(config)
+    others = [name for name, module in model.named_children() if name != "blocks" and list(module.parameters())]
+    return [f"blocks.{i}" for i in range(len(model.blocks))] + others
 
 
 def count_parameters(config: dict[str, Any]) -> int:

@@ -1,0 +1,71 @@
+"""Run on several ranks by test_placements.py: every teacher JSON against diffusers' own modules in the same process."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from wandistiller import deepspeed_json, distributed, wan
+from wandistiller.batch import Batch, Expert
+from wandistiller.config import read_json
+from wandistiller.noise import keyed_normal
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, build_teacher
+
+NULL_LD = keyed_normal((512, 32), "null")
+SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
+
+
+def uneven_batch(expert: Expert, call: int) -> Batch:
+    """Two samples on rank 0, one on the others: a last batch."""
+    n = 2 if distributed.rank() == 0 else 1
+    x_t = keyed_normal((n, 16, 1, 4, 4), "x", distributed.rank(), call)
+    return Batch(x_t, x_t, x_t, torch.tensor([0.95, 0.2])[:n], keyed_normal((n, 512, 32), "text", distributed.rank()), expert)
+
+
+def answers(teacher: Any) -> list[torch.Tensor]:
+    return [teacher.velocity(uneven_batch(e, i)) for i, e in enumerate((*Expert, *Expert, Expert.HIGH_NOISE))]
+
+
+def by_diffusers(folder: Path, dtype: torch.dtype) -> LocalTeacher:
+    models = {e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in Expert}
+    for p in (p for m in models.values() for p in m.parameters()):
+        p.data = p.data.clone()
+    return LocalTeacher(models)
+
+
+def expected(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    plain, guidance = by_diffusers(folder, dtype), Guidance(NULL_LD, SCALES)
+    return {"1": answers(GuidedTeacher(plain, guidance, 1)), "2": answers(GuidedTeacher(plain, guidance, 2))}
+
+
+def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The greatest over all ranks."""
+    mine = max((f - w).abs().max().item() for f, w in zip(found, wanted, strict=True))
+    return max(distributed.gather_objects(mine))
+
+
+def main(folder: Path, work: Path, names: list[str]) -> None:
+    distributed.init("warning")
+    results: dict[str, Any] = {}
+    for precision in ("float32", "bfloat16"):
+        wanted = expected(folder, getattr(torch, precision))
+        for name in names:
+            for passes in (1, 2):
+                ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": precision == "bfloat16"}}
+                ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": passes}
+                if "offload_param" in ds.get("zero_optimization", {}):
+                    ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
+                ds = deepspeed_json.teacher_engine(name, ds, distributed.world_size())
+                teacher = build_teacher(wan.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
+                results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
+                results[f"{name} {precision} {passes}"] = difference(answers(teacher), wanted[str(passes)])
+        if distributed.rank() == 0:
+            (work / "results.json").write_text(json.dumps(results))
+    distributed.finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

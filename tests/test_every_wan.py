@@ -1,0 +1,200 @@
+"""Every published Wan: its config without weights, and a small random pipeline of its form on the whole path."""
+
+import json
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers.utils import load_video
+from PIL import Image
+from published_wan import PUBLISHED, write_published
+from ranks import losses, wandistiller, write_json
+from recipes import recipe
+from safetensors.torch import load_file
+from small_wan import FORMS, make_wan
+
+from wandistiller import wan
+from wandistiller.__main__ import main
+from wandistiller.batch import Expert
+from wandistiller.config import RunConfig
+from wandistiller.evaluate import evaluate
+from wandistiller.job import Job, read_job
+from wandistiller.noise import expert_at, keyed_normal
+from wandistiller.prepare import prepare
+from wandistiller.wan import WanFolder, open_wan
+
+CPU = torch.device("cpu")
+SMALL, LARGE, FIVE, TWO = PUBLISHED
+PARAMETERS = {SMALL: 1_418_996_800, LARGE: 14_288_491_584, FIVE: 4_999_787_712, TWO: 14_288_491_584}  # of one expert
+SIZES = [  # height, width, frames; latent C F H W; tokens
+    (SMALL, (480, 832, 81), (16, 21, 60, 104), 32_760), (LARGE, (720, 1280, 81), (16, 21, 90, 160), 75_600),
+    (LARGE, (480, 832, 1), (16, 1, 60, 104), 1_560), (TWO, (480, 832, 81), (16, 21, 60, 104), 32_760),
+    (FIVE, (704, 1280, 1), (48, 1, 44, 80), 880), (FIVE, (704, 1280, 121), (48, 31, 44, 80), 27_280),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WanFolder]:
+    folder = tmp_path_factory.mktemp("published")
+    return {name: open_wan(str(write_published(folder, name))) for name in PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_installed_classes_know_every_published_field(name: str) -> None:
+    it = PUBLISHED[name]
+    for kind, config in ((WanTransformer3DModel, it.transformer), (AutoencoderKLWan, it.vae), (WanPipeline, it.index)):
+        assert set(config) - {"_class_name"} - set(signature(kind.__init__).parameters) == set()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_published_parameters(published: dict[str, WanFolder], name: str) -> None:
+    assert [wan.count_parameters(c) for c in published[name].configs.values()] == [PARAMETERS[name]] * (1 + (name == TWO))
+
+
+@pytest.mark.parametrize(("name", "size", "shape", "tokens"), SIZES)
+def test_a_size_gives_latents_and_tokens(
+    published: dict[str, WanFolder], name: str, size: tuple[int, int, int], shape: tuple[int, ...], tokens: int
+) -> None:
+    folder = published[name]
+    embedded_BDFHW = wan.skeleton(folder.config).patch_embedding(torch.empty(1, *shape, device="meta"))
+    assert folder.size_problems(*size) == [] and folder.latent_shape(*size) == shape
+    assert folder.tokens(*size) == embedded_BDFHW[0, 0].numel() == tokens
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_vae_makes_the_channels_that_the_transformer_takes(published: dict[str, WanFolder], name: str) -> None:
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(published[name].vae)
+        z_BCFHW = vae.encode(torch.empty(1, 3, 1, 64, 96)).latent_dist.mode()
+    assert z_BCFHW.shape[1:] == published[name].latent_shape(64, 96, 1)
+
+
+@pytest.mark.parametrize(("name", "multiple"), [(SMALL, 16), (LARGE, 16), (FIVE, 32), (TWO, 16)])
+def test_height_and_width_are_multiples_of_a_patch(published: dict[str, WanFolder], name: str, multiple: int) -> None:
+    fits = [n for n in range(1, 65) if not published[name].size_problems(n, n, 1)]
+    assert fits == list(range(multiple, 65, multiple))
+
+
+HIGH, LOW = Expert
+
+
+@pytest.mark.parametrize(
+    ("name", "boundary", "at_0", "below", "at", "at_1"),
+    [(SMALL, None, HIGH, HIGH, HIGH, HIGH), (LARGE, None, HIGH, HIGH, HIGH, HIGH), (FIVE, None, HIGH, HIGH, HIGH, HIGH),
+     (TWO, 0.875, LOW, LOW, HIGH, HIGH)],
+)  # fmt: skip
+def test_sigma_decides_which_expert_serves(
+    published: dict[str, WanFolder], name: str, boundary: float | None, at_0: Expert, below: Expert, at: Expert, at_1: Expert
+) -> None:
+    found = published[name].boundary
+    assert found == boundary
+    assert [expert_at(s, found) for s in (0.0, 0.8749999, 0.875, 1.0)] == [at_0, below, at, at_1]
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance", "shift"),
+    [(SMALL, (5.0, 5.0), 3.0), (LARGE, (5.0, 5.0), 3.0), (FIVE, (5.0, 5.0), 5.0), (TWO, (4.0, 3.0), 3.0)],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_guidance_and_shift_that_a_run_leaves_out_are_the_teacher_s(
+    published: dict[str, WanFolder], tmp_path: Path, name: str, guidance: tuple[float, float], shift: float
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat")
+    run = RunConfig(teacher_path=published[name].name, data_path=str(tmp_path / "prompts.txt"), output_dir=str(tmp_path / "o"))
+    run = read_job(run, world=1).run
+    assert ((run.guidance_scale, run.guidance_scale_2), run.shift) == (guidance, shift)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One small pipeline that went the whole path."""
+
+    job: Job
+    prepared: set[Path]
+    """The cache's files right after `prepare`."""
+    student: Path
+    """What `export` wrote, in bfloat16."""
+    samples: Path
+
+
+@pytest.fixture(scope="module", params=[*((form, 1) for form in FORMS), ("Wan2.2-TI2V-5B", 5)], ids=str)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> Run:
+    form, frames = request.param
+    folder = tmp_path_factory.mktemp("run")
+    pictures = [Image.fromarray(np.full((80, 80, 3), 40 * i, dtype=np.uint8)) for i in range(frames)]
+    pictures[0].save(folder / "given.gif", save_all=True, append_images=pictures[1:])
+    data = [{"prompt": "a red circle", "video" if frames > 1 else "image": "given.gif"}, {"prompt": "a blue square"}]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    asked = recipe(folder, make_wan(folder / "wan", **FORMS[form]), data_path=str(folder / "data.jsonl"), max_steps=2,
+                   output_dir=str(folder / "out"), height=32, width=64, num_frames=frames, rollout_steps=2)  # fmt: skip
+    job = read_job(RunConfig(**asked), world=1)
+    prepare(job)
+    prepared = set(job.cache.rglob("*.safetensors"))
+    wandistiller("train", "--recipe", write_json(folder / "recipe.json", asked))
+    assert main(["export", "--checkpoint", asked["output_dir"], "--output", str(folder / "student")]) == 0
+    assert main(["sample", "--model", str(folder / "student"), "--prompts", "a red circle", "--output", str(folder / "drawn"),
+                 "--steps", "2", "--height", "32", "--width", "64", "--num_frames", str(frames), "--seed", "3",
+                 "--dtype", "float32"]) == 0  # fmt: skip
+    return Run(job, prepared, folder / "student", folder / "drawn")
+
+
+def test_prepare_makes_latents_of_the_medium_and_of_the_prompt_alone(run: Run) -> None:
+    shapes = [t.shape for f in run.prepared if f.parent.name == "latents" for t in load_file(f).values()]
+    assert shapes == [run.job.folder.latent_shape(32, 64, run.job.run.num_frames)] * 2
+
+
+def test_training_uses_what_prepare_left(run: Run) -> None:
+    assert set(run.job.cache.rglob("*.safetensors")) == run.prepared
+    assert len(losses(run.job.output)) == 2 and np.isfinite(losses(run.job.output)).all()
+
+
+def test_the_export_keeps_the_teacher_s_fields(run: Run) -> None:
+    index, teacher = (json.loads((f / "model_index.json").read_text()) for f in (run.student, run.job.folder.path))
+    assert index["expand_timesteps"] is teacher["expand_timesteps"] is (run.job.folder.spatial == 16)
+    assert index["transformer"] == teacher["transformer"] and index["boundary_ratio"] is None
+
+
+def test_the_stock_pipeline_draws_what_sample_drew(run: Run) -> None:
+    pipe = WanPipeline.from_pretrained(run.student, torch_dtype=torch.float32)
+    frames = pipe("a red circle", height=32, width=64, num_frames=run.job.run.num_frames, num_inference_steps=2,
+                  guidance_scale=1.0, generator=torch.Generator().manual_seed(3), output_type="np").frames[0]  # fmt: skip
+    if len(frames) == 1:
+        drawn = np.asarray(Image.open(run.samples / "0000.png"))
+        assert np.array_equal(drawn, (frames[0] * 255).round().astype(np.uint8))
+    else:  # MP4 loses detail
+        drawn = np.stack([np.asarray(f) for f in load_video(str(run.samples / "0000.mp4"))])
+        assert drawn.shape == (5, 32, 64, 3) and np.abs(drawn.mean((1, 2)) - 255 * frames.mean((1, 2))).max() < 8
+
+
+def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -> None:
+    stored = load_file(run.student / "transformer" / "diffusion_pytorch_model.safetensors")
+    model = WanTransformer3DModel.from_pretrained(run.student / "transformer", torch_dtype=torch.bfloat16)
+    assert {n: t.dtype for n, t in stored.items()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
+    result = evaluate(run.student, ["a red circle"], tmp_path, teacher_path=None, steps=1, seed=0, batch=1, dtype=torch.float32)
+    assert len(result["relative_velocity_error"]) == 5 and np.isfinite(list(result["relative_velocity_error"].values())).all()
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Wan2.2 TI2V-5B, untrained."""
+    return make_wan(tmp_path_factory.mktemp("five"), **FORMS["Wan2.2-TI2V-5B"])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@torch.no_grad()
+def test_one_time_per_sample_gives_the_velocity_of_one_time_per_token(
+    five: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = WanTransformer3DModel.from_pretrained(five / "transformer", torch_dtype=dtype).eval()
+    x_t, text, sigma_B = keyed_normal((2, 48, 2, 4, 6), "x"), keyed_normal((2, 512, 32), "text"), torch.tensor([0.3, 0.9])
+    time_BS = (1000 * sigma_B)[:, None].expand(2, 2 * 2 * 3)  # as the stock pipeline gives it: frames x half height x half width
+    per_token = model(x_t.to(dtype), time_BS, text.to(dtype), return_dict=False)[0].float()
+    torch.testing.assert_close(wan.velocity(model, x_t, sigma_B, text), per_token, rtol=0, atol=tolerance)

@@ -1,0 +1,65 @@
+"""Short flags of older command lines become the settings that they stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import write_json
+
+from wandistiller.config import STRATEGIES, RunConfig
+from wandistiller.deepspeed_json import with_dtype
+from wandistiller.job import read_job
+from wandistiller.shorthands import read_run
+
+PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}
+CPU = "ds_configs/teacher/host_cpu.json"
+
+
+def run(recipe: dict[str, Any], folder: Path, **flags: Any) -> RunConfig:
+    return read_run(str(write_json(folder / "r.json", PATHS | recipe)), flags)
+
+
+@pytest.mark.parametrize(("strategy", "name"), STRATEGIES.items())
+def test_a_strategy_is_its_teacher_json(tmp_path: Path, strategy: str, name: str) -> None:
+    config = run({}, tmp_path, teacher_device_strategy=strategy)
+    assert config.teacher_deepspeed_config == f"ds_configs/teacher/{name}.json"
+    assert config.teacher_device_strategy is None  # written out, so that resolved/run.json can be passed back
+
+
+def test_teacher_on_cpu_is_the_strategy_cpu(tmp_path: Path) -> None:
+    assert run({}, tmp_path, teacher_on_cpu=True).teacher_deepspeed_config == CPU
+
+
+def test_a_strategy_flag_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
+    recipe = {"teacher_deepspeed_config": "ds_configs/teacher/owner.json"}
+    assert run(recipe, tmp_path, teacher_device_strategy="cpu").teacher_deepspeed_config == CPU
+
+
+def test_a_json_flag_wins_over_the_recipe_s_strategy(tmp_path: Path) -> None:
+    assert run({"teacher_device_strategy": "gpu0"}, tmp_path, teacher_deepspeed_config=CPU).teacher_deepspeed_config == CPU
+
+
+def test_a_json_flag_wins_over_the_recipe_s_precision(tmp_path: Path) -> None:
+    config = run({"teacher_dtype": "float32"}, tmp_path, teacher_deepspeed_config=CPU)
+    assert read_job(config, 1).teacher_ds["bf16"] == {"enabled": True}
+
+
+def test_a_strategy_may_stand_beside_the_json_that_it_means(tmp_path: Path) -> None:
+    config = run({}, tmp_path, teacher_device_strategy="cpu", teacher_deepspeed_config=CPU)
+    assert config.teacher_deepspeed_config == CPU
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sections"), [("float32", {}), ("bfloat16", {"bf16": {"enabled": True}}), ("float16", {"fp16": {"enabled": True}})]
+)
+def test_teacher_dtype_sets_the_precision_of_a_json_that_was_not_named(tmp_path: Path, dtype: str, sections: dict) -> None:
+    shipped = {"bf16": {"enabled": True}}
+    ds = with_dtype(shipped, run({}, tmp_path, teacher_dtype=dtype).teacher_dtype)
+    assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == sections
+
+
+def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
+    job = read_job(run({"output_dir": str(tmp_path / "o")}, tmp_path, teacher_on_cpu=True, teacher_dtype="float32"), 1)
+    job.write_resolved()
+    again = read_job(read_run(str(job.output / "resolved" / "run.json"), {}), 1)
+    assert again.teacher_ds == job.teacher_ds and again.identity == job.identity
