@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
     files config batch noise objectives placement deepspeed_keys deepspeed_json shorthands weights shapes distributed
-    engines metrics wan loading swap dispatch conditioning pictures latents data
+    engines metrics wan loading swap memory machine dispatch conditioning pictures latents data
     teacher student checkpoint job trainer prepare export train sample evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()

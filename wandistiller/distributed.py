@@ -74,7 +74,8 @@ def agree_on_problems(problems: list[str]) -> list[str]:
     """What is wrong on any rank, each problem once, on every rank. Collective, if there are others."""
     if world_size() == 1:
         return problems
-    init("warning")
+    if not dist.is_initialized():
+        init("warning")
     return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
 
 

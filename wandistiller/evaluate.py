@@ -44,8 +44,11 @@ def evaluate(
     facts = json.loads((student_path / FACTS).read_text())
     steps = steps or facts["steps"]
     size = {k: facts[k] for k in ("height", "width", "num_frames")}
-    guided = Sampling(**size, steps=steps, **{k: facts[k] for k in ("guidance_scale", "guidance_scale_2", "negative_prompt")})
-    folder = open_wan(teacher_path or facts["teacher_path"], weights=True)
+    # .get: checkpoints made before `teacher_revision` have no such fact
+    where = (teacher_path, None) if teacher_path else (facts["teacher_path"], facts.get("teacher_revision"))
+    folder = open_wan(where[0], weights=True, revision=where[1])
+    keys = ["guidance_scale", "negative_prompt"] + ["guidance_scale_2"] * (folder.boundary is not None)
+    guided = Sampling(**size, steps=steps, **{k: facts[k] for k in keys})
     mine = range(distributed.rank(), len(prompts), distributed.world_size())
     seen, errors = {}, {}
     student = open_pipeline(student_path, dtype)

@@ -45,7 +45,8 @@ def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfl
     """
     source = _checkpoint(run_or_checkpoint)
     facts = checkpoint.read_state(source)["facts"]
-    teacher = open_wan(facts["teacher_path"], weights=True)
+    # .get: checkpoints made before `teacher_revision` have no such fact
+    teacher = open_wan(facts["teacher_path"], weights=True, revision=facts.get("teacher_revision"))
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

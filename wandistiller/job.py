@@ -101,7 +101,8 @@ class Job:
         """What an exported student must know of its making; kept in every checkpoint."""
         r = self.run
         return {
-            "teacher_path": r.teacher_path, "transformer": self.student_transformer, "shift": r.shift,
+            "teacher_path": r.teacher_path, "teacher_revision": self.folder.revision,
+            "transformer": self.student_transformer, "shift": r.shift,
             "experts": [e.value for e in self.student_experts], "boundary": self.folder.boundary,
             "height": r.height, "width": r.width, "num_frames": r.num_frames, "steps": r.sample_steps,
             "guidance_scale": r.guidance_scale, "guidance_scale_2": r.guidance_scale_2,

@@ -49,6 +49,8 @@ def load_media(path: Path, height: int, width: int, num_frames: int) -> Tensor:
     """One image, or the first `num_frames` of a video, scaled to cover and cropped: pixels_CFHW in [-1, 1]."""
     try:
         frames = load_video(str(path))[:num_frames] if path.suffix.lower() in VIDEOS else [_upright(path)]
+    except (ImportError, AttributeError):  # what diffusers raises where imageio or imageio-ffmpeg is missing
+        raise ConfigError(f"{path}: reading videos needs: pip install imageio imageio-ffmpeg.") from None
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow and imageio raise for files they cannot read
         raise ConfigError(f"{path}: cannot be read: {error}. Mend it, or take it out of the data.") from None
     if len(frames) < num_frames:

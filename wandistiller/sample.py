@@ -10,11 +10,12 @@ from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from torch import Tensor
 
+from wandistiller.config import ConfigError, problem
 from wandistiller.distributed import device
 from wandistiller.files import atomic
 from wandistiller.metrics import Progress
 from wandistiller.pictures import save_grid, to_pil
-from wandistiller.wan import TEXT_TOKENS, open_wan
+from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,8 @@ def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
     """diffusers' own pipeline; the VAE in float32, as Wan's needs; on the accelerator or, part by part, beside it."""
     pipeline = WanPipeline.from_pretrained(folder, dtype={"default": dtype, "vae": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
+    if pipeline.transformer_2 is None:  # a converted Wan2.1 can carry a boundary, below which None would be asked
+        pipeline.register_to_config(boundary_ratio=None)
     if device().type == "cpu":
         return pipeline
     if find_spec("accelerate"):  # one part at a time on the accelerator: a teacher is often bigger than its memory
@@ -54,8 +57,15 @@ def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], how: Sampl
 
 
 def sample(model: str, prompts: list[str], output: Path, how: Sampling, seed: int, dtype: torch.dtype) -> list[Path]:
-    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png."""
-    pipeline = open_pipeline(open_wan(model, weights=True).path, dtype)
+    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png.
+
+    Raises:
+        ConfigError: `model` or `how` is wrong, before anything is loaded.
+    """
+    folder = open_wan(model, weights=True)
+    if found := _problems(folder, how):
+        raise ConfigError(*found)
+    pipeline = open_pipeline(folder.path, dtype)
     files, images, progress = [], [], Progress("samples", len(prompts))
     for i, prompt in enumerate(prompts):
         video_CFHW = draw(pipeline, [prompt], [seed + i], how)[0]
@@ -64,6 +74,15 @@ def sample(model: str, prompts: list[str], output: Path, how: Sampling, seed: in
         progress.advance()
     save_grid(output / "grid.png", {"": images}, prompts)
     return [*files, output / "grid.png"]
+
+
+def _problems(folder: WanFolder, how: Sampling) -> list[str]:
+    found = []
+    if how.guidance_scale_2 is not None and folder.boundary is None:
+        found.append(problem(folder.name, "guidance_scale_2", how.guidance_scale_2, "It has one expert; leave it out."))
+    if how.num_frames > 1 and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
+        found.append(problem(folder.name, "num_frames", how.num_frames, "MP4 files need: pip install imageio imageio-ffmpeg."))
+    return found
 
 
 def _write(video_CFHW: Tensor, stem: Path) -> Path:

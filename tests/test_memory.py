@@ -1,0 +1,496 @@
+"""Bytes of teacher and student against closed forms and really loaded ones; what machines have free; which placement fits."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from published_wan import PUBLISHED, write_published
+from ranks import run
+from recipes import ADAM
+from small_wan import transformer
+from torch import nn
+
+from wandistiller import distributed
+from wandistiller.batch import Expert
+from wandistiller.config import SHIPPED, ConfigError, read_json
+from wandistiller.deepspeed_json import student_engine, teacher_engine
+from wandistiller.loading import load_sharded, load_shared, load_whole
+from wandistiller.machine import GIB, Choice, Machine, candidates, choose, disk_free, host_free, placed, this_machine
+from wandistiller.memory import DEFAULTS, Bytes, numels, student_bytes, teacher_bytes
+from wandistiller.student import Student
+from wandistiller.teacher import build_teacher
+from wandistiller.wan import WanFolder, open_wan, velocity
+from wandistiller.weights import WeightReader
+
+CPU = torch.device("cpu")
+BF16 = {"bf16": {"enabled": True}}
+SMALL, LARGE, FIVE, TWO = "1.3B", "14B", "5B", "A14B"
+P = 14_288_491_584  # parameters of Wan 14B; all of its tensors have even sizes
+WIDTH, LAYERS = 5120, 40
+IN_FLOAT32 = 256 * WIDTH + WIDTH + WIDTH**2 + WIDTH + 2 * WIDTH + LAYERS * (6 * WIDTH + 2 * WIDTH)
+"""What diffusers keeps in float32: the time embedder, the scale-shift tables, each block's norm2."""
+WHOLE = 2 * P + 2 * IN_FLOAT32  # bytes in bf16
+UP_TO_10000 = LAYERS * (13 * WIDTH * 2 + 2 * WIDTH * 4) + WIDTH * 2 + 2 * WIDTH * 4 + 2 * WIDTH * 2 + 64 * 2
+"""Bytes of the 14B's tensors of at most 10,000 elements: per block 13 in bf16 and norm2's two, then the top's."""
+
+
+@pytest.fixture(scope="module")
+def wans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WanFolder]:
+    folder = tmp_path_factory.mktemp("published")
+    names = zip((SMALL, LARGE, FIVE, TWO), PUBLISHED, strict=True)
+    return {short: open_wan(str(write_published(folder, name))) for short, name in names}
+
+
+def teacher(folder: WanFolder, name: str, ranks: int = 1, dtype: str = "bfloat16", **zero: Any) -> Bytes:
+    return teacher_bytes(folder, teacher_json(name, ranks, dtype, **zero), ranks)
+
+
+def teacher_json(name: str, ranks: int = 1, dtype: str = "bfloat16", **zero: Any) -> dict[str, Any]:
+    ds = placed(name, dtype)
+    return teacher_engine(name, ds | {"zero_optimization": ds["zero_optimization"] | zero} if zero else ds, ranks)
+
+
+# The teacher, in closed forms
+
+
+def test_a_replicated_14b_in_bf16_takes_what_diffusers_mixed_dtype_takes(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[LARGE], "replicated") == Bytes(device=WHOLE)
+    assert f"{WHOLE / GIB:.2f}" == "26.67"
+
+
+def test_a_replicated_14b_in_float32_takes_4_bytes_a_parameter(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[LARGE], "replicated", dtype="float32") == Bytes(device=4 * P)
+
+
+def test_two_experts_take_twice_as_much(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[TWO], "replicated").device == 2 * WHOLE
+
+
+def test_sharded_on_two_ranks_each_keeps_half_and_the_small_parameters(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[LARGE], "sharded", 2).device == WHOLE // 2 + UP_TO_10000
+
+
+def test_sharded_on_three_ranks_padding_is_under_three_elements_a_parameter(wans: dict[str, WanFolder]) -> None:
+    padding = 3 * (teacher(wans[LARGE], "sharded", 3).device - UP_TO_10000) - WHOLE
+    assert 0 < padding < 3 * 4 * len(numels(wans[LARGE].config))
+
+
+def test_sharded_on_one_rank_is_replicated(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[LARGE], "sharded") == teacher(wans[LARGE], "replicated")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offloaded_to_cpu_the_parts_are_in_host_memory(wans: dict[str, WanFolder], ranks: int) -> None:
+    there = teacher(wans[LARGE], "zero_inference_cpu", ranks)
+    assert (there.host, there.device, there.disk) == (WHOLE // ranks, UP_TO_10000, 0)
+
+
+def test_on_nvme_the_host_has_buffers_for_the_largest_part_and_what_is_not_swapped(wans: dict[str, WanFolder]) -> None:
+    there = teacher(wans[LARGE], "zero_inference_nvme")
+    largest = 2 * 6 * WIDTH * WIDTH  # time_proj
+    under_1_mib = LAYERS * (13 * WIDTH + 13824) + 16 * 4 * WIDTH + WIDTH + 6 * WIDTH + 2 * WIDTH + 64 * WIDTH + 64
+    kept = 4 * IN_FLOAT32 + 2 * under_1_mib
+    assert (there.host, there.disk) == (8 * largest + kept, WHOLE - kept)
+
+
+def test_each_expert_on_nvme_has_its_own_buffers(wans: dict[str, WanFolder]) -> None:
+    one, two = (teacher(wans[name], "zero_inference_nvme") for name in (LARGE, TWO))
+    assert (two.host, two.disk, two.live) == (2 * one.host, 2 * one.disk, one.live)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_one_copy_a_node_is_the_node_s(wans: dict[str, WanFolder], ranks: int) -> None:
+    assert teacher(wans[LARGE], "host_cpu", ranks) == Bytes(node=WHOLE)
+
+
+def test_an_owner_s_rank_takes_the_whole(wans: dict[str, WanFolder]) -> None:
+    assert teacher(wans[LARGE], "owner", 4) == Bytes(device=WHOLE)
+
+
+def test_what_comes_and_goes_in_a_call_is_at_least_the_largest_module_and_at_most_two_copies(wans: dict[str, WanFolder]) -> None:
+    time_proj = 2 * (6 * WIDTH * WIDTH + 6 * WIDTH)
+    assert time_proj <= teacher(wans[LARGE], "zero_inference_cpu").live < 2 * time_proj
+    unbounded = teacher(wans[LARGE], "sharded", 2, stage3_max_live_parameters=10**12, stage3_prefetch_bucket_size=10**12)
+    assert unbounded.live == 2 * (WHOLE - UP_TO_10000)
+
+
+def test_auto_has_no_bytes_before_it_is_decided(wans: dict[str, WanFolder]) -> None:
+    with pytest.raises(ValueError, match="choose it first"):
+        teacher(wans[SMALL], "auto")
+
+
+@pytest.mark.parametrize("name", sorted(f.stem for f in (SHIPPED / "teacher").glob("*.json") if f.stem != "auto"))
+def test_every_shipped_teacher_json_takes_memory_somewhere(wans: dict[str, WanFolder], name: str) -> None:
+    there = teacher(wans[SMALL], name, 2)
+    assert there.device + 2 * there.host + there.node + 2 * there.disk > 10**9
+
+
+def test_deepspeed_s_own_numbers_stand_in_for_what_a_json_leaves_out() -> None:
+    theirs = {f.alias or name: getattr(DeepSpeedZeroConfig(), name) for name, f in DeepSpeedZeroConfig.model_fields.items()}
+    assert DEFAULTS == {key: theirs[key] for key in DEFAULTS}
+
+
+# The teacher, really loaded
+
+
+def held(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["sharded", "zero_inference_cpu"])
+def test_the_parts_of_a_loaded_teacher_have_the_bytes_that_were_said(
+    one_rank: torch.device, wan2: Path, name: str, dtype: str
+) -> None:
+    folder, ds = open_wan(str(wan2)), teacher_json(name, dtype=dtype)
+    found = 0
+    for expert, config in folder.configs.items():
+        reader = WeightReader(wan2 / expert.value)
+        engine_ds = {k: v for k, v in ds.items() if k != "bf16"}
+        model = load_sharded(reader, config, getattr(torch, dtype), engine_ds, one_rank)
+        found += sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters())
+    said = teacher_bytes(folder, ds, 1)
+    assert (said.host, said.device)[name == "sharded"] == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_whole_teacher_has_the_bytes_that_were_said(one_rank: torch.device, wan1: Path, dtype: str) -> None:
+    folder, reader = open_wan(str(wan1)), WeightReader(wan1 / "transformer")
+    whole = load_whole(reader, folder.config, getattr(torch, dtype), CPU)
+    shared = load_shared(reader, folder.config, getattr(torch, dtype), distributed.node_peers())
+    assert held(whole) == held(shared) == teacher(folder, "replicated", dtype=dtype).device
+    assert held(shared) == teacher(folder, "host_cpu", dtype=dtype).node
+
+
+def test_a_call_has_no_more_whole_parameters_at_once_than_was_said(one_rank: torch.device, wan1: Path) -> None:
+    small, seen = 100, [0]
+    ds = teacher_json("zero_inference_cpu", stage3_max_live_parameters=5000, stage3_prefetch_bucket_size=2000,
+                      stage3_param_persistence_threshold=small)  # fmt: skip
+    folder = open_wan(str(wan1))
+    model = build_teacher(folder, ds).experts[Expert.HIGH_NOISE]
+
+    def count(*_: object) -> None:
+        there = [p for p in model.parameters() if p.ds_numel > small and p.ds_status != ZeroParamStatus.NOT_AVAILABLE]
+        seen.append(sum(p.ds_numel * p.element_size() for p in there))
+
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_hook(count)
+    for _ in range(3):  # from the second on, the order is known and parameters are fetched ahead
+        inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
+        with torch.no_grad():
+            velocity(model, *(t.to(one_rank) for t in inputs))
+    assert 0 < max(seen) <= teacher_bytes(folder, ds, 1).live < teacher_bytes(folder, ds, 1).host / 4
+
+
+# The student
+
+
+def student_json(stage: int, *, offload: str = "none", bf16: bool = True, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    ds = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
+          "optimizer": ADAM | {"params": {"lr": 1e-3, "torch_adam": True}}, "zero_force_ds_cpu_optimizer": False,
+          "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero}}  # fmt: skip
+    if offload != "none":
+        ds["zero_optimization"]["offload_optimizer"] = {"device": offload}
+    return ds | (BF16 if bf16 else {})
+
+
+def student(folder: WanFolder, ds: dict[str, Any], ranks: int = 1, experts: int = 1, accelerator: bool = False) -> Bytes:
+    checked, _ = student_engine("s.json", ds, ranks)
+    return student_bytes(folder.config, experts, checked, ranks, accelerator=accelerator)
+
+
+def tensor_bytes() -> int:
+    """All memory behind tensors of this process."""
+    gc.collect()
+    tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type != "meta")
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_student_s_engine_keeps_the_bytes_that_were_said(
+    one_rank: torch.device, stage: int, offload: str, bf16: bool
+) -> None:
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
+    ds, _ = student_engine("s.json", student_json(stage, offload=offload, bf16=bf16), 1)
+    before = tensor_bytes()
+    made = Student({Expert.HIGH_NOISE: transformer(0, 2, **sizes)}, ds)
+    engine = made.engine(Expert.HIGH_NOISE)
+    inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
+    loss = velocity(engine, *(t.to(one_rank) for t in inputs)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    del loss
+    said = student_bytes(dict(engine.module.config), 1, ds, 1, accelerator=False)
+    assert tensor_bytes() - before == pytest.approx(said.device + said.host, rel=0.01)
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(1, 2 * P + 12 * P // 2), (2, 2 * P + 12 * P // 2), (3, 16 * P // 2 + 2 * 1000)])
+def test_without_offloading_a_student_on_two_ranks_keeps(wans: dict[str, WanFolder], stage: int, kept: int) -> None:
+    assert student(wans[LARGE], student_json(stage, stage3_param_persistence_threshold=0), 2).device == kept  # 3: and a bucket
+
+
+def test_zero_2_s_own_gradients_are_there_three_times_in_a_step(wans: dict[str, WanFolder]) -> None:
+    assert student(wans[LARGE], student_json(2), 4).live == (2 + 2 + 4) * P // 4
+
+
+def test_zero_1_keeps_all_gradients_until_the_step(wans: dict[str, WanFolder]) -> None:
+    assert student(wans[LARGE], student_json(1, accumulation=4), 8).live == 2 * P + 2 * 1000
+
+
+def test_zero_2_offloaded_leaves_the_weights_and_a_buffer_on_the_device(wans: dict[str, WanFolder]) -> None:
+    there = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
+    largest = 2 * 6 * WIDTH * WIDTH
+    assert (there.device, there.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
+
+
+def test_zero_3_offloaded_leaves_a_part_of_the_weights_on_the_device(wans: dict[str, WanFolder]) -> None:
+    there = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
+    assert (there.device, there.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
+
+
+def test_zero_3_with_all_offloaded_leaves_only_the_bucket(wans: dict[str, WanFolder]) -> None:
+    ds = student_json(3, offload="cpu", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"})
+    there = student(wans[LARGE], ds, 2)
+    assert (there.device, there.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
+
+
+def test_zero_3_holds_all_weights_in_the_backward_pass_unless_blocks_are_computed_anew(wans: dict[str, WanFolder]) -> None:
+    ds = student_json(3, offload="cpu", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+    anew = ds | {"activation_checkpointing": {"partition_activations": False}}
+    assert student(wans[LARGE], ds, 2).live - student(wans[LARGE], anew, 2).live > 2 * P * 0.9
+
+
+def test_page_locked_memory_comes_in_powers_of_two(wans: dict[str, WanFolder]) -> None:
+    ds, largest = student_json(2, offload="cpu"), 2**29  # time_proj's 300 MiB
+    part = 2 * 2**35 + 2**34 + 2**29  # of 53 GiB twice, and of 27 GiB
+    assert [2 * 6 * WIDTH * WIDTH <= largest, 4 * P // 2 <= 2**35, 2 * P // 2 <= 2**34] == [True] * 3
+    assert student(wans[LARGE], ds, 2, accelerator=True).host == part + 8 * P // 2
+
+
+def test_a_rank_with_a_gpu_starts_from_all_weights_in_float32(wans: dict[str, WanFolder]) -> None:
+    assert student(wans[SMALL], student_json(2), 2, accelerator=True).host == 4 * 1_418_996_800
+
+
+def test_two_engines_keep_twice_as_much_but_work_one_at_a_time(wans: dict[str, WanFolder]) -> None:
+    one, two = (student(wans[TWO], student_json(2), 2, experts) for experts in (1, 2))
+    assert (two.device, two.live) == (2 * one.device, one.live)
+
+
+# The machine
+
+MEMINFO = "MemTotal:  65536000 kB\nMemFree:  1000 kB\nMemAvailable:  41943040 kB\n"  # 40 GiB
+
+
+def system(root: Path, cgroup: str, **groups: dict[str, Any]) -> Path:
+    """proc/ and sys/ with these files of control groups; a key's __ stands for /."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(MEMINFO)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, files in groups.items():
+        folder = root / "sys/fs/cgroup" / name.replace("__", "/").strip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            (folder / file).write_text(f"{content}\n")
+    return root
+
+
+def v2(limit: Any, used: int, active: int = 0, inactive: int = 0) -> dict[str, Any]:
+    return {"memory.max": limit, "memory.current": used,
+            "memory.stat": f"anon {used}\nfile 9\nshmem 7\nactive_file {active}\ninactive_file {inactive}"}  # fmt: skip
+
+
+def v1(limit: int, used: int, cache: int) -> dict[str, Any]:
+    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used,
+            "memory.stat": f"active_file 1\ninactive_file 1\ntotal_active_file 0\ntotal_inactive_file {cache}"}  # fmt: skip
+
+
+def test_without_a_limit_the_system_s_available_memory_is_free(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "0::/user\n", user=v2("max", 5))) == 40 * GIB
+
+
+def test_a_control_group_s_limit_less_its_use_is_free(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "0::/job\n", job=v2(16 * GIB, 6 * GIB))) == 10 * GIB
+
+
+def test_file_cache_in_use_counts_as_free(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "0::/job\n", job=v2(16 * GIB, 14 * GIB, GIB, 3 * GIB))) == 6 * GIB
+
+
+def test_the_least_of_nested_groups_counts(tmp_path: Path) -> None:
+    groups = {"slice": v2(20 * GIB, 15 * GIB), "slice__job": v2(16 * GIB, 2 * GIB)}
+    assert host_free(system(tmp_path, "0::/slice/job\n", **groups)) == 5 * GIB
+
+
+def test_a_limit_above_the_machine_s_memory_frees_nothing(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "0::/job\n", job=v2(500 * GIB, 0))) == 40 * GIB
+
+
+def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "0::/job\n", job=v2(GIB, 2 * GIB))) == 0
+
+
+def test_a_version_1_container_that_sees_its_own_group_at_the_top_is_read(tmp_path: Path) -> None:
+    lines = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/docker/a\n"
+    assert host_free(system(tmp_path, lines, memory=v1(8 * GIB, 6 * GIB, GIB))) == 3 * GIB
+
+
+def test_version_1_s_cache_is_that_of_the_whole_group(tmp_path: Path) -> None:
+    assert host_free(system(tmp_path, "4:memory:/job\n", memory__job=v1(9 * GIB, 8 * GIB, 2 * GIB))) == 3 * GIB
+
+
+def test_a_folder_that_is_not_there_yet_has_its_parent_s_disk(tmp_path: Path) -> None:
+    assert disk_free(tmp_path / "not" / "yet") == pytest.approx(disk_free(tmp_path), rel=0.01)
+
+
+def test_this_machine_is_measured_without_other_ranks(tmp_path: Path) -> None:
+    found = this_machine(tmp_path)
+    assert (found.ranks, found.ranks_on_node) == (1, 1)
+    assert (found.device_free is None) == (distributed.device().type == "cpu")
+    assert 0 < found.host_free < 2**50 and found.disk_free > 0
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Machine]:
+    """What two ranks of this machine measure."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "program.py").write_text(PROGRAM)
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29513", folder / "program.py", folder]
+    run([sys.executable, *map(str, words)])
+    return [Machine(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(2)]
+
+
+PROGRAM = """import dataclasses, json, sys
+from pathlib import Path
+from wandistiller import distributed, machine
+
+distributed.init("warning")
+found = machine.this_machine(Path(sys.argv[1]))
+(Path(sys.argv[1]) / f"{distributed.rank()}.json").write_text(json.dumps(dataclasses.asdict(found)))
+distributed.finish()
+"""
+
+
+def test_all_ranks_find_the_same_machine(on_two_ranks: list[Machine]) -> None:
+    assert on_two_ranks[0] == on_two_ranks[1]
+
+
+def test_ranks_of_one_machine_are_counted_as_such(on_two_ranks: list[Machine]) -> None:
+    assert (on_two_ranks[0].ranks, on_two_ranks[0].ranks_on_node) == (2, 2)
+
+
+# The choice
+
+STUDENT = Bytes(device=5 * GIB, host=20 * GIB)
+
+
+def gpus(count: int, each: int, host: int, disk: int = 512, nodes: int = 1) -> Machine:
+    return Machine(each * GIB, host * GIB, disk * GIB, count, count // nodes)
+
+
+def cpus(host: int, ranks: int = 1, disk: int = 512, nodes: int = 1) -> Machine:
+    return Machine(None, host * GIB, disk * GIB, ranks, ranks // nodes)
+
+
+def chosen(folder: WanFolder, machine: Machine, taken: Bytes = STUDENT, dtype: str = "bfloat16") -> Choice:
+    return choose(folder, taken, machine, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "placement"),
+    [
+        (SMALL, gpus(1, 24, 64), "replicated"), (FIVE, gpus(1, 24, 64), "replicated"),
+        (LARGE, gpus(1, 24, 64), "zero_inference_cpu"),  # 26.7 GiB
+        (TWO, gpus(1, 24, 64), "zero_inference_nvme"),  # 53.3 GiB and the student's 20 are over 64
+        (LARGE, gpus(2, 48, 128), "replicated"), (TWO, gpus(2, 48, 128), "sharded"),
+        (LARGE, gpus(2, 24, 128), "sharded"), (TWO, gpus(2, 24, 128), "zero_inference_cpu"),
+        (TWO, gpus(4, 80, 400), "replicated"), (TWO, gpus(8, 80, 1000), "replicated"), (TWO, gpus(8, 24, 400), "sharded"),
+        (TWO, gpus(4, 16, 96, nodes=2), "zero_inference_cpu"),  # half of it a node
+    ],
+)  # fmt: skip
+def test_on_gpus_the_fastest_that_fits_is(wans: dict[str, WanFolder], name: str, machine: Machine, placement: str) -> None:
+    assert chosen(wans[name], machine).name == placement
+
+
+def test_cpus_compute_for_gpus_that_the_student_fills(wans: dict[str, WanFolder]) -> None:
+    full = Bytes(device=int(20.3 * GIB), host=20 * GIB)  # of 20.4
+    assert chosen(wans[LARGE], gpus(1, 24, 64), full).name == "host_cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "placement"),
+    [
+        (SMALL, cpus(16), "replicated"), (FIVE, cpus(16), "replicated"),
+        (LARGE, cpus(16), "zero_inference_nvme"), (TWO, cpus(16), "zero_inference_nvme"),
+        (LARGE, cpus(64), "replicated"), (TWO, cpus(64), "zero_inference_nvme"), (TWO, cpus(256), "replicated"),
+        (LARGE, cpus(64, ranks=2), "host_cpu"), (TWO, cpus(256, ranks=4), "host_cpu"),
+        (TWO, cpus(64, ranks=2, nodes=2), "sharded"),  # half of it a node
+    ],
+)  # fmt: skip
+def test_on_cpus_the_fastest_that_fits_is(wans: dict[str, WanFolder], name: str, machine: Machine, placement: str) -> None:
+    assert chosen(wans[name], machine, Bytes(device=2 * GIB)).name == placement
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_embedded_teacher_is_replicated_on_a_laptop_with_3_gib_left(ranks: int) -> None:
+    tiny = open_wan("tiny")
+    ds, _ = student_engine("s.json", read_json("ds_configs/student/quickstart.json"), ranks)
+    taken = student_bytes(tiny.config | {"num_layers": 6}, 1, ds, ranks, accelerator=False)
+    assert chosen(tiny, cpus(3, ranks=ranks), taken).name == "replicated"
+
+
+def test_float32_may_need_another_placement_than_bf16(wans: dict[str, WanFolder]) -> None:
+    names = [chosen(wans[LARGE], gpus(2, 48, 128), dtype=dtype).name for dtype in ("bfloat16", "float32")]
+    assert names == ["replicated", "sharded"]
+
+
+@pytest.mark.parametrize("machine", [gpus(1, 24, 64), cpus(64)])
+def test_one_rank_is_offered_nothing_that_only_several_gain_from(machine: Machine) -> None:
+    assert "sharded" not in candidates(machine)
+
+
+def test_a_gpu_keeps_15_percent_for_activations(wans: dict[str, WanFolder]) -> None:
+    needed = (2 * WHOLE + STUDENT.device) / 0.85
+    names = [chosen(wans[TWO], Machine(int(needed) + extra, 2**40, 2**40, 1, 1)).name for extra in (2, -2)]
+    assert names == ["replicated", "zero_inference_cpu"]
+
+
+def test_a_choice_says_why_with_numbers(wans: dict[str, WanFolder]) -> None:
+    assert chosen(wans[TWO], gpus(2, 24, 128)).why == (
+        "zero_inference_cpu: the teacher's 53.3 GiB and the student need 5.6 GiB on each GPU and 93.3 GiB of CPU memory, "
+        "free are 24.0 GiB on each GPU (3.6 of them kept in reserve) and 128.0 GiB of CPU memory (12.8 of them kept in "
+        "reserve); replicated would need 58.3 GiB on each GPU; sharded would need 32.3 GiB on each GPU"
+    )
+
+
+def refused(folder: WanFolder, machine: Machine, taken: Bytes = STUDENT, dtype: str = "bfloat16") -> str:
+    with pytest.raises(ConfigError) as caught:
+        chosen(folder, machine, taken, dtype)
+    (said,) = caught.value.problems
+    return said
+
+
+def test_where_nothing_fits_the_message_has_what_is_needed_and_what_is_free(wans: dict[str, WanFolder]) -> None:
+    said = refused(wans[TWO], gpus(1, 24, 64, disk=32))
+    for part in ("53.3 GiB in bfloat16", "24.0 GiB on each GPU (3.6 of them", "64.0 GiB of CPU memory (6.4 of them",
+                 "32.0 GiB of disk (3.2 of them", "replicated would need 58.3 GiB on each GPU",
+                 "zero_inference_cpu would need 73.3 GiB of CPU memory", "zero_inference_nvme would need 53.1 GiB of disk",
+                 "a larger disk for the swap folder"):  # fmt: skip
+        assert part in said
+
+
+def test_where_the_student_alone_does_not_fit_the_message_says_so(wans: dict[str, WanFolder]) -> None:
+    said = refused(wans[SMALL], gpus(2, 24, 64), Bytes(device=30 * GIB))
+    assert "The student alone needs 30.0 GiB on each GPU" in said and "zero3_offload.json" in said
+
+
+def test_where_a_float32_teacher_does_not_fit_bf16_is_advised(wans: dict[str, WanFolder]) -> None:
+    assert "a teacher in bfloat16, which takes half" in refused(wans[LARGE], gpus(1, 24, 64, disk=32), dtype="float32")

@@ -1,0 +1,184 @@
+"""What a machine has free, and the fastest placement of the teacher that fits into it beside the student."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from wandistiller import distributed
+from wandistiller.config import ConfigError, read_json
+from wandistiller.deepspeed_json import with_dtype
+from wandistiller.memory import Bytes, teacher_bytes
+from wandistiller.wan import WanFolder
+
+GIB = 2**30
+ACTIVATIONS = 0.15
+"""Share of the free memory of an accelerator that is left to activations and the allocator."""
+SYSTEM = 0.10
+"""Share of the free CPU memory and disk that is left to data, file cache and other processes."""
+LEAST = 2 * GIB
+"""The least size of such a reserve, where that is not over a quarter of what is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run can still have, in bytes, and how many share it."""
+
+    device_free: int | None
+    """On the accelerator of the rank with the least; None where there are none."""
+    host_free: int
+    """CPU memory of the node with the least."""
+    disk_free: int
+    """On the swap folder's disk, of the node with the least."""
+    ranks: int
+    ranks_on_node: int
+    """On the node with the most."""
+
+
+def this_machine(swap_path: Path) -> Machine:
+    """Measure what is free now. Collective; if there are other ranks, after `distributed.init`."""
+    device = distributed.device()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    mine = Machine(free, host_free(), disk_free(swap_path), distributed.world_size(), len(distributed.node_peers()))
+    found = distributed.gather_objects(mine)
+    return Machine(
+        device_free=None if free is None else min(m.device_free for m in found),
+        host_free=min(m.host_free for m in found),
+        disk_free=min(m.disk_free for m in found),
+        ranks=mine.ranks,
+        ranks_on_node=max(m.ranks_on_node for m in found),
+    )
+
+
+def host_free(root: Path = Path("/")) -> int:
+    """Bytes of CPU memory that this process and its like can still take, as the system and its control groups say.
+
+    Args:
+        root: the folder of proc/ and sys/.
+    """
+    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_groups_free(root)])
+
+
+def _groups_free(root: Path) -> list[int]:
+    """What each control group above this process, version 1 or 2, leaves of its limit.
+
+    Its file cache counts as free: the kernel gives it up before it refuses memory. Memory files (shmem) are no part of it.
+    """
+    found = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"
+        else:
+            continue
+        own = top / path.lstrip("/")  # is not there in a container that sees its own group as `top`
+        for group in (g for g in (own, *own.parents) if g.is_relative_to(top) and (g / limit).is_file()):
+            if (allowed := (group / limit).read_text().strip()) != "max":
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                cache = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+                found.append(max(0, int(allowed) - int((group / used).read_text()) + cache))
+    return found
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that we may still write to the file system on which `path` is, or will be."""
+    path = path.absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+
+
+class Demand(NamedTuple):
+    """What would be taken from one kind of memory, in bytes."""
+
+    where: str
+    need: int
+    free: int
+    share: float
+    """Of `free`, to be kept in reserve."""
+
+    @property
+    def reserve(self) -> float:
+        return max(self.share * self.free, min(LEAST, self.free / 4))
+
+    @property
+    def is_met(self) -> bool:
+        return self.need <= self.free - self.reserve
+
+    def __str__(self) -> str:
+        return f"{self.need / GIB:.1f} GiB {self.where}"
+
+    @property
+    def supply(self) -> str:
+        return f"{self.free / GIB:.1f} GiB {self.where} ({self.reserve / GIB:.1f} of them kept in reserve)"
+
+
+def demands(rank: Bytes, machine: Machine) -> list[Demand]:
+    """What ranks that take `rank` each would take from each kind of memory of `machine`."""
+    device, here = rank.device + rank.live, machine.ranks_on_node
+    if machine.device_free is None:
+        found = [Demand("of CPU memory", here * (device + rank.host) + rank.node, machine.host_free, ACTIVATIONS + SYSTEM)]
+    else:
+        found = [Demand("on each GPU", device, machine.device_free, ACTIVATIONS),
+                 Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM)]  # fmt: skip
+    return [*found, Demand("of disk", here * rank.disk, machine.disk_free, SYSTEM)]
+
+
+class Choice(NamedTuple):
+    """A placement, and a sentence with the numbers that made it the one."""
+
+    name: str
+    """Of the file in ds_configs/teacher/, without .json."""
+    why: str
+
+
+def placed(name: str, dtype_name: str) -> dict[str, Any]:
+    """The teacher JSON that we ship as `name`, in the given precision."""
+    return with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype_name)
+
+
+def candidates(machine: Machine) -> list[str]:
+    """Placements that `choose` tries, the fastest first, without those that one rank would not gain from."""
+    if machine.device_free is not None:
+        names = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
+        single = {"sharded": machine.ranks}
+    else:  # ranks on CPUs that share a copy need no communication
+        names = ["replicated", "host_cpu", "sharded", "zero_inference_nvme"]
+        single = {"host_cpu": machine.ranks_on_node, "sharded": machine.ranks}
+    return [name for name in names if single.get(name) != 1]
+
+
+def choose(folder: WanFolder, student: Bytes, machine: Machine, dtype_name: str) -> Choice:
+    """The fastest placement in which teacher, student and a reserve fit.
+
+    Args:
+        student: what the student takes of one rank.
+        dtype_name: the teacher's precision, such as bfloat16.
+    Raises:
+        ConfigError: none fits; says what each would need, what is free, and what helps.
+    """
+    whole = f"{teacher_bytes(folder, placed('replicated', dtype_name), 1).device / GIB:.1f} GiB"
+    refused: list[str] = []
+    for name in candidates(machine):
+        taken = demands(teacher_bytes(folder, placed(name, dtype_name), machine.ranks) + student, machine)
+        if all(d.is_met for d in taken):
+            needed, free = (" and ".join(words) for words in zip(*((str(d), d.supply) for d in taken if d.need), strict=True))
+            why = f"{name}: the teacher's {whole} and the student need {needed}, free are {free}"
+            return Choice(name, "; ".join([why, *refused]))
+        refused.append(f"{name} would need {next(d for d in taken if not d.is_met)}")
+    alone = demands(student, machine)
+    free = ", ".join(d.supply for d in alone)
+    raise ConfigError(f"No placement of the teacher ({whole} in {dtype_name}) fits beside the student. Free are {free}; "
+                      f"{'; '.join(refused)}. {_what_helps(alone, dtype_name)}")  # fmt: skip
+
+
+def _what_helps(student: list[Demand], dtype_name: str) -> str:
+    if not (short := next((d for d in student if not d.is_met), None)):
+        return "What helps: a smaller student, more GPUs or nodes, more CPU memory, a larger disk for the swap folder" + (
+            ", or a teacher in bfloat16, which takes half." if dtype_name == "float32" else ".")  # fmt: skip
+    other = "ds_configs/student/zero3_offload.json" if "GPU" in short.where else "its optimizer on nvme (ZeRO-3)"
+    return f"The student alone needs {short}. What helps: a smaller one, more GPUs or nodes, or {other}."

@@ -1,0 +1,215 @@
+"""The memory that teacher and student take of one rank, wherever their DeepSpeed JSONs place them.
+
+The arithmetic follows deepspeed 0.19.8. Activations are not counted; machine.py leaves a reserve for them.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from wandistiller.deepspeed_json import dtype_name, offload_device, stage
+from wandistiller.placement import read_placement
+from wandistiller.wan import WanFolder, parameter_dtype, skeleton
+
+DEFAULTS = {  # elements, where `zero_optimization` leaves them out; DeepSpeed's own
+    "stage3_param_persistence_threshold": 10**5, "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7, "reduce_bucket_size": 5 * 10**8, "sub_group_size": 10**9,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Memory that one rank takes, in bytes."""
+
+    device: int = 0
+    """Kept on its accelerator, or in CPU memory where there is none."""
+    live: int = 0
+    """There too, but only while a call or an optimizer step runs; an upper bound."""
+    host: int = 0
+    """Its own CPU memory."""
+    node: int = 0
+    """CPU memory that all ranks of a node share; the whole of it."""
+    disk: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.live + other.live, self.host + other.host, self.node + other.node,
+                     self.disk + other.disk)  # fmt: skip
+
+
+def one_at_a_time(engines: list[Bytes]) -> Bytes:
+    """All that these keep, but of only one at a time what it needs to work."""
+    return replace(sum(engines, Bytes()), live=max(e.live for e in engines))
+
+
+class Size(NamedTuple):
+    """One parameter: its name, number of elements, and bytes of each."""
+
+    name: str
+    numel: int
+    item: int
+
+    def part(self, ranks: int) -> int:
+        """Bytes that a rank keeps of it under ZeRO-3, padding included."""
+        return -(-self.numel // ranks) * self.item
+
+
+def numels(config: dict[str, Any]) -> dict[str, int]:
+    """Elements of each parameter of the transformer that `config` describes, by name."""
+    return _numels(json.dumps(config, sort_keys=True))
+
+
+@cache
+def _numels(config: str) -> dict[str, int]:
+    return {name: p.numel() for name, p in skeleton(json.loads(config)).named_parameters()}
+
+
+def teacher_bytes(folder: WanFolder, ds: dict[str, Any], ranks: int) -> Bytes:
+    """What the teacher takes of one rank, all experts together, where `ds` (checked by `teacher_engine`) places it.
+
+    For `owner` and `device_map` it is the owner's, for the latter as if nothing were mapped to CPU or disk. The second
+    part that hpZ keeps is not counted.
+    """
+    return one_at_a_time([_expert_bytes(config, ds, ranks) for config in folder.configs.values()])
+
+
+def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], ranks: int) -> Bytes:
+    dtype = getattr(torch, dtype_name(ds))
+    sizes = [Size(name, numel, parameter_dtype(name, dtype).itemsize) for name, numel in numels(config).items()]
+    kind, home = read_placement(ds).placement, offload_device(ds)
+    if kind == "auto":
+        raise ValueError("auto stands for another placement; choose it first")
+    if kind != "engine" or stage(ds) == 0:
+        whole = _total(sizes, ranks=1)
+        return Bytes(node=whole) if kind == "host_cpu" else Bytes(device=whole)
+    kept, live = _gathered(sizes, ds, ranks)
+    if home == "nvme":
+        return Bytes(kept, live) + _swapped(sizes, ds, ranks, dtype.itemsize)
+    parts = _total(sizes, ranks)
+    return Bytes(kept, live, parts) if home == "cpu" else Bytes(kept + parts, live)
+
+
+def _total(sizes: list[Size], ranks: int) -> int:
+    return sum(s.part(ranks) for s in sizes)
+
+
+def _gathered(sizes: list[Size], ds: dict[str, Any], ranks: int, reused: int = 0) -> tuple[int, int]:
+    """Bytes of whole parameters on the device under ZeRO-3: those that stay there, and at most those that come and go.
+
+    Fetching goes on below `stage3_max_live_parameters`, so one module may come on top. What several ranks gather at once
+    lies there twice, until it is cut into parameters.
+
+    Args:
+        reused: elements that are not given up between forward and backward pass.
+    """
+    if ranks == 1 and offload_device(ds) == "none":
+        return 0, 0  # the part is the whole, used where it lies
+    small, modules = _zero(ds, "stage3_param_persistence_threshold"), Counter()
+    for s in sizes:
+        modules[s.name.rpartition(".")[0]] += s.part(1) if s.numel > small else 0
+    item, largest = min(s.item for s in sizes), max(modules.values())
+    available = item * max(reused, _zero(ds, "stage3_max_live_parameters")) + largest
+    in_flight = item * _zero(ds, "stage3_prefetch_bucket_size") + largest if ranks > 1 else 0
+    live = min(modules.total(), available) + min(modules.total(), in_flight)
+    return _total(sizes, ranks=1) - modules.total(), live
+
+
+def _swapped(sizes: list[Size], ds: dict[str, Any], ranks: int, item: int) -> Bytes:
+    """Parts on NVMe and the buffers for them; small parts, and those of another dtype, stay in CPU memory."""
+    offload, aio = ds["zero_optimization"]["offload_param"], ds.get("aio", {})
+    step = 1024 * aio.get("intra_op_parallelism", 1)  # what is read and written is a multiple of it
+    parts = [s.part(ranks) for s in sizes if s.item == item]
+    buffer = _up(max(*parts, item * offload.get("buffer_size", 0)), step)  # as swap.to_own_folder has it
+    on_disk = [part for part in parts if part >= max(2**20, aio.get("block_size", 2**20))]
+    host = _total(sizes, ranks) - sum(on_disk) + offload.get("buffer_count", 5) * buffer
+    return Bytes(host=host, disk=sum(_up(part, step) for part in on_disk))
+
+
+def student_bytes(config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool) -> Bytes:
+    """What the student takes of one rank: weights, gradients, optimizer, float32 weights, a bucket; no activations.
+
+    Args:
+        ds: its JSON, checked by `student_engine`.
+        accelerator: with one, host memory may be page-locked, and what every rank starts from, all weights in float32,
+            is not where the engine will be.
+    """
+    item = getattr(torch, dtype_name(ds)).itemsize
+    sizes = [Size(name, numel, item) for name, numel in numels(config).items()]
+    made = one_at_a_time([(_partitioned if stage(ds) == 3 else _flat)(sizes, ds, ranks, accelerator)] * experts)
+    start = 4 * sum(s.numel for s in sizes) * experts
+    return replace(made, host=max(made.host, start)) if accelerator else made
+
+
+def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> Bytes:
+    """ZeRO-1 and 2: all weights on every rank, of which it updates its part of `part` elements."""
+    item, numel, states = sizes[0].item, sum(s.numel for s in sizes), _states(ds)
+    part = _up(numel, 2 * ranks) // ranks
+    weights, largest = item * part * ranks, item * max(s.numel for s in sizes)
+    bucket = item * min(numel, _zero(ds, "reduce_bucket_size"))
+    adds = stage(ds) == 2 and ds["gradient_accumulation_steps"] > 1  # a micro-step's gradients to the earlier ones'
+    gradients = item * (numel if stage(ds) == 1 else 2 * part if adds else part)
+    offload = _offload(ds, "optimizer")
+    if offload["device"] == "none":
+        step = 2 * item * part + (4 * part if item < 4 else 0)  # its own gradients as they came, flat, and in float32
+        return Bytes(device=weights + (4 + states) * part, live=max(gradients + bucket, step))
+    lock = _lock(offload, accelerator)
+    host = 2 * lock(4 * part) + states * part + lock(item * part) + lock(largest)
+    host += sum(lock(item * s.numel) for s in sizes) // ranks if adds else 0
+    return Bytes(device=weights + largest, live=bucket + (gradients if stage(ds) == 1 else 0), host=host)
+
+
+def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> Bytes:
+    """ZeRO-3: a part of `part` elements of everything on each rank, updated in groups."""
+    item, part, states = sizes[0].item, sum(s.part(ranks) // s.item for s in sizes), _states(ds)
+    group = min(part, _zero(ds, "sub_group_size"))
+    kept, live = _gathered(sizes, ds, ranks, reused=_zero(ds, "stage3_max_reuse_distance"))
+    if live:  # autograd holds the weights that it will go back through: of one block, if the others are computed anew
+        blocks = Counter()
+        for s in sizes:
+            blocks[".".join(s.name.split(".")[:2])] += s.part(1)
+        live += max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
+    bucket = item * min(sum(s.numel for s in sizes), _zero(ds, "reduce_bucket_size"))
+    step = (4 + (item if item < 4 else 0)) * group  # gradients flat, and in float32
+    weights = {
+        "none": Bytes(device=item * part),
+        "cpu": Bytes(host=_lock({}, accelerator)(item * part)),
+        "nvme": Bytes(host=item * min(part, _offload(ds, "param").get("max_in_cpu", 10**9)), disk=item * part),
+    }[offload_device(ds)]
+    offload = _offload(ds, "optimizer")
+    lock = _lock(offload, accelerator)
+    gradients = part // group * lock(4 * group) + lock(4 * (part % group))
+    buffers = 4 * group * offload.get("buffer_count", 4)
+    optimizer = {
+        "none": Bytes(device=(4 + states + item) * part, live=step),
+        "cpu": Bytes(host=(4 + states) * part + gradients + lock(item * part)),
+        "nvme": Bytes(host=lock(item * part) + buffers, disk=(8 + states) * part),
+    }[offload["device"]]
+    # what is reduced is there twice: in the bucket, and in the order of the ranks
+    return replace(weights + optimizer + Bytes(kept + bucket), live=max(live + bucket, optimizer.live))
+
+
+def _states(ds: dict[str, Any]) -> int:
+    """Bytes that the optimizer keeps for an element."""
+    return 4 if ds["optimizer"]["type"].lower() in ("lion", "adagrad") else 8
+
+
+def _zero(ds: dict[str, Any], key: str) -> int:
+    return int(ds["zero_optimization"].get(key, DEFAULTS[key]))
+
+
+def _offload(ds: dict[str, Any], what: str) -> dict[str, Any]:
+    return {"device": "none"} | ds["zero_optimization"].get(f"offload_{what}", {})
+
+
+def _lock(offload: dict[str, Any], accelerator: bool) -> Callable[[int], int]:
+    """What n bytes take: page-locked memory comes in powers of two (torch 2.13)."""
+    locked = accelerator and offload.get("pin_memory", True)
+    return lambda n: 1 << (n - 1).bit_length() if locked and n else n
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
