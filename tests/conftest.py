@@ -44,6 +44,17 @@ def wan1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_wan(tmp_path_factory.mktemp("wan") / "wan1", experts=1)
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline whose parts are over a megabyte each on two ranks: DeepSpeed swaps no smaller ones. Do not write into it."""
+    from small_wan import make_wan, transformer
+
+    folder = make_wan(tmp_path_factory.mktemp("wan") / "wide", layers=1)
+    for seed, name in enumerate(("transformer", "transformer_2")):
+        transformer(seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024).save_pretrained(folder / name)
+    return folder
+
+
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[..., Path]:
     """A function that copies a pipeline folder, with or without its weights, for a test that changes it."""

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
     files config batch noise objectives placement deepspeed_keys deepspeed_json shorthands weights shapes distributed
     engines metrics wan loading swap memory machine dispatch conditioning pictures latents data
-    teacher student checkpoint job trainer prepare export train sample evaluate
+    teacher student checkpoint job auto trainer prepare export train sample evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}

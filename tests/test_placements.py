@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, environment, run
-from small_wan import make_wan, transformer
 
 from wandistiller import deepspeed_json
 from wandistiller.config import SHIPPED, STRATEGIES, read_json
@@ -39,15 +38,6 @@ def test_a_placement_s_guided_velocities_are_bitwise_diffusers(
     differences: Results, name: str, precision: str, passes: int
 ) -> None:
     assert differences[f"{name} {precision} {passes}"] == 0
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher whose parts are over a megabyte each: DeepSpeed swaps no smaller ones."""
-    folder = make_wan(tmp_path_factory.mktemp("wan") / "wide", layers=1)
-    for seed, name in enumerate(("transformer", "transformer_2")):
-        transformer(seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024).save_pretrained(folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from ranks import losses, wandistiller, write_json
 from recipes import ADAM, recipe, student_engine
 
 from wandistiller.batch import Expert
-from wandistiller.config import RunConfig
+from wandistiller.config import STRATEGIES, RunConfig
 from wandistiller.job import Job, read_job
 from wandistiller.prepare import prepare
 
@@ -78,6 +78,23 @@ def test_loss_curve_does_not_depend_on_accumulation(folder: Path, wan2: Path, re
 def test_replicated_teacher_gives_the_same_losses(folder: Path, wan2: Path, reference: list[float]) -> None:
     output = train(folder, wan2, "replicated", 2, teacher_deepspeed_config={"zero_optimization": {"stage": 0}})
     assert losses(output) == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_replicas(folder: Path, wan2: Path) -> list[float]:
+    engine = {"zero_optimization": {"stage": 0}}
+    return losses(train(folder, wan2, "replicas", 2, teacher_deepspeed_config=engine, max_steps=4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_curve_is_bitwise_the_same_for_every_placement(
+    strategy: str, folder: Path, wan2: Path, of_replicas: list[float]
+) -> None:
+    given = recipe(folder, wan2, output_dir=str(folder / strategy), max_steps=4, teacher_device_strategy=strategy,
+                   teacher_dtype="float32")  # fmt: skip
+    del given["teacher_deepspeed_config"]
+    wandistiller("train", "--recipe", write_json(folder / f"{strategy}.json", given), ranks=2, cwd=folder)
+    assert losses(folder / strategy) == of_replicas
 
 
 def test_student_of_two_experts_trains_each_on_its_side_of_the_boundary(folder: Path, wan2: Path) -> None:

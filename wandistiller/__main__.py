@@ -130,6 +130,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _run_job(command: str, flags: dict[str, Any]) -> None:
     """prepare and train: check everything on every rank, agree, then start."""
     from wandistiller import distributed
+    from wandistiller.auto import settle
     from wandistiller.job import read_job
     from wandistiller.shorthands import read_run
     from wandistiller.wan import require_weights
@@ -138,6 +139,8 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
         run = read_run(flags.pop("recipe", None), flags)
         job = read_job(run, distributed.world_size())
     distributed.start_log(job.run.log_level)
+    with distributed.same_problems():
+        job = settle(job)
     if job.run.dry_run:
         for line in [*job.summary(), "dry run: nothing was loaded or written"]:
             distributed.log0(line)

@@ -18,7 +18,7 @@ from wandistiller.files import digest, fingerprint, write_json
 from wandistiller.latents import Rollouts, Size
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import OBJECTIVES, VelocityMatching, objective_keys
-from wandistiller.placement import device_map_problems, without_block
+from wandistiller.placement import device_map_problems, read_placement, without_block
 from wandistiller.student import StudentConfig, read_student_config
 from wandistiller.wan import WanFolder, count_parameters, open_wan, top_modules
 
@@ -88,7 +88,8 @@ class Job:
         """What a checkpoint must share with a run that goes on from it."""
         r = self.run
         return {
-            "teacher": fingerprint(self.folder.path / e.value for e in self.folder.configs),
+            # a hub id's weights may not be here yet, but its commit says which they are
+            "teacher": self.folder.revision or fingerprint(self.folder.path / e.value for e in self.folder.configs),
             "student": digest(dataclasses.asdict(self.student), self.student_transformer),
             "data": digest([(i.prompt, str(i.media)) for i in self.items], str(self.rollouts), str(self.size)),
             "objective": str(self.objective),
@@ -129,7 +130,7 @@ class Job:
         b = self.batch
         return [
             f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
-            f"{f.config['num_layers']} layers, ZeRO stage {deepspeed_json.stage(self.teacher_ds)}, "
+            f"{f.config['num_layers']} layers, {placement_name(self.teacher_ds)}, "
             f"{deepspeed_json.dtype_name(self.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
             f"student   {student / 1e6:.1f}M parameters, {len(self.student_experts)} expert(s) of {layers} layers, "
             f"from {self.student.init}, ZeRO stage {deepspeed_json.stage(self.student_ds)}, "
@@ -140,6 +141,17 @@ class Job:
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",
         ]
+
+
+def placement_name(ds: dict[str, Any]) -> str:
+    """Where a teacher JSON puts the weights, in a few words."""
+    placement = read_placement(ds)
+    if placement.on_one_rank:
+        return f"{placement.placement} rank {placement.owner_rank}"
+    if placement.placement != "engine":
+        return placement.placement
+    offload = deepspeed_json.offload_device(ds)
+    return "replicated" if deepspeed_json.stage(ds) == 0 else "sharded" if offload == "none" else f"sharded on {offload}"
 
 
 @contextmanager

@@ -58,14 +58,15 @@ def load_sharded(
 def load_shared(
     reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, peers: list[int]
 ) -> WanTransformer3DModel:
-    """The whole model in CPU memory that `peers`, all ranks of this node, share; each of them reads a part of it. Collective."""
+    """The whole model in CPU memory that `peers`, all ranks of this node, share; each reads a part of each tensor. Collective."""
     model = skeleton(config)
     parameters = list(_parameters(model, dtype))
     arena = Arena(sum(_aligned(p) for _, p in parameters), peers)
-    for turn, (name, wanted) in enumerate(parameters):
+    for name, wanted in parameters:
         value = arena.take(wanted)
-        if peers[turn % len(peers)] == distributed.rank():
-            reader.read(name, value)
+        part = -(-value.numel() // len(peers))
+        first = part * peers.index(distributed.rank())
+        reader.read(name, value.view(-1)[first : first + part], first)
         put(model, name, value)
     distributed.barrier()  # all parts are there
     return model

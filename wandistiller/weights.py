@@ -13,7 +13,7 @@ from wandistiller.config import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
-CHUNK_BYTES = 16 * 2**20  # read, converted and checked at a time; small beside a tensor, large beside a system call
+CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
 NAMED = 5  # tensors named in one message
 
 

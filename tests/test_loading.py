@@ -1,0 +1,69 @@
+"""Lean loading: each rank reads the bytes that it keeps, and a node that shares a copy holds one."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ROOT, run
+
+from wandistiller.loading import ALIGNED, Arena
+
+MIB = 2**20
+NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
+
+
+@pytest.fixture(scope="module")
+def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results = tmp_path_factory.mktemp("loading") / "results.json"
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29514", ROOT / "tests" / "loading_on_ranks.py"]
+    run([sys.executable, *map(str, [*words, wide, results, *NAMES])])
+    return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def stored(wide: Path) -> int:
+    """Bytes of both experts."""
+    return sum(file.stat().st_size for part in ("transformer", "transformer_2") for file in (wide / part).glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("replicated", [1, 1]),
+        ("sharded", [0.5, 0.5]),
+        ("zero_inference_cpu", [0.5, 0.5]),
+        ("zero_inference_nvme", [0.5, 0.5]),
+        ("host_cpu", [0.5, 0.5]),
+        ("owner", [1, 0]),
+    ],
+)
+def test_a_rank_reads_what_it_keeps_and_no_more(loaded: dict[str, Any], stored: int, name: str, shares: list[float]) -> None:
+    # headers, modules that Python imports at the first call, and the async_io library come on top
+    assert loaded[name]["read"] == [pytest.approx(share * stored, abs=10 * MIB) for share in shares]
+
+
+def test_host_cpu_is_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
+    first, second = loaded["host_cpu"]["shared"]
+    assert first == second and len(first) == 2  # one block of memory per expert
+
+
+def test_no_other_placement_shares_memory(loaded: dict[str, Any]) -> None:
+    assert loaded["replicated"]["shared"] == [[], []]
+
+
+def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:
+    arena = Arena(4 * ALIGNED)
+    likes = torch.empty(3), torch.empty(5, dtype=torch.bfloat16), torch.empty(32, dtype=torch.int16)
+    first, second, third = (arena.take(like) for like in likes)
+    first.fill_(1)
+    assert second.count_nonzero() == 0 and second.dtype is torch.bfloat16
+    assert [t.data_ptr() % ALIGNED for t in (first, second, third)] == [0, 0, 0]
+
+
+def test_an_arena_lives_as_long_as_its_tensors() -> None:
+    kept = Arena(ALIGNED).take(torch.empty(4))
+    kept.fill_(7)
+    assert kept.tolist() == [7, 7, 7, 7]
