@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def run(words: list[str], code: int = 0, cwd: Path = ROOT, **env: str) -> subpro
     done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=600)
     assert done.returncode == code, f"exit code {done.returncode}\n{' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+@cache
+def has_async_io() -> bool:
+    """Whether a teacher can live on NVMe here: DeepSpeed's async_io needs libaio and a compiler."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
 
 
 def losses(output: Path) -> list[float]:

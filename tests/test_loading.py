@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT, run
+from ranks import ROOT, has_async_io, run
 
 from wandistiller.loading import ALIGNED, Arena
 
@@ -19,7 +19,7 @@ NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("loading") / "results.json"
     words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29514", ROOT / "tests" / "loading_on_ranks.py"]
-    run([sys.executable, *map(str, [*words, wide, results, *NAMES])])
+    run([sys.executable, *map(str, [*words, wide, results, *(n for n in NAMES if n != "zero_inference_nvme" or has_async_io())])])
     return json.loads(results.read_text())
 
 
@@ -41,6 +41,8 @@ def stored(wide: Path) -> int:
     ],
 )
 def test_a_rank_reads_what_it_keeps_and_no_more(loaded: dict[str, Any], stored: int, name: str, shares: list[float]) -> None:
+    if name not in loaded:
+        pytest.skip("no libaio here")
     # headers, modules that Python imports at the first call, and the async_io library come on top
     assert loaded[name]["read"] == [pytest.approx(share * stored, abs=10 * MIB) for share in shares]
 
