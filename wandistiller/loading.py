@@ -2,12 +2,12 @@
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
@@ -38,19 +38,17 @@ def load_sharded(
 
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model = skeleton(config)
-    home, in_memory = _Partition(ds, dtype), _Partition(_without_nvme(ds), dtype)
-    pinned = PinnedParts(model, ds, dtype)
+    model, home = skeleton(config), _Partition(ds, dtype)
+    arena = _host_arena(model, ds, dtype)
     for name, wanted in _parameters(model, dtype):
-        value = torch.empty(wanted.shape, dtype=wanted.dtype)  # untouched pages take no memory
-        part = -(-value.numel() // distributed.world_size())
-        first = 0 if home.needs_whole else part * distributed.rank()
-        reader.read(name, value.view(-1)[first:] if home.needs_whole else value.view(-1)[first : first + part], first)
-        put(model, name, value)
-        # a swapper has one dtype and would store a float32 parameter in bf16 (deepspeed 0.19.8); few are kept in float32
-        p = model.get_parameter(name)
-        (home if wanted.dtype == dtype else in_memory).take(p)
-        pinned.take(p)
+        if home.takes_whole(wanted):
+            value = Arena(_aligned(wanted)).take(wanted)  # given back to the system at once, and untouched pages take none
+            reader.read(name, value.view(-1)[home.part(wanted)], home.part(wanted).start)
+            put(model, name, value)
+            home.split(model.get_parameter(name))
+        else:
+            put(model, name, torch.empty(1, dtype=wanted.dtype).expand(wanted.shape))  # a shape that takes no memory
+            home.keep(model.get_parameter(name), lambda part, name=name: reader.read(name, *part), arena)
     model.rope.to(device)
     return model
 
@@ -79,40 +77,59 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 class _Partition(deepspeed.zero.Init):
-    """zero.Init without its broadcast from rank 0: every rank has read its own bytes already (deepspeed 0.19.8)."""
+    """zero.Init without its broadcast from rank 0: every rank reads its own bytes (deepspeed 0.19.8)."""
 
     def __init__(self, ds: dict[str, Any], dtype: torch.dtype):
         # its argument `dtype` is passed over where the accelerator has no fp16 (deepspeed 0.19.8), so the sections say it
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
         super().__init__(config_dict_or_path=_pageable(ds) | sections)
-        self.needs_whole = self.zero_param_process_group is not None  # hpZ keeps a second part for its node
+        self._secondary = self.zero_param_process_group is not None
 
-    def take(self, parameter: nn.Parameter) -> None:
-        if not is_zero_param(parameter):
-            self._convert_to_deepspeed_param(parameter)
-            parameter.partition()
+    def part(self, wanted: Tensor) -> slice:
+        """This rank's elements; all of them where hpZ cuts a second part for the node."""
+        size = -(-wanted.numel() // self.dp_world_size)
+        return slice(0, wanted.numel()) if self._secondary else slice(size * self.rank, size * (self.rank + 1))
+
+    def takes_whole(self, wanted: Tensor) -> bool:
+        """Whether DeepSpeed must cut the tensor itself: for hpZ, and to write parts to NVMe.
+
+        A swapper has one dtype and would store a float32 parameter in bf16 (0.19.8), so these few stay in memory.
+        """
+        swapped = self.param_swapper is not None and wanted.dtype == self.dtype and self.param_swapper.swappable_tensor(
+            numel=-(-wanted.numel() // self.dp_world_size))  # fmt: skip
+        return self._secondary or swapped
+
+    def split(self, parameter: nn.Parameter) -> None:
+        """Cut a parameter whose part, at least, is filled."""
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    def keep(self, parameter: nn.Parameter, fill: Callable[[tuple[Tensor, int]], None], arena: "Arena") -> None:
+        """Make a parameter of which only this rank's part ever exists, filled where it stays."""
+        self._convert_to_deepspeed_param(parameter)
+        own = self.part(parameter)
+        away = self.remote_device in ("cpu", "nvme") and not parameter.ds_persist
+        device = torch.device("cpu") if away else self.local_device
+        like = torch.empty(own.stop - own.start, dtype=parameter.dtype, device="meta")
+        part = arena.take(like) if device.type == "cpu" else torch.empty_like(like, device=device)
+        fill((part, own.start))
+        part.ds_numel, part.status, part.final_location = len(part), PartitionedParamStatus.AVAILABLE, None
+        parameter.ds_tensor, parameter.ds_numel_aligned = part, len(part) * self.dp_world_size
+        parameter.partition()  # finds that it has been cut
 
 
-class PinnedParts:
-    """Moves host parts into one page-locked block of their exact size.
+def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype) -> "Arena":
+    """Room for what a rank may keep in CPU memory, in one block of its exact size, page-locked if `ds` asks for that.
 
     DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13): 1.8 times the
-    memory for Wan's feed-forward layers.
+    memory for Wan's feed-forward layers. What is not taken of it takes no memory.
     """
-
-    def __init__(self, model: nn.Module, ds: dict[str, Any], dtype: torch.dtype):
-        section = ds.get("zero_optimization", {}).get("offload_param", {})
-        self._wanted = torch.cuda.is_available() and section.get("device") == "cpu" and section.get("pin_memory", False)
-        if self._wanted:
-            world = distributed.world_size()
-            parts = (p.new_empty(-(-p.numel() // world)) for _, p in _parameters(model, dtype))
-            self._arena = Arena(sum(_aligned(p) for p in parts))
-            self._arena.pin()
-
-    def take(self, parameter: nn.Parameter) -> None:
-        part = parameter.ds_tensor
-        if self._wanted and part.device.type == "cpu":
-            part.data = self._arena.take(part).copy_(part)
+    world = distributed.world_size()
+    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // world))) for _, p in _parameters(model, dtype)))
+    section = ds["zero_optimization"].get("offload_param", {})
+    if torch.cuda.is_available() and section.get("device") == "cpu" and section.get("pin_memory", False):
+        arena.pin()
+    return arena
 
 
 class Arena:
@@ -123,7 +140,7 @@ class Arena:
 
     def __init__(self, nbytes: int, peers: list[int] | None = None):
         if peers is None:
-            self._memory = mmap.mmap(-1, nbytes)
+            self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._memory = _shared_memory(nbytes, peers)
         self._used = 0
@@ -160,15 +177,8 @@ def _aligned(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 
-def _without_nvme(ds: dict[str, Any]) -> dict[str, Any]:
-    zero = ds["zero_optimization"]
-    if zero.get("offload_param", {}).get("device") != "nvme":
-        return ds
-    return ds | {"zero_optimization": zero | {"offload_param": {"device": "cpu"}}}
-
-
 def _pageable(ds: dict[str, Any]) -> dict[str, Any]:
-    """Without pinning part by part; `PinnedParts` pins all at once."""
+    """Without pinning part by part; `_host_arena` is pinned whole."""
     zero = ds["zero_optimization"]
     if zero.get("offload_param", {}).get("device") != "cpu":
         return ds
