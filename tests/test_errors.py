@@ -184,6 +184,11 @@ TEACHERS = [
     ({"optimizer": {"type": "AdamW"}}, "`optimizer` is {\"type\": \"AdamW\"}. A frozen teacher takes none; remove this section."),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
      "`zero_optimization.offload_param.nvme_path` is null. Write a folder on a fast disk."),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+     "`zero_optimization.zero_hpz_partition_size` is 2. DeepSpeed allows it for one engine in a process, and the student's may "
+     "be it; remove it."),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+     "`zero_optimization.zero_quantized_weights` is true. It would change the teacher's answers; remove it."),
     ({"wandistiller": {"placement": "owner", "owner_rank": 1}},
      "`wandistiller.owner_rank` is 1. There are 1 rank(s); write 0 to 0."),
     ({"wandistiller": {"placement": "ownr"}},

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, wandistiller
+from ranks import ROOT, has_async_io, wandistiller
 
 from wandistiller.__main__ import main
-from wandistiller.config import shipped
+from wandistiller.config import STRATEGIES, shipped
 
 WAN21 = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}  # 1.3B
 WAN14 = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
@@ -23,17 +23,18 @@ HUB = {  # architecture, spatial compression, experts
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, readme: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
 
 
-def commands() -> list[list[str]]:
-    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+def commands(readme: str = "README.md") -> list[list[str]]:
+    lines = "".join(blocks("bash", readme)).replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if line.strip()]
 
 
 OURS = [c for c in commands() if "wandistiller" in c]
-RUNS = [c for c in OURS if {"train", "prepare"} & set(c)]
+PLACEMENTS = commands("ds_configs/README.md")
+RUNS = [c for c in OURS if {"train", "prepare"} & set(c)] + PLACEMENTS
 
 
 def arguments(command: list[str]) -> list[str]:
@@ -60,10 +61,12 @@ def test_readme_has_commands_for_every_wan() -> None:
     assert set(HUB) <= named
 
 
-@pytest.mark.parametrize("command", RUNS, ids=lambda c: " ".join(c)[:60])
+@pytest.mark.parametrize("command", RUNS, ids=lambda c: " ".join(c)[-60:])
 def test_training_command_of_the_readme_passes_its_dry_run(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "disk" in command and not has_async_io():
+        pytest.skip("no libaio here")
     lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main([*(a for a in arguments(command) if a != "--dry_run"), "--dry_run"]) == 0
@@ -86,6 +89,11 @@ def test_path_by_hand_runs_on_the_embedded_teacher(tmp_path: Path) -> None:
         wandistiller(*command[1:], *shlex.split(SHORT[command[1]]), cwd=tmp_path)
     assert (tmp_path / "pictures" / "grid.png").is_file()
     assert json.loads((tmp_path / "runs" / "quickstart" / "evaluation.json").read_text())["teacher"]["parameters"] > 0
+
+
+def test_the_table_of_placements_has_a_command_for_every_teacher_json() -> None:
+    jsons = {STRATEGIES.get(c[-1]) or Path(c[-1]).stem for c in PLACEMENTS}
+    assert jsons == {file.stem for file in (ROOT / "ds_configs" / "teacher").glob("*.json")}
 
 
 def test_scripts_of_the_readme_exist() -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 
 from wandistiller import deepspeed_json, distributed, wan
 from wandistiller.batch import Batch, Expert
-from wandistiller.config import SHIPPED, ConfigError
+from wandistiller.config import SHIPPED, ConfigError, read_json
 from wandistiller.loading import load_sharded, load_whole
 from wandistiller.noise import keyed_normal
 from wandistiller.student import Student
-from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, build_teacher
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, build_teacher
 from wandistiller.weights import WeightReader
 
 CPU = torch.device("cpu")
@@ -204,7 +205,16 @@ TEACHERS = {
     "replicated bf16, buffers too": BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
     "replicated float32": {},
     "sharded float32": {"zero_optimization": {"stage": 3}},
-}
+    "host_cpu bf16": BF16 | {"wandistiller": {"placement": "host_cpu"}},
+    "owner bf16": BF16 | {"wandistiller": {"placement": "owner"}},
+    "device_map bf16": BF16 | {"wandistiller": {"placement": "device_map"}},
+    "device_map bf16, most on disk": BF16 | {"wandistiller": {"placement": "device_map", "device_map": {
+        "blocks.1-": "disk", "*": "cpu"}}},
+}  # fmt: skip
+
+
+def module_of(teacher: Any, expert: Expert = Expert.HIGH_NOISE) -> nn.Module:
+    return (teacher.inner if isinstance(teacher, OwnerTeacher) else teacher).experts[expert]
 
 
 @pytest.mark.parametrize("ds", TEACHERS.values(), ids=TEACHERS)
@@ -216,6 +226,20 @@ def test_every_teacher_engine_answers_bitwise_as_diffusers_models(wan2: Path, ds
         b = some_batch(expert)
         expected = wan.velocity(by_diffusers(wan2 / expert.value, dtype), b.x_t_BCFHW, b.sigma_B, b.text_BLD)
         assert torch.equal(teacher.velocity(b), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_only_the_expert_that_is_asked_is_brought_in(wan2: Path) -> None:
+    ds = read_json(ZERO_INFERENCE) | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    teacher = build_teacher(wan.open_wan(str(wan2)), deepspeed_json.teacher_engine("x.json", ds))
+    here = {expert: set() for expert in Expert}
+    for expert in Expert:
+        for _, module in module_of(teacher, expert).named_modules():
+            module.register_forward_pre_hook(lambda m, args, expert=expert: here[expert].update(
+                other for other in Expert if any(p.numel() for p in module_of(teacher, other).parameters())))  # fmt: skip
+    for expert in (*Expert, *Expert):
+        teacher.velocity(some_batch(expert))
+    assert here == {expert: {expert} for expert in Expert}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -233,7 +257,7 @@ def tables(model: nn.Module) -> list[Tensor]:
 def test_rope_tables_survive_every_teacher_engine(wan1: Path, ds: dict) -> None:
     teacher = build_teacher(wan.open_wan(str(wan1)), deepspeed_json.teacher_engine("x.json", ds))
     expected = tables(by_diffusers(wan1 / "transformer", torch.float32))
-    for found, wanted in zip(tables(teacher.experts[Expert.HIGH_NOISE]), expected, strict=True):
+    for found, wanted in zip(tables(module_of(teacher)), expected, strict=True):
         assert found.dtype is torch.float32 and torch.equal(found, wanted)
 
 

@@ -9,6 +9,13 @@ from wandistiller.config import ConfigError, nearest, problem, read_json, unknow
 from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
 from wandistiller.placement import BLOCK, placement_problems
 
+TEACHER_REFUSES = {
+    # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
+    "zero_hpz_partition_size": "DeepSpeed allows it for one engine in a process, and the student's may be it; remove it.",
+    "zero_quantized_weights": "It would change the teacher's answers; remove it.",
+    "zero_quantized_nontrainable_weights": "It would change the teacher's answers; remove it.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
@@ -176,6 +183,9 @@ def teacher_engine(where: str, ds: dict[str, Any], world: int = 1) -> dict[str, 
     if isinstance(zero, dict) and zero.get("stage", 0) not in (0, 3):
         found.append(problem(where, "zero_optimization.stage", zero["stage"],
                              "A frozen teacher has no optimizer; use 0 (replicated) or 3 (sharded)."))  # fmt: skip
+    for key, remedy in TEACHER_REFUSES.items():
+        if isinstance(zero, dict) and (zero.get(key, 0) is True or zero.get(key, 0) not in (0, 1)):
+            found.append(problem(where, f"zero_optimization.{key}", zero[key], remedy))
     found += _offload_problems(where, ds)
     if found:
         raise ConfigError(*found)

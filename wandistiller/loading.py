@@ -41,7 +41,7 @@ def load_sharded(
     model, home = skeleton(config), _Partition(ds, dtype)
     arena = _host_arena(model, ds, dtype)
     for name, wanted in _parameters(model, dtype):
-        if home.takes_whole(wanted):
+        if home.swaps(wanted):
             value = Arena(_aligned(wanted)).take(wanted)  # given back to the system at once, and untouched pages take none
             reader.read(name, value.view(-1)[home.part(wanted)], home.part(wanted).start)
             put(model, name, value)
@@ -83,21 +83,20 @@ class _Partition(deepspeed.zero.Init):
         # its argument `dtype` is passed over where the accelerator has no fp16 (deepspeed 0.19.8), so the sections say it
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
         super().__init__(config_dict_or_path=_pageable(ds) | sections)
-        self._secondary = self.zero_param_process_group is not None
 
     def part(self, wanted: Tensor) -> slice:
-        """This rank's elements; all of them where hpZ cuts a second part for the node."""
+        """This rank's elements; the last may lie past the end."""
         size = -(-wanted.numel() // self.dp_world_size)
-        return slice(0, wanted.numel()) if self._secondary else slice(size * self.rank, size * (self.rank + 1))
+        return slice(size * self.rank, size * (self.rank + 1))
 
-    def takes_whole(self, wanted: Tensor) -> bool:
-        """Whether DeepSpeed must cut the tensor itself: for hpZ, and to write parts to NVMe.
+    def swaps(self, wanted: Tensor) -> bool:
+        """Whether the part goes to NVMe, which DeepSpeed must cut itself.
 
         A swapper has one dtype and would store a float32 parameter in bf16 (0.19.8), so these few stay in memory.
         """
-        swapped = self.param_swapper is not None and wanted.dtype == self.dtype and self.param_swapper.swappable_tensor(
-            numel=-(-wanted.numel() // self.dp_world_size))  # fmt: skip
-        return self._secondary or swapped
+        if self.param_swapper is None or wanted.dtype != self.dtype:
+            return False
+        return self.param_swapper.swappable_tensor(numel=-(-wanted.numel() // self.dp_world_size))
 
     def split(self, parameter: nn.Parameter) -> None:
         """Cut a parameter whose part, at least, is filled."""
