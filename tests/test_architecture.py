@@ -10,13 +10,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    files config batch noise objectives placement deepspeed_keys deepspeed_json shorthands weights shapes distributed
+    files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes distributed
     engines metrics wan loading swap memory machine dispatch conditioning pictures latents data
     teacher student checkpoint job auto trainer prepare export train sample evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
-LAYER_0 = "files config batch noise objectives placement deepspeed_keys deepspeed_json shorthands weights shapes".split()
+LAYER_0 = """
+    files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes
+""".split()
 ALLOWED = {
     "deepspeed": {"distributed", "loading", "engines", "teacher", "student", "checkpoint"},
     "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "student", "evaluate"} | TINY,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from ranks import write_json
 
+from wandistiller.__main__ import main
 from wandistiller.config import STRATEGIES, RunConfig
 from wandistiller.deepspeed_json import with_dtype
 from wandistiller.job import read_job
@@ -63,3 +64,8 @@ def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
     job.write_resolved()
     again = read_job(read_run(str(job.output / "resolved" / "run.json"), {}), 1)
     assert again.teacher_ds == job.teacher_ds and again.identity == job.identity
+
+
+def test_flags_that_the_launcher_makes_needless_are_accepted(tmp_path: Path, one_rank: object) -> None:
+    paths = ["--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", str(tmp_path)]
+    assert main(["train", *paths, "--distributed", "--multi_gpu", "--num_workers", "4", "--dry_run"]) == 0

@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
     for name in ("prepare", "train"):
         made[name].usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
         made[name].add_argument("--recipe", metavar="FILE", help="a whole run in one JSON; its keys are the flags below")
+        for flag in ("--distributed", "--multi_gpu"):  # of the older command lines; the launcher says it already
+            made[name].add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+        made[name].add_argument("--num_workers", help=argparse.SUPPRESS)  # data is encoded once, then only read
         _add_run_flags(made[name])
     _add_export_flags(made["export"])
     _add_sample_flags(made["sample"])
@@ -95,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     flags = vars(parser().parse_args(argv))
-    flags.pop("local_rank")
+    for needless in ("local_rank", "distributed", "multi_gpu", "num_workers"):
+        flags.pop(needless, None)
     command = flags.pop("command")
     run = {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command]
     try:

@@ -15,6 +15,7 @@ STRATEGIES = {
     "cpu": "host_cpu", "gpu0": "owner", "sequential": "device_map_sequential", "custom": "device_map_custom", "auto": "auto",
 }  # fmt: skip
 """--teacher_device_strategy -> the JSON in ds_configs/teacher/ that it means."""
+MIXED = ("bf16", "fp16", "no")
 DTYPES = ("float32", "float16", "bfloat16")
 WAN_NEGATIVE_PROMPT = (  # Wan2.1's and Wan2.2's own, wan/configs/shared_config.py `sample_neg_prompt`
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
@@ -103,12 +104,18 @@ class RunConfig:
     teacher_deepspeed_config: str | dict = setting(
         "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
     )
-    teacher_device_strategy: str | None = setting(
-        None, "paths", "short for a shipped teacher JSON; see ds_configs/README.md", choices=STRATEGIES, metavar="NAME"
+    batch_size: int | None = setting(None, "engines", "samples per rank and micro-step, written into the student's JSON")
+    lr: float | None = setting(None, "engines", "learning rate, written into the student's JSON")
+    mixed_precision: str | None = setting(
+        None, "engines", "bf16, fp16 or no, written into the student's JSON", choices=MIXED, metavar="P"
     )
-    teacher_on_cpu: bool = setting(False, "paths", "the same as --teacher_device_strategy cpu")
+    gradient_checkpointing: bool = setting(False, "engines", "adds activation_checkpointing to the student's JSON")
+    teacher_device_strategy: str | None = setting(
+        None, "engines", "short for a shipped teacher JSON; see ds_configs/README.md", choices=STRATEGIES, metavar="NAME"
+    )
+    teacher_on_cpu: bool = setting(False, "engines", "the same as --teacher_device_strategy cpu")
     teacher_dtype: str | None = setting(
-        None, "paths", "float32, float16, or bfloat16; else as the teacher's JSON says", choices=DTYPES, metavar="D"
+        None, "engines", "float32, float16, or bfloat16; else as the teacher's JSON says", choices=DTYPES, metavar="D"
     )
     objective: str | dict = setting("velocity", "learning", "what the student matches; settings under this recipe key")
     guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)")
@@ -117,6 +124,7 @@ class RunConfig:
     shift: float | None = setting(None, "learning", "timestep shift; default the teacher's scheduler's")
     seed: int = setting(0, "learning", "every random draw depends on it")
     max_steps: int | None = setting(None, "learning", "optimizer steps in the whole run; default 1000")
+    num_steps: int | None = setting(None, "learning", "the same as --max_steps")
     num_epochs: int | None = setting(None, "learning", "passes over the data, instead of --max_steps")
     expert_blocks: int = setting(1, "learning", "parts of a global batch that each draw an expert")
     height: int | None = setting(None, "size", "pixels; default 480 (`tiny`: 64)")
@@ -141,7 +149,7 @@ class RunConfig:
             (k, f"`{k}` is missing. Give --{k} or the recipe key.") for k in ("teacher_path", "data_path", "output_dir")
             if not getattr(self, k)
         ]
-        positive = ("max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
+        positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
                     "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
                     "sample_every", "sample_steps")  # fmt: skip
         for key in positive:
@@ -150,7 +158,8 @@ class RunConfig:
                 found.append((key, f"`{key}` is {value}. Write a positive number."))
         if self.max_steps is not None and self.num_epochs is not None:
             found.append(("max_steps", "`max_steps` and `num_epochs` are both given. Keep one."))
-        for key, known in (("teacher_device_strategy", STRATEGIES), ("teacher_dtype", DTYPES)):
+        for key, known in (("teacher_device_strategy", STRATEGIES), ("teacher_dtype", DTYPES),
+                           ("mixed_precision", MIXED)):  # fmt: skip
             if (value := getattr(self, key)) is not None and value not in known:
                 found.append((key, f"`{key}` is {value!r}. Write one of: {', '.join(known)}.{nearest(value, known)}"))
         if self.log_level not in ("debug", "info", "warning"):

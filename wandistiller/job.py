@@ -20,6 +20,7 @@ from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import OBJECTIVES, VelocityMatching, objective_keys
 from wandistiller.placement import device_map_problems, read_placement, without_block
 from wandistiller.student import StudentConfig, read_student_config
+from wandistiller.student_json import Asked, fill_auto, fill_steps, write_in
 from wandistiller.wan import WanFolder, count_parameters, open_wan, top_modules
 
 
@@ -174,8 +175,13 @@ def read_job(run: RunConfig, world: int) -> Job:
         parts["folder"] = open_wan(run.teacher_path, revision=run.teacher_revision)
     with _collecting(found):
         parts["items"] = read_items(run.data_path)
+    if "folder" in parts:
+        with _collecting(found):
+            where, values = ("recipe", run.student_config) if isinstance(run.student_config, dict) else (
+                run.student_config, read_json(run.student_config))  # fmt: skip
+            parts["student"], parts["student_transformer"] = read_student_config(where, values, parts["folder"])
     with _collecting(found):
-        where, ds = deepspeed_json.load(run.deepspeed_config)
+        where, ds = _student_json(run, parts, world)
         parts["student_ds"], parts["batch"] = deepspeed_json.student_engine(where, ds, world)
         found += config_problems(where, parts["student_ds"])
     with _collecting(found):
@@ -189,10 +195,6 @@ def read_job(run: RunConfig, world: int) -> Job:
         run = _complete(run, folder, parts.get("items", []), parts.get("batch"))
         found += _device_map_problems(run, parts)
         found += folder.size_problems(run.height, run.width, run.num_frames)
-        with _collecting(found):
-            where, values = ("recipe", run.student_config) if isinstance(run.student_config, dict) else (
-                run.student_config, read_json(run.student_config))  # fmt: skip
-            parts["student"], parts["student_transformer"] = read_student_config(where, values, folder)
     found += _block_problems(run, parts) + _folder_problems(run)
     if found:
         raise ConfigError(*found)
@@ -200,6 +202,25 @@ def read_job(run: RunConfig, world: int) -> Job:
     if job.resume_from:
         checkpoint.check_identity(job.resume_from, job.identity)
     return job
+
+
+def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[str, dict[str, Any]]:
+    """The student's DeepSpeed JSON with short flags written in and "auto" filled: (name for messages, content)."""
+    where, ds = deepspeed_json.load(run.deepspeed_config)
+    asked = Asked(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Asked)})
+    config = parts.get("student_transformer") or {"num_attention_heads": 1, "attention_head_dim": 1}  # its fault is said
+    ds = fill_auto(write_in(ds, asked), config["num_attention_heads"] * config["attention_head_dim"])
+    try:
+        total = deepspeed_json.batch_size(where, ds, world).total
+    except ConfigError:
+        return where, ds  # said when the engine is checked
+    return where, fill_steps(ds, _max_steps(run, parts.get("items", []), total))
+
+
+def _max_steps(run: RunConfig, items: list[Item], global_batch: int) -> int:
+    if run.num_epochs:
+        return -(-run.num_epochs * len(items) * run.rollouts_per_prompt // global_batch)
+    return run.max_steps or 1000
 
 
 def _read_objective(given: str | dict[str, Any]) -> VelocityMatching:
@@ -220,9 +241,6 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
     usual = EMBEDDED if folder.is_tiny else WAN21 if folder.boundary is None else WAN22
     scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
     default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
-    steps = run.max_steps or 1000
-    if run.num_epochs and batch:
-        steps = -(-run.num_epochs * len(items) * run.rollouts_per_prompt // batch.total)
     return dataclasses.replace(
         run,
         guidance_scale=scale,
@@ -230,9 +248,9 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
         shift=run.shift or folder.shift,
         height=run.height or usual.height,
         width=run.width or usual.width,
-        max_steps=steps,
+        max_steps=_max_steps(run, items, batch.total if batch else 1),
         num_epochs=None,
-        teacher_dtype=None,  # it is in the teacher's JSON now
+        teacher_dtype=None, batch_size=None, lr=None, mixed_precision=None, gradient_checkpointing=False,  # in the JSONs now
         sample_prompts=run.sample_prompts or [i.prompt for i in items[:: max(1, len(items) // 8)][:8]],
     )
 

@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller import distributed
+from wandistiller.metrics import Progress
 from wandistiller.wan import parameter_dtype, put, skeleton
 from wandistiller.weights import WeightReader
 
@@ -23,7 +24,7 @@ def load_whole(
 ) -> WanTransformer3DModel:
     """The whole model on this rank's `device`, as diffusers' from_pretrained makes it."""
     model = skeleton(config)
-    for name, wanted in _parameters(model, dtype):
+    for name, wanted in _one_by_one(model, dtype, reader):
         value = torch.empty_like(wanted, device=device)
         reader.read(name, value)
         put(model, name, value)
@@ -40,7 +41,7 @@ def load_sharded(
     """
     model, home = skeleton(config), _Partition(ds, dtype)
     arena = _host_arena(model, ds, dtype)
-    for name, wanted in _parameters(model, dtype):
+    for name, wanted in _one_by_one(model, dtype, reader):
         if home.swaps(wanted):
             value = Arena(_aligned(wanted)).take(wanted)  # given back to the system at once, and untouched pages take none
             reader.read(name, value.view(-1)[home.part(wanted)], home.part(wanted).start)
@@ -58,9 +59,8 @@ def load_shared(
 ) -> WanTransformer3DModel:
     """The whole model in CPU memory that `peers`, all ranks of this node, share; each reads a part of each tensor. Collective."""
     model = skeleton(config)
-    parameters = list(_parameters(model, dtype))
-    arena = Arena(sum(_aligned(p) for _, p in parameters), peers)
-    for name, wanted in parameters:
+    arena = Arena(sum(_aligned(p) for _, p in _parameters(model, dtype)), peers)
+    for name, wanted in _one_by_one(model, dtype, reader):
         value = arena.take(wanted)
         part = -(-value.numel() // len(peers))
         first = part * peers.index(distributed.rank())
@@ -74,6 +74,15 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
     """Names, and meta tensors of the dtype that diffusers would give them."""
     for name, p in list(model.named_parameters()):
         yield name, p.to(parameter_dtype(name, dtype))
+
+
+def _one_by_one(model: nn.Module, dtype: torch.dtype, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
+    """`_parameters`, telling people how far it is: a large teacher takes minutes."""
+    parameters = list(_parameters(model, dtype))
+    progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
+    for parameter in parameters:
+        yield parameter
+        progress.advance()
 
 
 class _Partition(deepspeed.zero.Init):

@@ -1,9 +1,11 @@
 """Short flags for people who come with older command lines; each becomes the setting that it stands for."""
 
+from dataclasses import fields
 from typing import Any
 
 from wandistiller import deepspeed_json
 from wandistiller.config import STRATEGIES, ConfigError, RunConfig, problem, read_json, read_run_config
+from wandistiller.student_json import Asked, contradictions
 
 TEACHER_JSON = "ds_configs/teacher/{}.json"
 
@@ -28,8 +30,10 @@ def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
 
 
 def _write_out(where: str, given: dict[str, Any]) -> list[str]:
-    """Replace a teacher strategy by its JSON; returns what contradicts it in the same place."""
-    key, found = "teacher_device_strategy", []
+    """Replace short settings by those that they stand for; returns what contradicts them in the same place."""
+    key, found = "teacher_device_strategy", _student_problems(where, given)
+    if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
+        found.append(problem(where, "num_steps", steps, f"`max_steps` is {given['max_steps']} and means the same. Keep one."))
     if given.pop("teacher_on_cpu", False):
         if given.setdefault(key, "cpu") != "cpu":
             found.append(problem(where, key, given[key], "`teacher_on_cpu` is given too and means `cpu`. Keep one."))
@@ -55,3 +59,16 @@ def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list
         return []
     return [f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, which asks for {says}. "
             "Keep one."]  # fmt: skip
+
+
+def _student_problems(where: str, given: dict[str, Any]) -> list[str]:
+    """Short settings of the student's engine beside a JSON that says otherwise."""
+    if not (named := given.get("deepspeed_config")):
+        return []
+    try:
+        file, ds = deepspeed_json.load(named)
+        found = contradictions(ds, Asked(**{f.name: given[f.name] for f in fields(Asked) if f.name in given}))
+    except (ConfigError, TypeError, AttributeError, KeyError, StopIteration):
+        return []  # said when the JSON is read
+    return [f"{where}: `{flag}` is {value}, but `deepspeed_config` names {file}, where `{key}` is {says}. Keep one."
+            for flag, value, key, says in found]  # fmt: skip

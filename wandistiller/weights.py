@@ -44,6 +44,7 @@ class WeightReader:
         Raises:
             ConfigError: files are missing, truncated, or no safetensors.
         """
+        self.folder = folder
         self.found_bad: list[str] = []
         """What `read` met: unreadable bytes, numbers that are not finite. For `agree_on_problems` when all is loaded."""
         self.stored: dict[str, Stored] = {}
