@@ -207,6 +207,12 @@ TEACHERS = [
      '`wandistiller.device_map` is "gpu". A device is a GPU\'s number, "cpu" or "disk".'),
     ({"wandistiller": {"placement": "device_map", "device_map": {"blocks": "cpu"}}},
      '`wandistiller.device_map` is {"blocks": "cpu"}. `patch_embedding` has no device. Add it, or `*` for the rest.'),
+    ({"wandistiller": {"placement": "device_map", "device_map": {"blocks": "cpu", "*": 999}}},
+     '`wandistiller.device_map` is {"blocks": "cpu", "*": 999}. It names GPU 999, but ' + (
+         f"there are GPUs 0 to {torch.cuda.device_count() - 1} here." if torch.cuda.is_available() else
+         'there is no GPU here; write "cpu" or "disk".')),
+    ({"wandistiller": {"placement": "device_map", "max_memory": {"cpu": "20 gigs"}}},
+     '`wandistiller.max_memory.cpu` is "20 gigs". Write a GPU\'s number or "cpu", and a size such as "20GiB".'),
     ({"wandistiller": {"placement": "device_map", "max_memory": 5}},
      '`wandistiller.max_memory` is 5. Write an object such as {"0": "20GiB", "cpu": "100GiB"}.'),
 ]  # fmt: skip

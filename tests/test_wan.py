@@ -208,6 +208,8 @@ TEACHERS = {
     "host_cpu bf16": BF16 | {"wandistiller": {"placement": "host_cpu"}},
     "owner bf16": BF16 | {"wandistiller": {"placement": "owner"}},
     "device_map bf16": BF16 | {"wandistiller": {"placement": "device_map"}},
+    "device_map bf16, what is over a limit on disk": BF16 | {"wandistiller": {
+        "placement": "device_map", "max_memory": {"cpu": "600KiB"}}},
     "device_map bf16, most on disk": BF16 | {"wandistiller": {"placement": "device_map", "device_map": {
         "blocks.1-": "disk", "*": "cpu"}}},
 }  # fmt: skip

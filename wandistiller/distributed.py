@@ -35,6 +35,11 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def number_of_gpus() -> int:
+    """That this process can see."""
+    return torch.cuda.device_count() if device().type == "cuda" else 0
+
+
 def log0(message: str, *args: object) -> None:
     """Log on rank 0 only."""
     if rank() == 0:

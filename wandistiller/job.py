@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wandistiller import checkpoint, deepspeed_json
+from wandistiller import checkpoint, deepspeed_json, distributed
 from wandistiller.batch import Expert
 from wandistiller.conditioning import Item, read_items
 from wandistiller.config import ConfigError, RunConfig, as_dict, problem, read_json, unknown_keys
@@ -256,10 +256,11 @@ def _complete(run: RunConfig, folder: WanFolder, items: list[Item], batch: Batch
 
 
 def _device_map_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
-    if "teacher_ds" not in parts:
+    ds = parts.get("teacher_ds", {})
+    if not ds or distributed.rank() != read_placement(ds).owner_rank:
         return []
     where, _ = deepspeed_json.load(run.teacher_deepspeed_config)
-    return device_map_problems(where, parts["teacher_ds"], top_modules(parts["folder"].config))
+    return device_map_problems(where, ds, top_modules(parts["folder"].config), distributed.number_of_gpus())
 
 
 def _folder_problems(run: RunConfig) -> list[str]:

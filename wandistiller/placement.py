@@ -82,6 +82,10 @@ def _block_problems(where: str, block: dict[str, Any]) -> list[str]:
         found.append(problem(where, f"{BLOCK}.device_map", given, "Write sequential, balanced, or {layer: device}."))
     if limits is not None and not isinstance(limits, dict):
         found.append(problem(where, f"{BLOCK}.max_memory", limits, 'Write an object such as {"0": "20GiB", "cpu": "100GiB"}.'))
+    for key, limit in limits.items() if isinstance(limits, dict) else ():
+        if not (key.isdigit() or key == "cpu") or not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?B", str(limit)):
+            found.append(problem(where, f"{BLOCK}.max_memory.{key}", limit,
+                                 'Write a GPU\'s number or "cpu", and a size such as "20GiB".'))  # fmt: skip
     devices = given.values() if isinstance(given, dict) else ()
     for device in devices:
         if type(device) is not int and device not in ("cpu", "disk"):
@@ -118,9 +122,13 @@ def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[s
     return made
 
 
-def device_map_problems(where: str, ds: dict[str, Any], modules: list[str]) -> list[str]:
-    """What does not fit between a device map and the teacher's modules."""
+def device_map_problems(where: str, ds: dict[str, Any], modules: list[str], gpus: int) -> list[str]:
+    """What does not fit between a device map, the teacher's modules, and the number of GPUs."""
     given = read_placement(ds).device_map
+    beyond = {d for d in given.values() if isinstance(d, int) and d >= gpus} if isinstance(given, dict) else ()
+    if beyond:
+        known = f"there are GPUs 0 to {gpus - 1} here" if gpus else 'there is no GPU here; write "cpu" or "disk"'
+        return [problem(where, f"{BLOCK}.device_map", given, f"It names GPU {max(beyond)}, but {known}.")]
     try:
         if isinstance(given, dict):
             expand_device_map(given, modules)

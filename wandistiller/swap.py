@@ -40,6 +40,7 @@ def own_folder(parent: Path) -> Path:
     """This process's folder in `parent`, made at the first call; those that killed processes left are removed."""
     parent = parent.absolute()
     if parent not in _own:
+        ours = not parent.exists()
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob(f"{PREFIX}*"):
             if not _is_held(other):
@@ -47,8 +48,14 @@ def own_folder(parent: Path) -> Path:
         folder = parent / f"{PREFIX}{socket.gethostname()}_{os.getpid()}"
         folder.mkdir(exist_ok=True)
         _own[parent] = folder, _hold(folder)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(_remove, folder, ours)
     return _own[parent][0]
+
+
+def _remove(folder: Path, and_parent: bool) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if and_parent and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
 
 
 def _hold(folder: Path) -> Any:
