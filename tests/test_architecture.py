@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
     files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes distributed
     engines metrics wan loading swap memory machine dispatch conditioning pictures latents data
-    teacher student checkpoint job auto trainer prepare export train sample evaluate
+    student_config start teacher blocks student checkpoint job check auto trainer prepare export train sample evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
@@ -20,8 +20,8 @@ LAYER_0 = """
     files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes
 """.split()
 ALLOWED = {
-    "deepspeed": {"distributed", "loading", "engines", "teacher", "student", "checkpoint"},
-    "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "student", "evaluate"} | TINY,
+    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "student", "checkpoint"},
+    "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "student", "evaluate"} | TINY,
     "transformers": {"conditioning"} | TINY,
     "torch.distributed": {"distributed"},
 }

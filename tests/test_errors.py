@@ -72,7 +72,7 @@ def errors(run: Run, one_rank: object, quiet_logging: None, capsys: pytest.Captu
 
 
 def test_the_sound_recipe_has_no_error(run: Run) -> None:
-    from wandistiller.job import read_job
+    from wandistiller.check import read_job
     from wandistiller.shorthands import read_run
 
     job = read_job(read_run(run.command()[2], {}), 2)

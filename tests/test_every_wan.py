@@ -25,9 +25,10 @@ from small_wan import FORMS, make_wan
 from wandistiller import wan
 from wandistiller.__main__ import main
 from wandistiller.batch import Expert
+from wandistiller.check import read_job
 from wandistiller.config import RunConfig
 from wandistiller.evaluate import evaluate
-from wandistiller.job import Job, read_job
+from wandistiller.job import Job
 from wandistiller.noise import expert_at
 from wandistiller.prepare import prepare
 from wandistiller.wan import WanFolder, open_wan

@@ -7,9 +7,9 @@ import pytest
 from ranks import write_json
 
 from wandistiller.__main__ import main
+from wandistiller.check import read_job
 from wandistiller.config import STRATEGIES, RunConfig
 from wandistiller.deepspeed_json import with_dtype
-from wandistiller.job import read_job
 from wandistiller.shorthands import read_run
 
 PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}

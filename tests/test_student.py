@@ -12,7 +12,9 @@ from wandistiller import checkpoint, wan
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import student_engine
-from wandistiller.student import Student, StudentConfig, kept_layers, read_student_config, start_model
+from wandistiller.start import start_model
+from wandistiller.student import Student
+from wandistiller.student_config import StudentConfig, kept_layers, read_student_config
 
 LAYERS = 4  # of the small teacher; its width is 2 heads x 32
 

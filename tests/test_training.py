@@ -9,8 +9,9 @@ from ranks import has_async_io, losses, wandistiller, write_json
 from recipes import ADAM, recipe, student_engine
 
 from wandistiller.batch import Expert
+from wandistiller.check import read_job
 from wandistiller.config import STRATEGIES, RunConfig
-from wandistiller.job import Job, read_job
+from wandistiller.job import Job
 from wandistiller.prepare import prepare
 
 STEPS = 20

@@ -135,7 +135,7 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
     """prepare and train: check everything on every rank, agree, then start."""
     from wandistiller import distributed
     from wandistiller.auto import settle
-    from wandistiller.job import read_job
+    from wandistiller.check import read_job
     from wandistiller.shorthands import read_run
     from wandistiller.wan import require_weights
 

@@ -5,7 +5,7 @@ The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; model time t = 1000 sigma.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from torch import Tensor
@@ -35,3 +35,13 @@ class Batch:
     def at(self, **changes: Tensor | Expert) -> "Batch":
         """The same samples with some fields changed, for example at another point of the path."""
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a network says of a batch."""
+
+    v_BCFHW: Tensor
+    """float32."""
+    features: dict[int, Tensor] = field(default_factory=dict)
+    """Hidden states h_BSD after the blocks of these numbers, in the teacher's width."""

@@ -1,7 +1,5 @@
-"""The student: what it looks like, what it starts from, and its DeepSpeed engines (one per expert)."""
+"""The student in training: its DeepSpeed engines, one per expert."""
 
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -10,172 +8,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from wandistiller import distributed, wan
-from wandistiller.batch import Batch, Expert
-from wandistiller.config import ConfigError, problem, read_json, unknown_keys
-from wandistiller.wan import WanFolder
-from wandistiller.weights import WeightReader
-
-WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudentConfig:
-    """The keys of a student JSON; what is left out is the teacher's."""
-
-    init: str = "teacher"
-    """`teacher`, `random`, or the folder of a diffusers pipeline or transformer."""
-    num_layers: int | float | None = None
-    """A number of layers, or a share of the teacher's: 0.5 is half."""
-    num_attention_heads: int | None = None
-    attention_head_dim: int | None = None
-    ffn_dim: int | None = None
-    keep_layers: str | list[int] = "uniform"
-    """Teacher layers copied: `uniform` (evenly spaced), `ends` (first and last), or their numbers."""
-    experts: str = "one"
-    """`one` network for all sigma, or `two`, split at the teacher's boundary."""
-    from_expert: str = "low_noise"
-    """Which expert a one-expert student is copied from: `low_noise` or `high_noise`."""
-
-
-def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -> tuple[StudentConfig, dict[str, Any]]:
-    """Check a student JSON against the teacher.
-
-    Returns:
-        The checked config, and the student's full transformer config.
-    Raises:
-        ConfigError: with all problems at once.
-    """
-    known = [f.name for f in fields(StudentConfig)]
-    found = unknown_keys(where, values, known)
-    student = StudentConfig(**{k: v for k, v in values.items() if k in known})
-    if isinstance(student.num_layers, float) and 0 < student.num_layers <= 1:
-        student = replace(student, num_layers=max(1, round(student.num_layers * folder.config["num_layers"])))
-    found += _value_problems(where, student, folder)
-    if found:
-        raise ConfigError(*found)
-    if student.init not in ("teacher", "random"):
-        config = _config_of(where, student)
-    else:
-        given = {k: getattr(student, k) for k in ("num_layers", *WIDTH_KEYS) if getattr(student, k) is not None}
-        if isinstance(student.keep_layers, list):
-            given["num_layers"] = len(student.keep_layers)
-        config = {**folder.config, **given}
-    if found := _shape_problems(where, student, config, folder):
-        raise ConfigError(*found)
-    return student, config
-
-
-def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
-    found = []
-    if not isinstance(student.init, str) or not student.init:
-        found.append(problem(where, "init", student.init, "Write teacher, random, or a folder with a Wan transformer."))
-    for key in ("num_layers", *WIDTH_KEYS):
-        value = getattr(student, key)
-        if value is not None and (type(value) is not int or value < 1):
-            found.append(problem(where, key, value, "Write a positive integer (num_layers: or a share, 0.5)."))
-    choices = {"experts": ("one", "two"), "from_expert": ("low_noise", "high_noise")}
-    for key, allowed in choices.items():
-        if getattr(student, key) not in allowed:
-            found.append(problem(where, key, getattr(student, key), f"Write {' or '.join(allowed)}."))
-    if student.experts == "two" and folder.boundary is None:
-        found.append(problem(where, "experts", "two", f"{folder.name} has one expert; write one."))
-    keep = student.keep_layers
-    if isinstance(keep, list):
-        layers = folder.config["num_layers"]
-        if not keep or any(type(k) is not int or not 0 <= k < layers for k in keep) or sorted(set(keep)) != keep:
-            found.append(problem(where, "keep_layers", keep, f"Write rising layer numbers from 0 to {layers - 1}."))
-        elif student.num_layers not in (None, len(keep)):
-            found.append(problem(where, "num_layers", student.num_layers, f"keep_layers names {len(keep)}; leave one out."))
-    elif keep not in ("uniform", "ends"):
-        found.append(problem(where, "keep_layers", keep, "Write uniform, ends, or a list of layer numbers."))
-    return found
-
-
-def _shape_problems(where: str, student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[str]:
-    teacher, found = folder.config, []
-    if config["attention_head_dim"] % 2:
-        found.append(problem(where, "attention_head_dim", config["attention_head_dim"], "Rope needs an even number."))
-    heads = student.num_attention_heads
-    if heads and student.attention_head_dim is None and teacher["num_attention_heads"] % heads:
-        found.append(problem(where, "num_attention_heads", heads, f"It does not divide the teacher's "
-                             f"{teacher['num_attention_heads']}. Write a divisor, or give attention_head_dim too."))  # fmt: skip
-    for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
-        if config[key] != teacher[key]:
-            found.append(problem(f"{where}: {student.init}", key, config[key], f"The teacher has {teacher[key]}; a student "
-                                 "must take and give the same latents and text."))  # fmt: skip
-    if student.init == "random" and student.keep_layers != "uniform":
-        found.append(problem(where, "keep_layers", student.keep_layers, 'A random start keeps none; leave it out.'))
-    if student.init == "teacher":
-        layers = teacher["num_layers"]
-        if config["num_layers"] > layers:
-            found.append(problem(where, "num_layers", config["num_layers"],
-                                 f'{folder.name} has {layers}. Write at most that, or "init": "random".'))  # fmt: skip
-        for key in WIDTH_KEYS:
-            if config[key] != teacher[key]:
-                found.append(problem(where, key, config[key], f'A student that starts from the teacher has its width '
-                                     f'({teacher[key]}). Leave it out, or write "init": "random".'))  # fmt: skip
-    return found
-
-
-def _config_of(where: str, student: StudentConfig) -> dict[str, Any]:
-    """The transformer config in the folder that the student starts from."""
-    if any(getattr(student, k) is not None for k in ("num_layers", *WIDTH_KEYS)):
-        raise ConfigError(f'{where}: "init" names a folder, which fixes the architecture. Leave the sizes out.')
-    file = _transformer_folder(student.init, Expert.HIGH_NOISE) / "config.json"
-    if not file.is_file():
-        raise ConfigError(problem(where, "init", student.init, "Write teacher, random, or a folder with a Wan transformer."))
-    if student.experts == "two" and not (Path(student.init) / Expert.LOW_NOISE.value).is_dir():
-        raise ConfigError(problem(where, "init", student.init, 'It has one expert. Write "experts": "one", or name another.'))
-    return read_json(file)
-
-
-def _transformer_folder(init: str, expert: Expert) -> Path:
-    inside = Path(init) / expert.value
-    return inside if inside.is_dir() else Path(init)
-
-
-def kept_layers(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[int]:
-    """For each student layer the teacher layer it is copied from."""
-    layers, kept = folder.config["num_layers"], config["num_layers"]
-    if isinstance(student.keep_layers, list):
-        return student.keep_layers
-    if student.keep_layers == "ends":
-        first = (kept + 1) // 2
-        return [*range(first), *range(layers - (kept - first), layers)]
-    return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
-
-
-def start_model(student: StudentConfig, config: dict[str, Any], folder: WanFolder, expert: Expert,
-                seed: int) -> WanTransformer3DModel:  # fmt: skip
-    """The student's network before any training, float32 on the CPU, the same on every rank."""
-    if student.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return WanTransformer3DModel.from_config(config)
-    if student.init == "teacher":
-        source = folder.path / _source_expert(student, folder, expert).value
-        layer_of = dict(enumerate(kept_layers(student, config, folder)))
-    else:
-        source, layer_of = _transformer_folder(student.init, expert), {i: i for i in range(config["num_layers"])}
-    model, reader = wan.skeleton(config), WeightReader(source)
-    for name in list(dict(model.named_parameters())):
-        parts = name.split(".")
-        if parts[0] == "blocks":
-            parts[1] = str(layer_of[int(parts[1])])
-        value = torch.empty(model.get_parameter(name).shape)
-        reader.read(".".join(parts), value)
-        wan.put(model, name, value)
-    if problems := distributed.agree_on_problems(reader.found_bad):
-        raise ConfigError(*problems)
-    return model.requires_grad_(True)
-
-
-def _source_expert(student: StudentConfig, folder: WanFolder, expert: Expert) -> Expert:
-    if len(folder.configs) == 1:
-        return Expert.HIGH_NOISE
-    if student.experts == "two":
-        return expert
-    return Expert.LOW_NOISE if student.from_expert == "low_noise" else Expert.HIGH_NOISE
+from wandistiller.batch import Answer, Batch, Expert
+from wandistiller.blocks import Blocks
 
 
 class Student:
@@ -185,6 +19,7 @@ class Student:
         """Put each model into an engine as `ds` (checked by `student_engine`) says. Collective."""
         if "activation_checkpointing" in ds:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)
+        self._blocks = {expert: Blocks(model, ds) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds) for expert, model in models.items()}
 
     def engine(self, expert: Expert) -> Any:
@@ -193,28 +28,20 @@ class Student:
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""
+        return self.answer(batch).v_BCFHW
+
+    def answer(self, batch: Batch) -> Answer:
+        """The velocity and, while gradients are on, the projected hidden states of the blocks that are watched."""
         engine = self.engine(batch.expert)
         # ZeRO-3 counts micro-steps in the engine's own forward; past it, it keeps the last gradient only (0.19.8)
-        return wan.velocity(engine if torch.is_grad_enabled() else engine.module, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        network = engine if torch.is_grad_enabled() else engine.module
+        v_BCFHW = wan.velocity(network, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        blocks = self._blocks.get(batch.expert, self._blocks[Expert.HIGH_NOISE])
+        features, blocks.features = blocks.features, {}
+        return Answer(v_BCFHW, features)
 
 
 def _engine(model: WanTransformer3DModel, ds: dict[str, Any]) -> Any:
-    if "activation_checkpointing" in ds:
-        model.enable_gradient_checkpointing(_checkpointed)
     engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=list(model.parameters()), config=ds)
     model.rope = wan.fresh_rope(model).to(distributed.device())  # data_types.buffer_dtype would have cast its tables
     return engine
-
-
-def _checkpointed(
-    block: torch.nn.Module, h_BSD: Tensor, text_BLD: Tensor, time_B6D: Tensor, rope: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Run a block under DeepSpeed's checkpointing, which honours the JSON's section.
-
-    Its partitioning and offloading empty the tensors they are given (deepspeed 0.19.8), so those that all blocks
-    share are passed as copies, and the rope tuple flat.
-    """
-    return deepspeed.checkpointing.checkpoint(
-        lambda h, e, t, cos, sin: block(h, e, t, (cos, sin)),
-        h_BSD, text_BLD.clone(), time_B6D.clone(), rope[0].clone(), rope[1].clone(),
-    )  # fmt: skip

@@ -7,7 +7,8 @@ from wandistiller import checkpoint, distributed
 from wandistiller.export import export
 from wandistiller.job import Job
 from wandistiller.prepare import guided_teacher, prepare
-from wandistiller.student import Student, start_model
+from wandistiller.start import start_model
+from wandistiller.student import Student
 from wandistiller.trainer import Trainer
 
 
