@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -25,8 +26,16 @@ def wandistiller(
     words = [str(a) for a in arguments]
     start = [sys.executable, "-m"]
     if ranks > 1:
-        start += ["torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=29511", "-m"]
+        start += [*launcher(ranks)[2:], "-m"]
     return run([*start, "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
+
+
+def launcher(ranks: int) -> list[str]:
+    """The words before a program that start it on `ranks` processes, at a port that no other test uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
 
 
 def run(words: list[str], code: int = 0, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:

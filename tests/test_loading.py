@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT, has_async_io, run
+from ranks import ROOT, has_async_io, launcher, run
 
 from wandistiller.loading import ALIGNED, Arena
 
@@ -18,7 +18,7 @@ NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "
 @pytest.fixture(scope="module")
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("loading") / "results.json"
-    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29514", ROOT / "tests" / "loading_on_ranks.py"]
+    words = [*launcher(2)[1:], ROOT / "tests" / "loading_on_ranks.py"]
     run([sys.executable, *map(str, [*words, wide, results, *(n for n in NAMES if n != "zero_inference_nvme" or has_async_io())])])
     return json.loads(results.read_text())
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from published_wan import PUBLISHED, write_published
-from ranks import run
+from ranks import launcher, run
 from recipes import ADAM
 from small_wan import transformer
 from torch import nn
@@ -363,7 +363,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Machine]:
     """What two ranks of this machine measure."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "program.py").write_text(PROGRAM)
-    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29513", folder / "program.py", folder]
+    words = [*launcher(2)[1:], folder / "program.py", folder]
     run([sys.executable, *map(str, words)])
     return [Machine(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(2)]
 

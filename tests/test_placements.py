@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, has_async_io, run
+from ranks import ROOT, environment, has_async_io, launcher, run
 
 from wandistiller import deepspeed_json
 from wandistiller.config import SHIPPED, STRATEGIES, read_json
@@ -24,7 +24,7 @@ def runs_here(name: str) -> bool:
 
 
 def on_ranks(ranks: int, folder: Path, work: Path, *names: str) -> Results:
-    words = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=29512", PROGRAM, folder, work]
+    words = [*launcher(ranks)[1:], PROGRAM, folder, work]
     run([sys.executable, *map(str, words), *names])
     return json.loads((work / "results.json").read_text())
 
