@@ -27,7 +27,8 @@ setup(
     ],
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],
-        "test": ["pytest", "ruff", "imageio", "imageio-ffmpeg"],
+        "lora": ["peft>=0.21"],
+        "test": ["pytest", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg"],
     },
     entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:main"]},
 )

@@ -10,20 +10,24 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes distributed
-    engines metrics wan loading swap memory machine dispatch conditioning pictures latents data
-    student_config start teacher blocks student checkpoint job check auto trainer prepare export train sample evaluate
+    files config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys deepspeed_json
+    student_json shorthands weights shapes distributed engines metrics wan loading swap memory machine dispatch
+    items shards media conditioning pictures latents data cuts prune activations student_config start teacher
+    blocks tuning ema student checkpoint job check auto trainer probes importance begin prepare export train
+    sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
-    files config batch noise objectives placement deepspeed_keys deepspeed_json student_json shorthands weights shapes
+    files config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys deepspeed_json
+    student_json shorthands weights shapes
 """.split()
 ALLOWED = {
-    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "student", "checkpoint"},
-    "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "student", "evaluate"} | TINY,
-    "transformers": {"conditioning"} | TINY,
+    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "ema", "student", "checkpoint"},
+    "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "tuning", "student", "export"} | TINY,
+    "transformers": {"conditioning", "clip"} | TINY,
     "torch.distributed": {"distributed"},
+    "peft": {"tuning"},
 }
 MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__")
 

@@ -215,6 +215,46 @@ def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("section", [
+    {"zero_optimization": {"stage": 3, key: value}} for key, value in (
+        ("memory_efficient_linear", True), ("zero_quantized_weights", True), ("zero_quantized_gradients", True),
+        ("stage3_module_granularity_threshold", 1000), ("zenflow", {"topk_ratio": 0.1}),
+        ("offload_optimizer", {"device": "cpu", "super_offload": True}))
+] + [{"gradient_predivide_factor": 2.0}, {"eigenvalue": {"enabled": True}}, {"data_efficiency": {"enabled": True}},
+     {"compile": {"deepcompile": True}}], ids=str)  # fmt: skip
+def test_what_does_not_work_on_wan_is_refused_with_the_reason(section: dict[str, Any]) -> None:
+    (problem,) = refused(dsj.student_engine, STUDENT | section, 1)
+    assert problem.endswith(("Remove it.", "Write false."))
+
+
+@pytest.mark.parametrize("section", [
+    {"zero_optimization": {"stage": 3, "memory_efficient_linear": False, "zero_quantized_weights": False,
+                           "stage3_module_granularity_threshold": 0}},
+    {"gradient_predivide_factor": 1.0, "eigenvalue": {"enabled": False}, "compile": {"deepcompile": False}},
+], ids=str)  # fmt: skip
+def test_the_same_keys_switched_off_are_taken(section: dict[str, Any]) -> None:
+    dsj.student_engine("x.json", STUDENT | section, 1)
+
+
+@pytest.mark.parametrize(("section", "key"), [
+    ({"wandistiller": {"checkpoint": "blocks"}}, "activation_checkpointing"),
+    ({"wandistiller": {"checkpoint": "block"}, "activation_checkpointing": {}}, "wandistiller.checkpoint"),
+    ({"wandistiller": {"checkpoint_every": 0}, "activation_checkpointing": {}}, "wandistiller.checkpoint_every"),
+    ({"wandistiller": {"checkpoints": 2}, "activation_checkpointing": {}}, "wandistiller.checkpoints"),
+    ({"wandistiller": 3, "activation_checkpointing": {}}, "wandistiller"),
+    ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "partition_activations"),
+])  # fmt: skip
+def test_activation_checkpointing_that_cannot_work_is_refused(section: dict[str, Any], key: str) -> None:
+    (problem,) = refused(dsj.student_engine, STUDENT | section, 1)
+    assert f"`{key}`" in problem
+
+
+def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
+    ds, _ = dsj.student_engine("x.json", STUDENT | {"zero_optimization": {"stage": 3}}, 1)
+    assert ds["gradient_clipping"] == 1.0 and ds["zero_optimization"] == dsj.LEAN_STAGE_3 | {
+        "stage": 3, "memory_efficient_linear": False}  # fmt: skip
+
+
 def test_all_problems_of_a_student_json_are_reported_at_once() -> None:
     ds = {"train_batch_size": 7, "bf17": {}, "zero_optimization": {"stage": 4, "stag": 1}}
     assert len(refused(dsj.student_engine, ds, 2)) == 5

@@ -154,6 +154,29 @@ def test_a_wrong_setting_of_the_objective(run: Run, errors: Errors, objective: d
     assert said in errors()[0]
 
 
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [({"name": "feature", "blocks": [0, 2]}, "recipe: `objective.blocks` is [2]. Write block numbers from 0 to 1."),
+     ({"name": "feature", "blocks": [0], "teacher_blocks": [4]},
+      "recipe: `objective.teacher_blocks` is [4]. Write block numbers from 0 to 3.")],
+)  # fmt: skip
+def test_an_objective_for_blocks_that_are_not_there(run: Run, errors: Errors, objective: dict, said: str) -> None:
+    run.recipe["objective"] = objective
+    assert errors() == [f"error: {said}"]
+
+
+def test_a_trajectory_without_a_step_for_each_expert(errors: Errors) -> None:
+    (error,) = errors("--objective", "trajectory", "--rollout_steps", "1")
+    assert "`rollout_steps` is 1: no step of the teacher's path begins below its boundary 0.875" in error
+
+
+def test_a_trajectory_of_media(run: Run, errors: Errors) -> None:
+    (run.folder / "a.png").touch()
+    run.recipe["data_path"] = run.file("data.jsonl", json.dumps({"prompt": "a red circle", "image": "a.png"}))
+    run.recipe["objective"] = ["velocity", "trajectory"]
+    assert any("trajectory" in e and "a.png has none" in e for e in errors())
+
+
 def test_heads_that_do_not_divide(run: Run, errors: Errors) -> None:
     content = {"init": "random", "num_attention_heads": 3}
     assert "does not divide the teacher's 2" in errors("--student_config", run.file("x.json", content))[0]

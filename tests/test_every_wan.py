@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from small_wan import FORMS, make_wan
 
 from wandistiller import wan
-from wandistiller.__main__ import main
+from wandistiller.__main__ import main, parser
 from wandistiller.batch import Expert
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig
-from wandistiller.evaluate import evaluate
+from wandistiller.evaluate import evaluate, read_evaluation
 from wandistiller.job import Job
 from wandistiller.noise import expert_at
 from wandistiller.prepare import prepare
@@ -164,7 +164,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_prepare_makes_latents_of_the_medium_and_of_the_prompt_alone(run: Run) -> None:
-    shapes = [t.shape for f in run.prepared if f.parent.name == "latents" for t in load_file(f).values()]
+    shapes = [t.shape for f in run.prepared if f.parent.parent.name == "latents" for t in load_file(f).values()]
     assert shapes == [run.job.folder.latent_shape(32, 64, run.job.run.num_frames)] * 2
 
 
@@ -200,8 +200,11 @@ def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -
 
 
 def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
-    result = evaluate(run.student, ["a red circle"], tmp_path, teacher_path=None, steps=1, seed=0, batch=1, dtype=torch.float32)
-    assert len(result["relative_velocity_error"]) == 5 and np.isfinite(list(result["relative_velocity_error"].values())).all()
+    words = ["evaluate", "--student", run.student, "--output", tmp_path, "--prompts", "a red circle", "--steps", "1", "--quick"]
+    flags = vars(parser().parse_args([str(w) for w in words]))
+    result = evaluate(read_evaluation(flags, torch.float32, 1))
+    errors = [band["value"] for band in result["relative_velocity_error"]["bands"].values()]
+    assert len(errors) == 5 and np.isfinite(errors).all()
 
 
 OWN_NAMES = {  # diffusers' name of each tensor -> the original Wan's

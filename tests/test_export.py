@@ -68,4 +68,4 @@ def test_evaluate_measures_both_sides(finished: Path, tmp_path: Path) -> None:
     wandistiller("evaluate", "--student_path", finished / "student", "--prompts", *prompts, "--output", tmp_path, ranks=2)
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["student"]["parameters"] < result["teacher"]["parameters"] / 2
-    assert len(result["relative_velocity_error"]) == 5
+    assert len(result["relative_velocity_error"]["bands"]) == 5

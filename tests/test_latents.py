@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
-from diffusers.utils import export_to_video
 from PIL import Image
 from test_wan import edit
 from torch import Tensor
 
 from wandistiller import latents
 from wandistiller.batch import Batch, Expert
-from wandistiller.conditioning import Item
-from wandistiller.config import ConfigError
-from wandistiller.latents import LatentCache, Rollouts, Size, Vae, denoise, load_media
+from wandistiller.items import Item
+from wandistiller.latents import LatentCache, Rollouts, Sample, Vae, denoise
+from wandistiller.media import Size, load_media
 from wandistiller.noise import keyed_normal
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan import open_wan
@@ -104,7 +103,7 @@ def test_a_step_at_the_boundary_belongs_to_the_high_noise_expert(
 
 def test_the_path_begins_at_the_noise_and_its_sigmas_fall(wan2: Path) -> None:
     _, path = ours(wan2, STEPS, 1.0, 1.0)
-    assert [sigma for sigma, _ in path] == [0.999, 0.954, 0.9, 0.833, 0.75, 0.643, 0.5, 0.301]
+    assert [int(1000 * sigma) for sigma, _ in path] == [999, 954, 900, 833, 750, 643, 500, 301]
     assert torch.equal(path[0][1], start())
 
 
@@ -167,96 +166,30 @@ def test_decoding_undoes_the_normalisation_of_encoding(scaled: Path) -> None:
     torch.testing.assert_close(vae.decode(vae.encode(pixels)), (direct / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-5)
 
 
-def picture(file: Path, array_HWC: np.ndarray, mode: str = "RGB") -> Path:
-    Image.fromarray(array_HWC).convert(mode).save(file)
+def picture(file: Path, value: int = 0) -> Path:
+    Image.fromarray(np.random.default_rng(value).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(file)
     return file
 
 
-def noise_HWC(height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+ROLLOUTS = Rollouts(steps=2, per_prompt=1, keep_path=True, seed=0, shift=3.0)
+SIZE = Size(32, 32, 1)
 
 
-def test_an_image_of_the_right_size_keeps_every_pixel_scaled_to_minus_1_and_1(tmp_path: Path) -> None:
-    array = noise_HWC(16, 32)
-    array[0, 0], array[0, 1] = 0, 255
-    pixels_CFHW = load_media(picture(tmp_path / "a.png", array), 16, 32, 1)
-    assert pixels_CFHW.shape == (3, 1, 16, 32) and pixels_CFHW[:, 0, 0, 0].tolist() == [-1.0] * 3
-    assert pixels_CFHW[:, 0, 0, 1].tolist() == [1.0] * 3
-    assert ((pixels_CFHW[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy().tolist() == array.tolist()
+def cache_in(folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, shard_size: int = 3) -> LatentCache:
+    return LatentCache(
+        folder, open_wan(str(wan)), rollouts, fps=16.0, vae_stamp="vae", teacher_stamp="teacher", shard_size=shard_size
+    )
 
 
-@pytest.mark.parametrize(("mode", "name"), [("L", "a.png"), ("RGBA", "a.png"), ("P", "a.gif"), ("CMYK", "a.jpg")])
-def test_every_image_mode_becomes_rgb(tmp_path: Path, mode: str, name: str) -> None:
-    assert load_media(picture(tmp_path / name, noise_HWC(16, 16), mode), 16, 16, 1).shape == (3, 1, 16, 16)
-
-
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16)], ids=["wide", "tall"])
-def test_an_image_of_another_shape_is_cropped_in_the_middle(tmp_path: Path, shape: tuple[int, int]) -> None:
-    array = np.zeros((*shape, 3), dtype=np.uint8)
-    array[shape[0] // 2 - 8 : shape[0] // 2 + 8, shape[1] // 2 - 8 : shape[1] // 2 + 8] = 255
-    assert torch.equal(load_media(picture(tmp_path / "a.png", array), 16, 16, 1), torch.ones(3, 1, 16, 16))
-
-
-def test_a_small_image_is_enlarged_to_cover(tmp_path: Path) -> None:
-    array = np.full((8, 8, 3), 51, dtype=np.uint8)
-    pixels = load_media(picture(tmp_path / "a.png", array), 16, 32, 1)
-    torch.testing.assert_close(pixels, torch.full((3, 1, 16, 32), 51 / 127.5 - 1))
-
-
-def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
-    array = np.zeros((16, 16, 3), dtype=np.uint8)
-    array[:8] = 255  # bright above; orientation 3 means: show it upside down
-    exif = Image.Exif()
-    exif[0x0112] = 3
-    Image.fromarray(array).save(tmp_path / "a.png", exif=exif)
-    pixels = load_media(tmp_path / "a.png", 16, 16, 1)
-    assert pixels[0, 0, 0, 0] == -1 and pixels[0, 0, -1, 0] == 1
-
-
-def video(file: Path, frames: int) -> Path:
-    """Frame i is grey 20 i."""
-    pictures = [Image.fromarray(np.full((32, 32, 3), 20 * i, dtype=np.uint8)) for i in range(frames)]
-    if file.suffix == ".gif":
-        pictures[0].save(file, save_all=True, append_images=pictures[1:])
-    else:
-        export_to_video(pictures, str(file), fps=8)
-    return file
-
-
-@pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
-def test_the_first_frames_of_a_video_are_taken(tmp_path: Path, name: str) -> None:
-    pixels_CFHW = load_media(video(tmp_path / name, 8), 32, 32, 5)
-    grey_F = (pixels_CFHW.mean((0, 2, 3)) + 1) * 127.5
-    torch.testing.assert_close(grey_F, 20.0 * torch.arange(5), rtol=0, atol=4.0)
-
-
-def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a.gif: has 3 frame\(s\), the run wants 5"):
-        load_media(video(tmp_path / "a.gif", 3), 32, 32, 5)
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.mp4", "a.gif"])
-def test_a_medium_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"no medium")
-    with pytest.raises(ConfigError, match=name):
-        load_media(tmp_path / name, 16, 16, 1)
-
-
-ROLLOUTS = Rollouts(steps=2, per_prompt=2, keep_path=True, seed=0, shift=3.0)
-
-
-def cache_in(
-    folder: Path, wan: Path, items: list[Item], rollouts: Rollouts = ROLLOUTS, shard_size: int = 3
-) -> LatentCache:
-    size = Size(32, 32, 1)
-    return LatentCache(folder, open_wan(str(wan)), items, size, rollouts, "vae", "teacher", shard_size)
+def made(*prompts: str, take: int = 0) -> list[Sample]:
+    return [Sample(Item(p), SIZE, take) for p in prompts]
 
 
 def text_of(prompt: str) -> Tensor:
     return keyed_normal((512, 32), "text", prompt)
 
 
-def fill(cached: LatentCache, wan: Path) -> list[tuple]:
+def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
     """Fill by a teacher without guidance; returns the prompts' count of each teacher call."""
     calls, teacher = [], guided(wan, 1.0, 1.0)
 
@@ -264,47 +197,67 @@ def fill(cached: LatentCache, wan: Path) -> list[tuple]:
         calls.append(len(batch.text_BLD))
         return teacher.velocity(batch)
 
-    cached.fill_media(CPU)
-    cached.fill_rollouts(velocity, text_of, CPU)
+    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}, CPU) == {}
+    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of, CPU)
     return calls
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_cached_media_and_rollouts_are_found_by_number(tmp_path: Path, scaled: Path) -> None:
-    image = picture(tmp_path / "a.png", noise_HWC(32, 32))
-    cached = cache_in(tmp_path, scaled, [Item("made"), Item("given", image)])
-    fill(cached, scaled)
-    wan = open_wan(str(scaled))
-    assert cached.prompts == ["given", "made", "made"] and not cached.lacks_rollouts()
-    assert torch.equal(cached[0], Vae(wan, CPU).encode(load_media(image, 32, 32, 1)[None])[0])
-    for n in range(2):
-        noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", n)
+def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, scaled: Path) -> None:
+    image = Sample(Item("given", picture(tmp_path / "a.png")), SIZE)
+    samples = [image, *made("made"), *made("made", take=1)]
+    cached, wan = cache_in(tmp_path, scaled), open_wan(str(scaled))
+    fill(cached, scaled, samples)
+    pixels_CFHW = load_media(image.item.media, SIZE, 16.0)
+    assert torch.equal(cached[cached.key(image)], Vae(wan, CPU).encode(pixels_CFHW[None])[0])
+    for take, sample in enumerate(samples[1:]):
+        noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", take)
         expected, _ = denoise(guided(scaled, 1.0, 1.0).velocity, wan, 3.0, noise[None], text_of("made")[None], 2)
-        torch.testing.assert_close(cached[1 + n], expected[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: Path, wan1: Path) -> None:
+    cached, (sample,) = cache_in(tmp_path, wan1), made("a")
+    fill(cached, wan1, [sample])
+    noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
+    velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
+    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of("a")[None], 2)
+    sigma_S, x_SCFHW = cached.states(cached.key(sample))
+    assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()
+    assert torch.equal(x_SCFHW, torch.cat([*(x for _, x in path), x0])) and torch.equal(x_SCFHW[0], noise)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_only_what_a_cache_lacks_is_made_again(tmp_path: Path, wan1: Path) -> None:
-    items = [Item(p) for p in "abc"]  # six samples in two files
-    first = cache_in(tmp_path, wan1, items)
-    assert fill(first, wan1) == [3, 3, 3, 3]
-    kept = [first[i] for i in range(6)]
+    samples = made(*"abcdef")  # in two files
+    first = cache_in(tmp_path, wan1)
+    assert fill(first, wan1, samples) == [3, 3, 3, 3]
+    kept = [first[first.key(s)] for s in samples]
     max(tmp_path.rglob("*.safetensors")).unlink()
-    again = cache_in(tmp_path, wan1, items)
-    assert again.lacks_rollouts() and fill(again, wan1) == [3, 3] and fill(again, wan1) == []
-    assert all(torch.equal(again[i], kept[i]) for i in range(6))
+    again = cache_in(tmp_path, wan1)
+    assert again.lacks_rollouts({again.key(s): s for s in samples})
+    assert fill(again, wan1, samples) == [3, 3] and fill(again, wan1, samples) == []
+    assert all(torch.equal(again[again.key(s)], x0) for s, x0 in zip(samples, kept, strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_more_rollouts_in_another_order_keep_those_that_are_there(tmp_path: Path, wan1: Path) -> None:
+    fill(cache_in(tmp_path, wan1), wan1, made(*"abc"))
+    more = cache_in(tmp_path, wan1, Rollouts(2, 2, True, 0, 3.0))
+    assert fill(more, wan1, made(*"dcba") + made("a", take=1)) == [2, 2]
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_cache_of_another_shift_seed_or_image_is_not_used(tmp_path: Path, wan1: Path) -> None:
-    image = picture(tmp_path / "a.png", noise_HWC(32, 32))
-    fill(cache_in(tmp_path, wan1, [Item("a"), Item("b", image)]), wan1)
+    image = Sample(Item("b", picture(tmp_path / "a.png")), SIZE)
+    fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image])
     for other in (Rollouts(2, 2, True, 0, 5.0), Rollouts(2, 2, True, 1, 3.0), Rollouts(3, 2, True, 0, 3.0)):
-        assert cache_in(tmp_path, wan1, [Item("a")], other).lacks_rollouts()
-    picture(image, noise_HWC(32, 32) // 2)
-    changed = cache_in(tmp_path, wan1, [Item("b", image)])
+        changed = cache_in(tmp_path, wan1, other)
+        assert changed.lacks_rollouts({changed.key(s): s for s in made("a")})
     before = len(list(tmp_path.rglob("*.safetensors")))
-    changed.fill_media(CPU)
+    picture(image.item.media, 1)
+    fill(cache_in(tmp_path, wan1), wan1, [image])
     assert len(list(tmp_path.rglob("*.safetensors"))) == before + 1
 
 
@@ -312,7 +265,28 @@ def test_a_cache_of_another_shift_seed_or_image_is_not_used(tmp_path: Path, wan1
 def test_a_complete_cache_needs_neither_vae_nor_teacher(
     tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = [Item("a"), Item("b", picture(tmp_path / "a.png", noise_HWC(32, 32)))]
-    fill(cache_in(tmp_path, wan1, items), wan1)
+    samples = [*made("a"), Sample(Item("b", picture(tmp_path / "a.png")), SIZE)]
+    fill(cache_in(tmp_path, wan1), wan1, samples)
     monkeypatch.setattr(latents, "Vae", None)
-    assert fill(cache_in(tmp_path, wan1, items), wan1) == []
+    assert fill(cache_in(tmp_path, wan1), wan1, samples) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unusable_medium_is_named_remembered_and_tried_again_once_it_is_mended(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = tmp_path / "bad.png", picture(tmp_path / "good.png")
+    bad.write_bytes(good.read_bytes()[:200])
+    samples = [Sample(Item("b", bad), SIZE), Sample(Item("g", good), SIZE)]
+
+    def unusable() -> dict[str, str]:
+        cached = cache_in(tmp_path, wan1)
+        return cached.fill_media({cached.key(s): s for s in samples}, CPU)
+
+    (said,) = unusable().values()
+    assert said.startswith(f"{bad}: cannot be read: ")
+    with monkeypatch.context() as without:
+        without.setattr(latents, "load_media", None)  # to open one would raise
+        assert list(unusable().values()) == [said]
+    picture(bad)
+    assert unusable() == {}

@@ -1,4 +1,4 @@
-"""Every shipped teacher JSON gives the velocities of diffusers' own modules, on one rank and on two."""
+"""Every shipped teacher JSON gives the velocities and hidden states of diffusers' own modules, on one rank and on two."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def differences(request: pytest.FixtureRequest, wan2: Path, tmp_path_factory: py
 @pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLACED)
-def test_a_placement_s_guided_velocities_are_bitwise_diffusers(
+def test_a_placement_s_guided_velocities_and_hidden_states_are_bitwise_diffusers(
     differences: Results, name: str, precision: str, passes: int
 ) -> None:
     if not runs_here(name):
@@ -58,7 +58,7 @@ def swapped(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resul
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_that_were_on_disk_give_bitwise_diffusers_velocities(swapped: tuple[Results, Path], precision: str) -> None:
+def test_weights_that_were_on_disk_give_bitwise_diffusers_answers(swapped: tuple[Results, Path], precision: str) -> None:
     assert swapped[0][f"zero_inference_nvme {precision} 1"] == 0
 
 

@@ -68,4 +68,13 @@ def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
 
 def test_flags_that_the_launcher_makes_needless_are_accepted(tmp_path: Path, one_rank: object) -> None:
     paths = ["--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", str(tmp_path)]
-    assert main(["train", *paths, "--distributed", "--multi_gpu", "--num_workers", "4", "--dry_run"]) == 0
+    assert main(["train", *paths, "--distributed", "--multi_gpu", "--save_samples", "--num_workers", "4", "--dry_run"]) == 0
+
+
+def test_an_interval_in_epochs_is_one_in_steps(tmp_path: Path) -> None:
+    job = read_job(run({"sample_interval": 2, "max_steps": 500}, tmp_path), world=1)
+    assert job.run.sample_every == 252 and job.batch.total == 8  # 2 x 1008 prompts
+
+
+def test_pictures_go_where_sample_dir_says(tmp_path: Path) -> None:
+    assert read_job(run({"sample_dir": "pictures"}, tmp_path), world=1).samples == Path("pictures")

@@ -14,7 +14,7 @@ from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import student_engine
 from wandistiller.start import start_model
 from wandistiller.student import Student
-from wandistiller.student_config import StudentConfig, kept_layers, read_student_config
+from wandistiller.student_config import StudentConfig, kept_layers, lineage, read_student_config
 
 LAYERS = 4  # of the small teacher; its width is 2 heads x 32
 
@@ -149,8 +149,8 @@ def test_two_experts_start_from_a_folder_s_two(wan2: Path) -> None:
      ({"num_layers": 1.5}, "`num_layers` is 1.5. Write a positive integer"),
      ({"num_layers": True}, "`num_layers` is true. Write a positive integer"),
      ({"experts": "three"}, '`experts` is "three". Write one or two.'),
-     ({"from_expert": "low"}, '`from_expert` is "low". Write low_noise or high_noise.'),
-     ({"keep_layers": "first"}, '`keep_layers` is "first". Write uniform, ends, or a list of layer numbers.'),
+     ({"from_expert": "low"}, '`from_expert` is "low". Write low_noise or high_noise or average.'),
+     ({"keep_layers": "first"}, '`keep_layers` is "first". Write uniform, ends, importance, or a list of layer numbers.'),
      ({"keep_layers": [0, 4]}, "`keep_layers` is [0, 4]. Write rising layer numbers from 0 to 3."),
      ({"keep_layers": [1, 0]}, "`keep_layers` is [1, 0]. Write rising layer numbers from 0 to 3."),
      ({"keep_layers": []}, "`keep_layers` is []. Write rising layer numbers from 0 to 3."),
@@ -164,14 +164,65 @@ def test_a_wrong_value_says_what_to_write(wan2: Path, values: dict, said: str) -
     assert problem.startswith(f"s.json: {said}".replace("{teacher}", str(wan2)))
 
 
-@pytest.mark.parametrize("init", ["teacher", "random"])
-def test_heads_that_do_not_divide_the_teacher_s_are_refused(wan2: Path, init: str) -> None:
-    assert any("does not divide the teacher's 2" in p for p in refused(wan2, init=init, num_attention_heads=3))
+def test_heads_that_do_not_divide_the_teacher_s_are_refused_of_a_random_student(wan2: Path) -> None:
+    assert any("does not divide the teacher's 2" in p for p in refused(wan2, init="random", num_attention_heads=3))
 
 
-@pytest.mark.parametrize("key", ["num_attention_heads", "attention_head_dim", "ffn_dim"])
-def test_a_student_from_the_teacher_cannot_have_another_width(wan2: Path, key: str) -> None:
-    assert any(f"`{key}` is 8." in p and '"init": "random"' in p for p in refused(wan2, **{key: 8}))
+@pytest.mark.parametrize("key", ["num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim"])
+def test_a_student_from_the_teacher_cannot_be_larger(wan2: Path, key: str) -> None:
+    has = wan.open_wan(str(wan2)).config[key]
+    (said,) = refused(wan2, **{key: has + 2})
+    assert f"`{key}` is {has + 2}. {wan2} has {has}. Write at most that" in said
+
+
+@pytest.mark.parametrize(("share", "head_dim"), [(0.5, 16), (0.45, 14), (0.01, 2), (1.0, 32)])
+def test_a_share_of_a_head_is_even(wan2: Path, share: float, head_dim: int) -> None:
+    _, config = read_student_config("s.json", {"attention_head_dim": share}, wan.open_wan(str(wan2)))
+    assert config["attention_head_dim"] == head_dim
+
+
+def test_shares_fit_any_teacher(wan2: Path) -> None:
+    _, config = read_student_config("s.json", {"num_attention_heads": 0.5, "ffn_dim": 0.25}, wan.open_wan(str(wan2)))
+    assert (config["num_attention_heads"], config["ffn_dim"]) == (1, 24)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"width_basis": "principal"}, "`width_basis` is \"principal\". The hidden width is the teacher's"),
+     ({"ffn_units": "weight"}, "`ffn_units` is \"weight\". ffn_dim is the teacher's"),
+     ({"experts": "two", "from_expert": "average"}, "`from_expert` is \"average\". Each of two experts starts from its own"),
+     ({"init": "random", "from_expert": "average"}, "`from_expert` is \"average\". It chooses what is kept of the teacher"),
+     ({"init": "random", "keep_layers": "importance"}, "`keep_layers` is \"importance\". It chooses what is kept"),
+     ({"width_basis": "pca"}, "`width_basis` is \"pca\". Write channels or principal or truncate."),
+     ({"ffn_units": "size"}, "`ffn_units` is \"size\". Write activation or weight."),
+     ({"attention_head_dim": 15}, "`attention_head_dim` is 15. Rope needs an even number.")],
+)  # fmt: skip
+def test_keys_that_contradict_are_refused(wan2: Path, values: dict, said: str) -> None:
+    assert any(p.startswith(f"s.json: {said}") for p in refused(wan2, **values))
+
+
+def test_all_contradictions_are_reported_at_once(wan2: Path) -> None:
+    assert len(refused(wan2, num_attention_heads=4, ffn_dim=200, num_layers=9)) == 3
+
+
+def test_a_student_of_the_average_has_the_mean_of_both_experts_weights(wan2: Path) -> None:
+    found = started(wan2, from_expert="average").state_dict()
+    high, low = weights(wan2 / "transformer"), weights(wan2 / "transformer_2")
+    assert all(torch.equal(found[name], torch.stack([high[name], low[name]]).mean(0)) for name in high)
+
+
+def test_an_unpruned_copy_answers_bit_for_bit_as_the_teacher(wan2: Path) -> None:
+    teacher = WanTransformer3DModel.from_pretrained(wan2 / "transformer_2", torch_dtype=torch.float32).eval()
+    x_BCFHW, sigma_B, text_BLD = torch.randn(2, 16, 1, 4, 4), torch.tensor([0.3, 0.8]), torch.randn(2, 512, 32)
+    with torch.no_grad():
+        found, expected = (wan.velocity(m, x_BCFHW, sigma_B, text_BLD) for m in (started(wan2).eval(), teacher))
+    assert torch.equal(found, expected)
+
+
+def test_blocks_stand_for_all_up_to_the_next_one_kept(wan2: Path) -> None:
+    teacher = wan.open_wan(str(wan2))
+    student, config = read_student_config("s.json", {"keep_layers": [0, 2]}, teacher)
+    assert lineage(student, config, teacher) == {Expert.HIGH_NOISE: [1, 3]}
 
 
 def test_two_experts_need_a_teacher_with_two(wan1: Path) -> None:

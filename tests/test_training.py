@@ -4,44 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from plain import plain_losses
 from ranks import has_async_io, losses, wandistiller, write_json
-from recipes import ADAM, recipe, student_engine
+from recipes import recipe, student_engine
 
-from wandistiller.batch import Expert
 from wandistiller.check import read_job
 from wandistiller.config import STRATEGIES, RunConfig
-from wandistiller.job import Job
-from wandistiller.prepare import prepare
 
 STEPS = 20
-
-
-def plain_losses(job: Job) -> list[float]:
-    """The same run without engines: diffusers' modules, one process, torch's AdamW, the same draws."""
-    folder = job.folder.path
-    teacher = {e: WanTransformer3DModel.from_pretrained(folder / e.value).eval() for e in Expert}
-    student = WanTransformer3DModel.from_config({**teacher[Expert.LOW_NOISE].config, "num_layers": 2})
-    weights = teacher[Expert.LOW_NOISE].state_dict()
-    student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
-    data, text, _ = prepare(job)
-    optimizer = torch.optim.AdamW(student.parameters(), **ADAM["params"])
-    curve = []
-    for step in range(STEPS):
-        indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
-        batch = job.schedule.noised(*data.batch(indices), indices, step)
-        model, scale = teacher[batch.expert], {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}[batch.expert]
-        null_BLD = text[""].expand_as(batch.text_BLD)
-        with torch.no_grad():
-            v_text, v_null = (model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD))
-        v = student(batch.x_t_BCFHW, 1000 * batch.sigma_B, batch.text_BLD).sample
-        loss = (v - (v_null + scale * (v_text - v_null))).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append(loss.item())
-    return curve
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, wan2: Path, one_rank: torch.device) -> list[float]:
-    return plain_losses(read_job(RunConfig(**recipe(folder, wan2, output_dir=str(folder / "plain"))), world=1))
+    return plain_losses(read_job(RunConfig(**recipe(folder, wan2, output_dir=str(folder / "plain"))), world=1), STEPS)
 
 
 def train(folder: Path, wan2: Path, name: str, ranks: int, **more: object) -> Path:

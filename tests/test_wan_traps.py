@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from diffusers.utils import export_to_video
 from PIL import Image
 from small_wan import FORMS, make_wan
 from test_wan import edit
@@ -16,7 +15,7 @@ from test_wan import edit
 from wandistiller import wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import ConfigError
-from wandistiller.latents import Vae, denoise, load_media
+from wandistiller.latents import Vae, denoise
 from wandistiller.noise import FlowSchedule, keyed_normal
 from wandistiller.sample import Sampling, sample
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
@@ -126,12 +125,3 @@ def test_a_video_without_its_libraries_is_refused_before_it_is_made(
     with pytest.raises(ConfigError, match="pip install imageio imageio-ffmpeg"):
         drawn(wan1, tmp_path / "out", num_frames=5)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_video_that_cannot_be_read_without_its_libraries_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_to_video([Image.new("RGB", (32, 32))] * 5, str(tmp_path / "a.mp4"))
-    monkeypatch.setitem(sys.modules, "imageio", None)
-    with pytest.raises(ConfigError, match="a.mp4: reading videos needs: pip install imageio imageio-ffmpeg"):
-        load_media(tmp_path / "a.mp4", 32, 32, 5)

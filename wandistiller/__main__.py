@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import types
@@ -19,6 +20,8 @@ COMMANDS = {
     "sample": "a pipeline folder and prompts -> PNG or MP4 files and a grid",
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
 }
+NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
+"""Flags of older command lines that are accepted: the launcher says the first two, and pictures are always drawn."""
 MEMORY_ADVICE = """Out of memory on rank {rank}: {error}
 What helps, in order: a teacher JSON that offloads (ds_configs/teacher/zero_inference_cpu.json), a smaller
 train_micro_batch_size_per_gpu with more gradient_accumulation_steps, `activation_checkpointing` in the student's JSON,
@@ -35,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("prepare", "train"):
         made[name].usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
         made[name].add_argument("--recipe", metavar="FILE", help="a whole run in one JSON; its keys are the flags below")
-        for flag in ("--distributed", "--multi_gpu"):  # of the older command lines; the launcher says it already
+        for flag in NEEDLESS:
             made[name].add_argument(flag, action="store_true", help=argparse.SUPPRESS)
         made[name].add_argument("--num_workers", help=argparse.SUPPRESS)  # data is encoded once, then only read
         _add_run_flags(made[name])
@@ -54,6 +57,8 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
         how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=f.metadata["help"])
         if bool in kinds:
             how["action"] = "store_true"
+        elif dict in kinds and str not in kinds:
+            how |= {"type": json.loads, "metavar": "JSON"}
         elif typing.get_origin(kinds[0]) is list:
             how |= {"nargs": "+", "metavar": "P"}
         else:
@@ -64,6 +69,9 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
 def _add_export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint", type=Path, required=True, help="an output folder (newest) or checkpoints/step_...")
     command.add_argument("--output", type=Path, required=True, help="the pipeline folder to write")
+    command.add_argument("--ema", action=argparse.BooleanOptionalAction,
+                         help="the averaged weights or the last; default the averaged where the run has `ema`")  # fmt: skip
+    command.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, for load_lora_weights")
     command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
 
 
@@ -83,14 +91,22 @@ def _add_sample_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--student_path", type=Path, required=True, help="an exported student")
+    command.usage = "wandistiller evaluate --student S [--teacher_path T] [any flag below]"
+    command.add_argument("--student", "--student_path", required=True, help="an exported student, or any Wan pipeline")
     command.add_argument("--teacher_path", help="default: the one it was distilled from")
-    command.add_argument("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")
-    command.add_argument("--num_prompts", type=int, default=64, help="spread evenly over those given")
-    command.add_argument("--steps", type=int, help="default: those the student was made with")
-    command.add_argument("--batch", type=int, default=16, help="prompts sampled at once")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, help="default: beside the student")
+    command.add_argument("--teacher_deepspeed_config", metavar="FILE", help="where the teacher lives; default a WanPipeline")
+    command.add_argument("--prompts", nargs="+", default=["tiny:held_out"], metavar="P", help="texts, or one file of prompts")
+    command.add_argument("--num_prompts", type=int, default=64, metavar="N", help="spread evenly over those given; 64")
+    for name in ("height", "width", "num_frames", "steps"):
+        command.add_argument(f"--{name}", type=int, metavar="N", help="default: what the student was made with")
+    for name in ("guidance_scale", "guidance_scale_2"):
+        command.add_argument(f"--{name}", type=float, metavar="W", help="of the teacher; default as folded into the student")
+    command.add_argument("--negative_prompt", metavar="P", help="the teacher's; default as folded into the student")
+    command.add_argument("--clip_path", type=Path, metavar="DIR", help="a CLIP folder of transformers: scores with it too")
+    command.add_argument("--quick", action="store_true", help="no floor: the teacher draws once, not twice")
+    command.add_argument("--batch", type=int, default=8, metavar="N", help="prompts drawn at once; 8")
+    command.add_argument("--seed", type=int, default=0, metavar="N")
+    command.add_argument("--output", type=Path, metavar="DIR", help="default: beside the student")
     command.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
 
 
@@ -98,8 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     flags = vars(parser().parse_args(argv))
-    for needless in ("local_rank", "distributed", "multi_gpu", "num_workers"):
-        flags.pop(needless, None)
+    for needless in ("--local_rank", "--num_workers", *NEEDLESS):
+        flags.pop(needless.removeprefix("--"), None)
     command = flags.pop("command")
     run = {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command]
     try:
@@ -160,14 +176,15 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
 def _export(_: str, flags: dict[str, Any]) -> None:
     import torch
 
-    from wandistiller.export import export
+    from wandistiller.export import export, export_adapter
 
-    print(export(flags["checkpoint"], flags["output"], getattr(torch, flags["dtype"])))
+    write = export_adapter if flags["adapter"] else export
+    print(write(flags["checkpoint"], flags["output"], getattr(torch, flags["dtype"]), flags["ema"]))
 
 
 def _sample(_: str, flags: dict[str, Any]) -> None:
     from wandistiller import distributed
-    from wandistiller.sample import Sampling, sample
+    from wandistiller.sample import Sampling, read_prompts, sample
     from wandistiller.wan import open_wan
 
     distributed.init()
@@ -182,33 +199,19 @@ def _sample(_: str, flags: dict[str, Any]) -> None:
         found.append(f"`output` is {flags['output']}, a file. Name a folder.")
     if found := found or folder.size_problems(height, width, flags["num_frames"]):
         raise ConfigError(*found)
-    for file in sample(flags["model"], _prompts(flags["prompts"]), flags["output"], how, flags["seed"], _dtype(flags)):
+    for file in sample(flags["model"], read_prompts(flags["prompts"]), flags["output"], how, flags["seed"], _dtype(flags)):
         print(file)
 
 
 def _evaluate(_: str, flags: dict[str, Any]) -> None:
     from wandistiller import distributed
-    from wandistiller.evaluate import FACTS, evaluate
+    from wandistiller.evaluate import evaluate, read_evaluation
 
-    student = flags["student_path"]
-    if not (student / FACTS).is_file():
-        raise ConfigError(f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` wrote.")
-    prompts = _prompts(flags["prompts"])
-    number = min(flags["num_prompts"], len(prompts))
-    prompts = [prompts[i * len(prompts) // number] for i in range(number)]  # spread over the list
+    with distributed.same_problems():
+        wanted = read_evaluation(flags, _dtype(flags), distributed.world_size())
     distributed.init()
-    more = {k: flags[k] for k in ("teacher_path", "steps", "seed", "batch")}
-    evaluate(student, prompts, flags["output"] or student.parent, dtype=_dtype(flags), **more)
+    evaluate(wanted)
     distributed.finish()
-
-
-def _prompts(given: list[str]) -> list[str]:
-    """Texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
-    from wandistiller.conditioning import EMBEDDED, read_items
-
-    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
-        return [item.prompt for item in read_items(given[0])]
-    return given
 
 
 def _dtype(flags: dict[str, Any]) -> Any:

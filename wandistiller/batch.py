@@ -1,13 +1,15 @@
 """One micro-step's samples, and the legend for every tensor name in this package.
 
-B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token (512), D text width.
+B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token (512), D width of a state, S place in
+a sequence: a patch of a sample, or a state of a sampling path.
 The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; model time t = 1000 sigma.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +34,11 @@ class Batch:
     expert: Expert
     """Equal on all ranks for one micro-step."""
 
+    @property
+    def v_BCFHW(self) -> Tensor:
+        """The velocity of the straight line from x0 to the noise: noise - x0."""
+        return self.noise_BCFHW - self.x0_BCFHW
+
     def at(self, **changes: Tensor | Expert) -> "Batch":
         """The same samples with some fields changed, for example at another point of the path."""
         return replace(self, **changes)
@@ -44,4 +51,19 @@ class Answer:
     v_BCFHW: Tensor
     """float32."""
     features: dict[int, Tensor] = field(default_factory=dict)
-    """Hidden states h_BSD after the blocks of these numbers, in the teacher's width."""
+    """Hidden states h_BSD after the blocks of these numbers, S patches, D the teacher's width; in the network's dtype."""
+
+
+def join(batches: dict[str, Batch]) -> Batch:
+    """The samples of all `batches`, which are of one expert, as one batch for one forward pass."""
+    first, *others = batches.values()
+    names = [f.name for f in fields(Batch) if f.name != "expert"]
+    return first.at(**{n: torch.cat([getattr(b, n) for b in (first, *others)]) for n in names}) if others else first
+
+
+def split(answer: Answer, batches: dict[str, Batch]) -> dict[str, Answer]:
+    """What `answer`, to the joined `batches`, says of each of them."""
+    lengths = [len(b.sigma_B) for b in batches.values()]
+    v = answer.v_BCFHW.split(lengths)
+    features = {k: h_BSD.split(lengths) for k, h_BSD in answer.features.items()}
+    return {name: Answer(v[i], {k: h[i] for k, h in features.items()}) for i, name in enumerate(batches)}

@@ -117,11 +117,18 @@ class RunConfig:
     teacher_dtype: str | None = setting(
         None, "engines", "float32, float16, or bfloat16; else as the teacher's JSON says", choices=DTYPES, metavar="D"
     )
-    objective: str | dict = setting("velocity", "learning", "what the student matches; settings under this recipe key")
+    objective: str | dict | list[str | dict] = setting(
+        "velocity", "learning", "velocity, feature or trajectory; settings and sums under this recipe key"
+    )
     guidance_scale: float | None = setting(None, "learning", "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)")
     guidance_scale_2: float | None = setting(None, "learning", "guidance, low-noise expert; default 3 (`tiny`: 2)")
     negative_prompt: str = setting(WAN_NEGATIVE_PROMPT, "learning", "the unconditional branch's prompt; default Wan's")
     shift: float | None = setting(None, "learning", "timestep shift; default the teacher's scheduler's")
+    ema: float | None = setting(None, "learning", "decay of an average of the weights, such as 0.999, which is then exported")
+    ema_start: int = setting(0, "learning", "steps of the run before that average begins")
+    learning_rates: dict | None = setting(None, "learning", 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest')
+    frozen: list[str] | None = setting(None, "learning", "parts that are not trained: blocks.0-3 patch_embedding bias")
+    lora: dict | None = setting(None, "learning", 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}')
     seed: int = setting(0, "learning", "every random draw depends on it")
     max_steps: int | None = setting(None, "learning", "optimizer steps in the whole run; default 1000")
     num_steps: int | None = setting(None, "learning", "the same as --max_steps")
@@ -130,6 +137,11 @@ class RunConfig:
     height: int | None = setting(None, "size", "pixels; default 480 (`tiny`: 64)")
     width: int | None = setting(None, "size", "pixels; default 832 (`tiny`: 64)")
     num_frames: int = setting(1, "size", "4k+1; 1 is an image")
+    buckets: bool | list[list[int]] = setting(
+        False, "size", "cut media to the nearest of several shapes of height x width pixels; in a recipe also [[h, w], ...]"
+    )
+    video_fps: float | None = setting(None, "size", "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)")
+    strict: bool = setting(False, "size", "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json")
     rollout_steps: int = setting(20, "size", "sampling steps of teacher-made latents")
     rollouts_per_prompt: int = setting(1, "size", "teacher-made latents for each prompt without media")
     prepare_batch: int = setting(4, "size", "samples of one VAE or teacher call, and per file of the cache")
@@ -137,6 +149,8 @@ class RunConfig:
     save_every: int = setting(500, "output", "optimizer steps between checkpoints; the last is always saved")
     keep_checkpoints: int = setting(3, "output", "newest checkpoints kept")
     sample_every: int = setting(500, "output", "optimizer steps between pictures; the last always has one")
+    sample_interval: int | None = setting(None, "output", "epochs between pictures, instead of --sample_every")
+    sample_dir: str | None = setting(None, "output", "folder of those pictures; default OUTPUT/samples")
     sample_steps: int = setting(40, "output", "sampling steps of those pictures")
     sample_prompts: list[str] | None = setting(None, "output", "prompts of the pictures; default 8 of the data's")
     log_level: str = setting("info", "output", "", choices=("debug", "info", "warning"))
@@ -150,8 +164,8 @@ class RunConfig:
             if not getattr(self, k)
         ]
         positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
-                    "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
-                    "sample_every", "sample_steps")  # fmt: skip
+                    "video_fps", "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
+                    "sample_every", "sample_interval", "sample_steps")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:

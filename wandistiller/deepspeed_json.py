@@ -8,6 +8,8 @@ from typing import Any
 from wandistiller.config import ConfigError, nearest, problem, read_json, unknown_keys
 from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
 from wandistiller.placement import BLOCK, placement_problems
+from wandistiller.recompute import recompute_problems
+from wandistiller.refused import student_problems
 
 TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
@@ -15,6 +17,12 @@ TEACHER_REFUSES = {
     "zero_quantized_weights": "It would change the teacher's answers; remove it.",
     "zero_quantized_nontrainable_weights": "It would change the teacher's answers; remove it.",
 }
+
+# deepspeed 0.19.8 would keep up to 1e9 gathered parameters, 4 GB in float32, and fetch 5e7 ahead
+LEAN_STAGE_3 = {
+    "stage3_param_persistence_threshold": 10_000, "stage3_max_live_parameters": 100_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000, "stage3_max_reuse_distance": 100_000_000,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,13 @@ def offload_device(ds: dict[str, Any]) -> str:
     return ds.get("zero_optimization", {}).get("offload_param", {}).get("device", "none")
 
 
+def on_nvme(ds: dict[str, Any]) -> str | None:
+    """The first offload section that puts something on a disk."""
+    zero = ds.get("zero_optimization", {})
+    sections = ("offload_param", "offload_optimizer")
+    return next((key for key in sections if zero.get(key, {}).get("device") == "nvme"), None)
+
+
 def dtype_name(ds: dict[str, Any]) -> str:
     """The precision that the JSON's bf16 or fp16 section asks for, else float32."""
     for section, name in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -145,14 +160,13 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     Raises:
         ConfigError: with all problems at once.
     """
-    found = key_problems(where, ds)
+    found = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
     if "optimizer" not in ds:
         found.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
     zero = ds.get("zero_optimization", {})
-    if isinstance(zero, dict) and zero.get("stage", 1) not in (1, 2, 3):
-        found.append(problem(where, "zero_optimization.stage", zero["stage"],
-                             "Write 1, 2 or 3; stage 1 on one rank does what stage 0 would."))  # fmt: skip
-    found += _offload_problems(where, ds)
+    if isinstance(zero, dict) and zero.get("stage", 1) not in (0, 1, 2, 3):
+        found.append(problem(where, "zero_optimization.stage", zero["stage"], "Write 0, 1, 2 or 3."))
+    found += _offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
     batch = None
     try:
         batch = batch_size(where, ds, world)
@@ -165,7 +179,9 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
         ds[key] = value
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
     _complete(ds)
-    ds["zero_optimization"].setdefault("stage", 1)  # stage 0 was 2.4% off in bf16 (deepspeed 0.19.8)
+    ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
+    if stage(ds) == 3:
+        ds["zero_optimization"] = LEAN_STAGE_3 | ds["zero_optimization"]
     return ds, batch
 
 

@@ -109,8 +109,13 @@ def finish() -> None:
 
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
+    return from_rank(0, value)
+
+
+def from_rank(source: int, value: Any) -> Any:
+    """The value that the rank `source` has, on every rank. Collective."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
@@ -136,12 +141,12 @@ def gather_tensor(value_B: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
     """Ask the rank `owner` for what it alone can compute; the first dimension of the inputs may differ by rank. Collective.
 
     Args:
         mine: this rank's inputs, equal in number, dtype and all but the first dimension on every rank.
-        answer: what the owner does with one rank's inputs; the result has the shape of the first and is float32.
+        answer: what the owner does with one rank's inputs; tensors of any number, shape and dtype on the inputs' device.
     Returns:
         The answer to this rank's inputs.
     """
@@ -149,15 +154,21 @@ def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], Te
     if rank() != owner:
         for t in mine:
             dist.send(t.contiguous(), owner)
-        result = torch.empty(mine[0].shape, device=mine[0].device)
-        dist.recv(result, owner)
-        return result
+        header: list[Any] = [None]
+        dist.recv_object_list(header, owner)
+        results = [torch.empty(shape, dtype=dtype, device=mine[0].device) for shape, dtype in header[0]]
+        for t in results:
+            dist.recv(t, owner)
+        return results
     for other in range(world_size()):
         if other == owner:
-            result = answer(mine)
+            results = answer(mine)
             continue
         theirs = [t.new_empty(n, *t.shape[1:]) for t, n in zip(mine, lengths[other], strict=True)]
         for t in theirs:
             dist.recv(t, other)
-        dist.send(answer(theirs).contiguous(), other)
-    return result
+        answered = answer(theirs)
+        dist.send_object_list([[(tuple(t.shape), t.dtype) for t in answered]], other)
+        for t in answered:
+            dist.send(t.contiguous(), other)
+    return results

@@ -1,141 +1,133 @@
-"""`wandistiller evaluate`: teacher and student side by side: velocity error, pictures, speed, size."""
+"""`wandistiller evaluate`: teacher and student side by side: velocity error, samples, speed, size; with intervals."""
 
-import json
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanPipeline
-from torch import Tensor
 
-from wandistiller import distributed, shapes
-from wandistiller.batch import Batch, Expert
+from wandistiller import deepspeed_json, distributed
+from wandistiller.check import collecting, usual_for
+from wandistiller.clip import clip_problems
+from wandistiller.config import WAN_NEGATIVE_PROMPT, ConfigError, problem, read_json
+from wandistiller.engines import config_problems
 from wandistiller.export import FACTS
-from wandistiller.files import write_json
-from wandistiller.latents import Vae
-from wandistiller.noise import expert_at, keyed_normal, path
-from wandistiller.pictures import save_grid
-from wandistiller.sample import Sampling, draw, open_pipeline
-from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
-from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan
+from wandistiller.judge import Evaluation, Judge
+from wandistiller.placement import device_map_problems, read_placement, without_block
+from wandistiller.report import summary, write
+from wandistiller.sample import Sampling, read_prompts
+from wandistiller.wan import WanFolder, open_wan, require_weights, top_modules
 
-BANDS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.875), (0.875, 1.0))  # of sigma
+POSITIVE = ("height", "width", "num_frames", "steps", "num_prompts", "batch")
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one pipeline drew on this rank, and how long it took."""
+def evaluate(wanted: Evaluation) -> dict[str, Any]:
+    """Compare a student with its teacher; writes evaluation.json, .md and .png. Collective.
 
-    pixels_BCFHW: Tensor
-    seconds: float
-    parameters: int
-
-
-def evaluate(
-    student_path: Path, prompts: list[str], output: Path, *, teacher_path: str | None, steps: int | None, seed: int,
-    batch: int, dtype: torch.dtype,
-) -> dict[str, Any]:  # fmt: skip
-    """Compare a distilled pipeline with its teacher on `prompts`; writes evaluation.json and evaluation.png. Collective.
-
-    The prompts are split over the ranks; prompt i is sampled from seed + i by both.
+    The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    facts = json.loads((student_path / FACTS).read_text())
-    steps = steps or facts["steps"]
-    size = {k: facts[k] for k in ("height", "width", "num_frames")}
-    # .get: checkpoints made before `teacher_revision` have no such fact
-    where = (teacher_path, None) if teacher_path else (facts["teacher_path"], facts.get("teacher_revision"))
-    folder = open_wan(where[0], weights=True, revision=where[1])
-    keys = ["guidance_scale", "negative_prompt"] + ["guidance_scale_2"] * (folder.boundary is not None)
-    guided = Sampling(**size, steps=steps, **{k: facts[k] for k in keys})
-    mine = range(distributed.rank(), len(prompts), distributed.world_size())
-    seen, errors = {}, {}
-    student = open_pipeline(student_path, dtype)
-    teacher = open_pipeline(folder.path, dtype)
-    for name, pipeline, how in (("teacher", teacher, guided), ("student", student, Sampling(**size, steps=steps))):
-        distributed.log0("%s: %d prompts, %d steps, guidance %s", name, len(prompts), how.steps, how.guidance_scale)
-        seen[name] = _draw_share(pipeline, prompts, list(mine), seed, batch, how)
-    if mine:
-        errors = velocity_errors(folder, teacher, student, [prompts[i] for i in mine][:batch], seen["teacher"], guided, seed)
-    return _report(prompts, seen, errors, output, student_path, steps)
-
-
-def _draw_share(pipeline: WanPipeline, prompts: list[str], mine: list[int], seed: int, batch: int, how: Sampling) -> Seen:
-    parameters = sum(p.numel() for m in (pipeline.transformer, pipeline.transformer_2) if m for p in m.parameters())
-    began, drawn = time.monotonic(), []
-    for i in range(0, len(mine), batch):
-        chunk = mine[i : i + batch]
-        drawn.append(draw(pipeline, [prompts[j] for j in chunk], [seed + j for j in chunk], how))
-    empty = torch.empty(0, 3, how.num_frames, how.height, how.width)
-    return Seen(torch.cat([empty, *drawn]), time.monotonic() - began, parameters)
-
-
-@torch.no_grad()
-def velocity_errors(folder: WanFolder, teacher: WanPipeline, student: WanPipeline, prompts: list[str], drawn: Seen,
-                    how: Sampling, seed: int) -> dict[str, float]:  # fmt: skip
-    """Mean square of v_student - v_teacher (guided) in bands of sigma, relative to that of v_teacher, on x0 it drew."""
-    device = distributed.device()
-    x0_BCFHW = Vae(folder, device).encode(drawn.pixels_BCFHW[: len(prompts)].to(device) * 2 - 1)
-    encode = {"num_videos_per_prompt": 1, "max_sequence_length": TEXT_TOKENS, "device": device}
-    text_BLD, _ = teacher.encode_prompt(prompts, do_classifier_free_guidance=False, **encode)
-    null_BLD, _ = teacher.encode_prompt([how.negative_prompt], do_classifier_free_guidance=False, **encode)
-    high, low = teacher.transformer, teacher.transformer_2 or teacher.transformer
-    second = how.guidance_scale_2 or how.guidance_scale
-    scales = {Expert.HIGH_NOISE: how.guidance_scale, Expert.LOW_NOISE: second}
-    guided = GuidedTeacher(LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}), Guidance(null_BLD[0], scales))
-    low_student = student.transformer_2 or student.transformer
-    plain = LocalTeacher({Expert.HIGH_NOISE: student.transformer, Expert.LOW_NOISE: low_student})
-    noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], seed, "evaluate", p) for p in prompts]).to(device)
-    errors = {}
-    for start, end in BANDS:
-        sigma_B = torch.full((len(prompts),), (start + end) / 2, device=device)
-        expert = expert_at((start + end) / 2, folder.boundary)
-        x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
-        state = Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
-        target = guided.velocity(state)
-        errors[f"{start}-{end}"] = ((plain.velocity(state) - target).square().sum() / target.square().sum()).item()
-    return errors
-
-
-def _report(prompts: list[str], seen: dict[str, Seen], errors: dict[str, float], output: Path, student_path: Path,
-            steps: int) -> dict[str, Any]:  # fmt: skip
-    """Put the ranks' shares together; rank 0 prints and writes. Collective."""
-    known = [p in shapes.SPECS for p in prompts]
-    shares = distributed.gather_objects((seen, errors))
-    world, result, rows = distributed.world_size(), {"prompts": len(prompts), "steps": steps}, {}
-    for name in seen:
-        pixels = {i * world + r: image for r, (s, _) in enumerate(shares) for i, image in enumerate(s[name].pixels_BCFHW)}
-        images_BCHW = torch.stack([pixels[i][:, pixels[i].shape[1] // 2] for i in range(len(prompts))])
-        rows[name] = list(images_BCHW)
-        seconds = sum(s[name].seconds for s, _ in shares) / len(prompts)
-        result[name] = {"parameters": seen[name].parameters, "seconds_per_sample": round(seconds, 3)}
-        if all(known):
-            result[name]["fully_right"] = sum(shapes.fully_right(images_BCHW, prompts))
-    bands = [e for _, e in shares if e]
-    result["relative_velocity_error"] = {k: round(sum(b[k] for b in bands) / len(bands), 5) for k in bands[0]}
+    how = "%s: %d prompts, %d steps, guidance %s"
+    judge = Judge(wanted)
+    distributed.log0(how, "teacher", len(wanted.prompts), wanted.guided.steps, wanted.guided.guidance_scale)
+    teacher = judge.teacher()
+    distributed.log0(how, "student", len(wanted.prompts), wanted.plain.steps, wanted.plain.guidance_scale)
+    student, errors = judge.student()
+    result, rows = summary(wanted, distributed.gather_objects((teacher, student, errors)))
     if distributed.rank() == 0:
-        write_json(output / "evaluation.json", result)
-        shown = range(0, len(prompts), -(-len(prompts) // 10))
-        save_grid(output / "evaluation.png", {k: [v[i] for i in shown] for k, v in rows.items()}, [prompts[i] for i in shown])
-        distributed.log0("%s\n", table(result))
-        places = {"picture": output / "evaluation.png", "figures": output / "evaluation.json",
-                  "metrics": output / "metrics.jsonl", "student": student_path}  # fmt: skip
-        for what, where in places.items():
-            if where.exists():
-                distributed.log0("%-9s %s", what, where)
+        for line in write(wanted, result, rows):
+            distributed.log0("%s", line)
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """The comparison for people."""
-    teacher, student = result["teacher"], result["student"]
-    lines = [f"{'':22}{'teacher':>12}{'student':>12}{'ratio':>8}"]
-    rows = {"fully_right": "prompts fully right", "parameters": "parameters", "seconds_per_sample": "seconds per sample"}
-    for key, label in rows.items():
-        if key in teacher:
-            ratio = student[key] / teacher[key] if teacher[key] else float("nan")
-            lines.append(f"{label:22}{teacher[key]:>12,}{student[key]:>12,}{ratio:>8.2f}")
-    lines.append(f"of {result['prompts']} prompts, {result['steps']} steps each")
-    bands = ", ".join(f"{k}: {v:.4f}" for k, v in result["relative_velocity_error"].items())
-    return "\n".join([*lines, f"relative velocity error by sigma: {bands}"])
+def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Evaluation:
+    """Check the command's flags and both folders; what is left out is as the student was made.
+
+    Raises:
+        ConfigError: with every problem found; no weights were read.
+    """
+    given = {k: flags[k] for k in POSITIVE if flags[k] is not None}
+    found = [problem("evaluate", k, v, "Write a positive number.") for k, v in given.items() if v <= 0]
+    parts: dict[str, Any] = {}
+    with collecting(found):
+        facts = _facts(flags)
+        with collecting(found):
+            parts["student"] = _folder(flags["student"], None)
+        named = flags["teacher_path"] or facts["teacher_path"]
+        # .get: checkpoints made before `teacher_revision` have no such fact
+        with collecting(found):
+            parts["teacher"] = _folder(named, facts.get("teacher_revision") if named == facts.get("teacher_path") else None)
+            flags = _complete(flags, facts, parts["teacher"])
+            parts["teacher_ds"] = _teacher_json(flags["teacher_deepspeed_config"], parts["teacher"], world)
+    with collecting(found):
+        prompts = read_prompts(flags["prompts"])
+        number = max(1, min(flags["num_prompts"], len(prompts)))
+        parts["prompts"] = [prompts[i * len(prompts) // number] for i in range(number)]  # spread over the list
+    if {"teacher", "student"} <= parts.keys():
+        found += _pair_problems(flags, parts["teacher"], parts["student"])
+    beside = Path(flags["student"]).parent if Path(flags["student"]).is_dir() else Path("evaluation")
+    output = flags["output"] or beside
+    if output.is_file():
+        found.append(problem("evaluate", "output", output, "It is a file. Name a folder."))
+    found += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
+    if found:
+        raise ConfigError(*found)
+    size = {k: flags[k] for k in ("height", "width", "num_frames", "steps")}
+    guidance = {k: flags[k] for k in ("guidance_scale", "guidance_scale_2", "negative_prompt")}
+    return Evaluation(**parts, output=output, guided=Sampling(**size, **guidance), plain=Sampling(**size), dtype=dtype,
+                      clip=flags["clip_path"], **{k: flags[k] for k in ("seed", "batch", "quick")})  # fmt: skip
+
+
+def _facts(flags: dict[str, Any]) -> dict[str, Any]:
+    """What an exported student says of its making; nothing, for another pipeline whose teacher is named."""
+    file = Path(flags["student"]) / FACTS
+    if file.is_file():
+        return read_json(file)
+    if not flags["teacher_path"]:
+        raise ConfigError(f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` wrote; "
+                          "of any other Wan pipeline say with --teacher_path what to compare it with.")  # fmt: skip
+    return {}
+
+
+def _folder(name: str, revision: str | None) -> WanFolder:
+    folder = open_wan(name, weights=True, revision=revision)
+    require_weights(folder)
+    return folder
+
+
+def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) -> dict[str, Any]:
+    """`flags`, with what the student was made with where nothing is said, or else what is usual for the teacher."""
+    usual = usual_for(teacher)
+    known = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": 40, "guidance_scale": usual.guidance[0],
+             "guidance_scale_2": usual.guidance[1], "negative_prompt": WAN_NEGATIVE_PROMPT}  # fmt: skip
+    known |= {k: facts[k] for k in known if k in facts}
+    if flags["guidance_scale"] is not None:
+        known["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does
+    if teacher.boundary is None:
+        known["guidance_scale_2"] = None  # diffusers refuses it for one expert
+    return flags | {k: v for k, v in known.items() if flags[k] is None}
+
+
+def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str, Any] | None:
+    """The checked DeepSpeed JSON of a teacher that is to be placed."""
+    if not file:
+        return None
+    where, ds = deepspeed_json.load(file)
+    ds = deepspeed_json.teacher_engine(where, ds, world)
+    placement, found = read_placement(ds), config_problems(where, without_block(ds))
+    if placement.placement == "auto":
+        found.append(problem(where, "wandistiller.placement", "auto", "Only training chooses; name the file that it chose."))
+    if distributed.rank() == placement.owner_rank:
+        found += device_map_problems(where, ds, top_modules(teacher.config), distributed.number_of_gpus())
+    if found:
+        raise ConfigError(*found)
+    return ds
+
+
+def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder) -> list[str]:
+    """What keeps the two from being asked the same."""
+    size = flags["height"], flags["width"], flags["num_frames"]
+    found = list(dict.fromkeys(teacher.size_problems(*size) + student.size_problems(*size)))
+    if flags["guidance_scale_2"] is not None and teacher.boundary is None:
+        found.append(problem(teacher.name, "guidance_scale_2", flags["guidance_scale_2"], "It has one expert; leave it out."))
+    if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
+        found.append(f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. Give a student with its VAE.")
+    return found

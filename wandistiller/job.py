@@ -8,15 +8,16 @@ from typing import Any
 
 from wandistiller import deepspeed_json
 from wandistiller.batch import Expert
-from wandistiller.conditioning import Item
 from wandistiller.config import RunConfig, as_dict
 from wandistiller.deepspeed_json import BatchSize
 from wandistiller.files import digest, fingerprint, write_json
-from wandistiller.latents import Rollouts, Size
+from wandistiller.items import Items, Kind
+from wandistiller.latents import Rollouts
+from wandistiller.media import Size, make_buckets
 from wandistiller.noise import FlowSchedule
-from wandistiller.objectives import VelocityMatching
+from wandistiller.objectives import Objective
 from wandistiller.placement import read_placement
-from wandistiller.student_config import StudentConfig
+from wandistiller.student_config import StudentConfig, lineage
 from wandistiller.wan import WanFolder, count_parameters
 
 
@@ -27,13 +28,13 @@ class Job:
     run: RunConfig
     """With the teacher's own values in place of None."""
     folder: WanFolder
-    items: list[Item]
+    items: Items
     student: StudentConfig
     student_transformer: dict[str, Any]
     student_ds: dict[str, Any]
     teacher_ds: dict[str, Any]
     batch: BatchSize
-    objective: VelocityMatching
+    objective: Objective
     resume_from: Path | None
 
     @property
@@ -45,8 +46,20 @@ class Job:
         return Path(self.run.cache_dir or self.output / "cache")
 
     @property
+    def samples(self) -> Path:
+        return Path(self.run.sample_dir or self.output / "samples")
+
+    @property
     def size(self) -> Size:
         return Size(self.run.height, self.run.width, self.run.num_frames)
+
+    @property
+    def buckets(self) -> list[Size]:
+        """What media are cut to, each to the nearest in shape; empty: all to the run's size."""
+        r, patch = self.run, self.folder.config["patch_size"]
+        multiple = (self.folder.spatial * patch[1], self.folder.spatial * patch[2])
+        sizes = make_buckets(r.height, r.width, multiple) if r.buckets is True else r.buckets or []
+        return [Size(height, width, r.num_frames) for height, width in sizes]
 
     @property
     def rollouts(self) -> Rollouts:
@@ -65,6 +78,16 @@ class Job:
     def student_experts(self) -> list[Expert]:
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
 
+    @property
+    def objectives(self) -> dict[Expert, Objective]:
+        """The objective of the network that learns from each expert, with the teacher's blocks that its own stand for."""
+        blocks = lineage(self.student, self.student_transformer, self.folder)
+        return {e: self.objective.for_student(blocks.get(e, blocks[Expert.HIGH_NOISE])) for e in Expert}
+
+    def with_layers(self, kept: list[int]) -> "Job":
+        """The run whose student keeps these layers, where it had said `importance`."""
+        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=kept))
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with a run that goes on from it."""
@@ -73,11 +96,18 @@ class Job:
             # a hub id's weights may not be here yet, but its commit says which they are
             "teacher": self.folder.revision or fingerprint(self.folder.path / e.value for e in self.folder.configs),
             "student": digest(dataclasses.asdict(self.student), self.student_transformer),
-            "data": digest([(i.prompt, str(i.media)) for i in self.items], str(self.rollouts), str(self.size)),
+            "data": digest(self.items.digest, str(self.rollouts), str(self.size), str(self.buckets), r.video_fps),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
             "seed": r.seed, "shift": r.shift, "train_batch_size": self.batch.total, "expert_blocks": r.expert_blocks,
+            **self._tuning,
         }  # fmt: skip
+
+    @property
+    def _tuning(self) -> dict[str, Any]:
+        """What is trained and averaged, where that was asked for: runs of before these keys go on."""
+        keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
+        return {key: value for key in keys if (value := getattr(self.run, key))}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -85,11 +115,13 @@ class Job:
         r = self.run
         return {
             "teacher_path": r.teacher_path, "teacher_revision": self.folder.revision,
-            "transformer": self.student_transformer, "shift": r.shift,
+            "transformer": self.student_transformer, "init": self.student.init, "keep_layers": self.student.keep_layers,
+            "shift": r.shift,
             "experts": [e.value for e in self.student_experts], "boundary": self.folder.boundary,
             "height": r.height, "width": r.width, "num_frames": r.num_frames, "steps": r.sample_steps,
             "guidance_scale": r.guidance_scale, "guidance_scale_2": r.guidance_scale_2,
             "negative_prompt": r.negative_prompt, "objective": str(self.objective), "max_steps": r.max_steps,
+            **self._tuning,
         }  # fmt: skip
 
     def write_resolved(self) -> None:
@@ -117,8 +149,9 @@ class Job:
             f"student   {student / 1e6:.1f}M parameters, {len(self.student_experts)} expert(s) of {layers} layers, "
             f"from {self.student.init}, ZeRO stage {deepspeed_json.stage(self.student_ds)}, "
             f"{deepspeed_json.dtype_name(self.student_ds)}",
-            f"data      {len(self.items)} prompts, {sum(i.media is not None for i in self.items)} with media, "
+            f"data      {len(self.items)} prompts, {(self.items.kinds != Kind.PROMPT).sum()} with media, "
             f"{r.height}x{r.width}, {r.num_frames} frame(s)",
+            *(f"{key:<14} {value}" for key, value in self._tuning.items()),
             f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",

@@ -1,26 +1,24 @@
 """Images, videos or teacher rollouts -> latent cache; and the one sampling loop, used for rollouts and for pictures."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
-import numpy as np
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.utils import load_video
-from PIL import Image, ImageOps
-from safetensors import safe_open
-from safetensors.torch import save_file
+from diffusers import AutoencoderKLWan, SchedulerMixin
 from torch import Tensor
 
 from wandistiller import distributed
 from wandistiller.batch import Batch
-from wandistiller.conditioning import VIDEOS, Item
-from wandistiller.config import ConfigError
-from wandistiller.files import atomic, digest, write_json
+from wandistiller.config import read_json
+from wandistiller.files import digest, write_json
+from wandistiller.items import Item
+from wandistiller.media import MediaError, Size, load_media, stamp
 from wandistiller.metrics import Progress
 from wandistiller.noise import TRAIN_TIMESTEPS, expert_at, keyed_normal
+from wandistiller.shards import Shards
 from wandistiller.wan import WanFolder
 
 
@@ -45,24 +43,19 @@ class Vae:
         return (pixels_BCFHW / 2 + 0.5).clamp(0, 1)
 
 
-def load_media(path: Path, height: int, width: int, num_frames: int) -> Tensor:
-    """One image, or the first `num_frames` of a video, scaled to cover and cropped: pixels_CFHW in [-1, 1]."""
-    try:
-        frames = load_video(str(path))[:num_frames] if path.suffix.lower() in VIDEOS else [_upright(path)]
-    except (ImportError, AttributeError):  # what diffusers raises where imageio or imageio-ffmpeg is missing
-        raise ConfigError(f"{path}: reading videos needs: pip install imageio imageio-ffmpeg.") from None
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow and imageio raise for files they cannot read
-        raise ConfigError(f"{path}: cannot be read: {error}. Mend it, or take it out of the data.") from None
-    if len(frames) < num_frames:
-        raise ConfigError(f"{path}: has {len(frames)} frame(s), the run wants {num_frames}. Lower num_frames or drop it.")
-    fitted = [ImageOps.fit(f.convert("RGB"), (width, height), Image.Resampling.LANCZOS) for f in frames]
-    return torch.stack([torch.from_numpy(np.array(f)).permute(2, 0, 1) for f in fitted], dim=1) / 127.5 - 1
+def _scheduler(folder: WanFolder, shift: float, steps: int, device: torch.device | None = None) -> SchedulerMixin:
+    """The pipeline's own, set to `steps`."""
+    name = diffusers.UniPCMultistepScheduler.load_config(folder.path / "scheduler")["_class_name"]
+    kind = getattr(diffusers, name)
+    key = "shift" if "shift" in kind.load_config(folder.path / "scheduler") else "flow_shift"
+    scheduler = kind.from_pretrained(folder.path / "scheduler", **{key: shift})
+    scheduler.set_timesteps(steps, device=device)
+    return scheduler
 
 
-def _upright(path: Path) -> Image.Image:
-    """An image turned as its camera says."""
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+def path_sigmas(folder: WanFolder, shift: float, steps: int) -> list[float]:
+    """sigma of the states of a rollout's path, falling from about 1 to 0: before each of its steps, then of x0."""
+    return _scheduler(folder, shift, steps).sigmas.tolist()
 
 
 def denoise(
@@ -76,29 +69,17 @@ def denoise(
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
     """
-    name = diffusers.UniPCMultistepScheduler.load_config(folder.path / "scheduler")["_class_name"]
-    kind = getattr(diffusers, name)
-    key = "shift" if "shift" in kind.load_config(folder.path / "scheduler") else "flow_shift"
-    scheduler = kind.from_pretrained(folder.path / "scheduler", **{key: shift})
-    scheduler.set_timesteps(steps, device=noise_BCFHW.device)
+    scheduler = _scheduler(folder, shift, steps, noise_BCFHW.device)
     x_t_BCFHW, states = noise_BCFHW, []
-    for t in scheduler.timesteps:
+    # UniPC asks the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
+    for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         sigma = t.item() / TRAIN_TIMESTEPS
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
-        states.append((sigma, x_t_BCFHW))
+        states.append((exact, x_t_BCFHW))
         batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, folder.boundary))
         with torch.no_grad():
             x_t_BCFHW = scheduler.step(velocity(batch), t, x_t_BCFHW, return_dict=False)[0]
     return x_t_BCFHW, states
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Pixels and frames of every sample of a run."""
-
-    height: int
-    width: int
-    num_frames: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,104 +93,129 @@ class Rollouts:
     shift: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is trained on: an item at a size; of a prompt without media, the teacher's rollout number `take`."""
+
+    item: Item
+    size: Size
+    take: int = 0
+
+
 class LatentCache:
-    """x0 of every training sample on disk, in shards named by what they hold; a sample is found by its number."""
+    """x0 of samples on disk, each under a key that says all it depends on."""
 
     def __init__(
-        self, cache: Path, folder: WanFolder, items: list[Item], size: Size, rollouts: Rollouts, vae_stamp: str,
-        teacher_stamp: str, shard_size: int,
+        self, cache: Path, folder: WanFolder, rollouts: Rollouts, *, fps: float, vae_stamp: str, teacher_stamp: str,
+        shard_size: int,
     ):  # fmt: skip
-        """Lay out the shards; nothing is read or written.
+        """Nothing is read or written yet.
 
         Args:
+            fps: frames a second that videos are sampled at.
             vae_stamp: stands for the VAE; for samples from media.
             teacher_stamp: stands for teacher, guidance and text; for rollouts.
             shard_size: samples per file, which is also the batch of one VAE or teacher call.
         """
-        self.folder, self.size, self.rollouts = folder, size, rollouts
-        media = [(item, 0) for item in items if item.media]
-        made = [(item, n) for item in items if not item.media for n in range(rollouts.per_prompt)]
-        self._media = self._layout(cache, media, shard_size, vae_stamp)
-        self._made = self._layout(cache, made, shard_size, teacher_stamp, rollouts)
-        shards = (self._media | self._made).items()
-        self._place = [(item, shard, i) for shard, chunk in shards for i, (item, _) in enumerate(chunk)]
-        self._manifest = cache / "latents" / f"manifest_{digest(*map(str, self._place))}.json"
+        self.folder, self.rollouts = folder, rollouts
+        self._fps, self._shard_size = fps, shard_size
+        making = dataclasses.replace(rollouts, per_prompt=0)  # how many are made changes none of them
+        self._made = Shards(cache / "latents" / digest(teacher_stamp, str(making)))
+        self._media = Shards(cache / "latents" / digest(vae_stamp))
+        self._unusable = cache / "latents" / "unusable.json"
 
-    def _layout(self, cache: Path, samples: list, shard_size: int, *stamp: object) -> dict[Path, list]:
-        chunks = [samples[i : i + shard_size] for i in range(0, len(samples), shard_size)]
-        names = [[(i.prompt, str(i.media), i.media and i.media.stat().st_mtime_ns, n) for i, n in c] for c in chunks]
-        stamp = (*map(str, stamp), str(self.size))
-        files = [cache / "latents" / f"{digest(stamp, n)}.safetensors" for n in names]
-        return dict(zip(files, chunks, strict=True))
+    def key(self, sample: Sample) -> str:
+        """What a sample is stored under."""
+        item, size = sample.item, str(sample.size)
+        return digest(stamp(item.media), size, self._fps) if item.media else digest(item.prompt, sample.take, size)
 
-    def __len__(self) -> int:
-        return len(self._place)
+    def __contains__(self, key: str) -> bool:
+        return key in self._made or key in self._media
 
-    @property
-    def prompts(self) -> list[str]:
-        """The prompt of each sample."""
-        return [item.prompt for item, _, _ in self._place]
+    def __getitem__(self, key: str) -> Tensor:
+        """x0_CFHW, normalised, float32."""
+        return (self._made if key in self._made else self._media).read(key, "x0")[0]
 
-    def __getitem__(self, sample: int) -> Tensor:
-        """x0_CFHW of one sample, normalised, float32."""
-        _, shard, i = self._place[sample]
-        with safe_open(shard, "pt") as opened:
-            return opened.get_tensor(f"{i}.x0")
+    def states(self, key: str) -> tuple[Tensor, Tensor]:
+        """sigma_S and x_SCFHW of a rollout, float32: the states before each of the teacher's steps, then x0 at sigma 0."""
+        sigma_T, x_TCFHW, x0_CFHW = self._made.read(key, "sigma", "path", "x0")
+        return torch.cat([sigma_T, sigma_T.new_zeros(1)]), torch.cat([x_TCFHW, x0_CFHW[None]])
 
-    def lacks_rollouts(self) -> bool:
-        """Whether the teacher is needed to complete the cache. Collective."""
-        return bool(self._missing(self._made))
+    def fill_media(self, samples: dict[str, Sample], device: torch.device) -> dict[str, str]:
+        """Encode images and videos, by key, the files split over the ranks. Collective.
 
-    def _missing(self, shards: dict[Path, list]) -> list[Path]:
-        return distributed.from_rank_0([s for s in shards if not s.is_file()])
-
-    def fill_media(self, device: torch.device) -> None:
-        """Encode images and videos, the shards split over the ranks. Collective."""
-        missing = self._missing(self._media)
-        mine = missing[distributed.rank() :: distributed.world_size()]
+        Returns:
+            key -> file and reason of each sample that cannot be used; the same on all ranks, and remembered.
+        """
+        known = distributed.from_rank_0(read_json(self._unusable) if self._unusable.is_file() else {})
+        missing = self._media.find(key for key in samples if key not in known)
+        files = []
+        for size in dict.fromkeys(samples[key].size for key in missing):
+            of_size = [key for key in missing if samples[key].size == size]
+            files += [of_size[i : i + self._shard_size] for i in range(0, len(of_size), self._shard_size)]
+        mine = files[distributed.rank() :: distributed.world_size()]
+        found: dict[str, str] = {}
         if mine:
             vae, progress = Vae(self.folder, device), Progress("latents from media", len(mine))
-            s = self.size
-            for shard in mine:
-                pixels = [load_media(item.media, s.height, s.width, s.num_frames) for item, _ in self._media[shard]]
-                self._write(shard, vae.encode(torch.stack(pixels).to(device)), [])
+            for keys in mine:
+                found |= self._encode({key: samples[key] for key in keys}, vae, device)
                 progress.advance()
-        distributed.barrier()
+        unusable = {key: why for theirs in distributed.gather_objects(found) for key, why in theirs.items()}
+        if unusable and distributed.rank() == 0:
+            write_json(self._unusable, known | unusable)
+        self._media.find(missing)
+        return {key: why for key, why in (known | unusable).items() if key in samples}
 
-    def fill_rollouts(self, velocity: Callable[[Batch], Tensor], text: Callable[[str], Tensor], device: torch.device) -> None:
-        """Sample with the teacher what has no media. Collective: every rank makes the same number of teacher calls."""
-        missing = self._missing(self._made)
-        world = distributed.world_size()
-        rounds = -(-len(missing) // world)
+    def _encode(self, samples: dict[str, Sample], vae: Vae, device: torch.device) -> dict[str, str]:
+        """Write one file of samples of one size; returns what is wrong with those that cannot be used."""
+        pixels, wrong = {}, {}
+        for key, sample in samples.items():
+            try:
+                pixels[key] = load_media(sample.item.media, sample.size, self._fps)
+            except MediaError as error:
+                wrong[key] = f"{sample.item.media}: {error}."
+        if pixels:
+            x0_BCFHW = vae.encode(torch.stack(list(pixels.values())).to(device))
+            tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(pixels, x0_BCFHW, strict=True)}
+            self._media.write(tensors, {key: str(samples[key].item.media) for key in pixels})
+        return wrong
+
+    def lacks_rollouts(self, samples: dict[str, Sample]) -> bool:
+        """Whether the teacher is needed for any of these samples, given by key. Collective."""
+        return bool(self._made.find(samples))
+
+    def fill_rollouts(
+        self, samples: dict[str, Sample], velocity: Callable[[Batch], Tensor], text: Callable[[str], Tensor],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Sample with the teacher. Collective: every rank makes the same number of teacher calls."""
+        missing, world = self._made.find(samples), distributed.world_size()
+        files = [missing[i : i + self._shard_size] for i in range(0, len(missing), self._shard_size)]
+        rounds = -(-len(files) // world)
         progress = Progress("latents from the teacher", rounds)
         for i in range(rounds):
             turn = i * world + distributed.rank()
-            shard = missing[min(turn, len(missing) - 1)]  # a rank without work repeats the last: collectives must match
-            x0_BCFHW, path = self._roll_out(velocity, text, self._made[shard], device)
-            if turn < len(missing):
-                self._write(shard, x0_BCFHW, path if self.rollouts.keep_path else [])
+            keys = files[min(turn, len(files) - 1)]  # a rank without work repeats the last: collectives must match
+            tensors = self._roll_out({key: samples[key] for key in keys}, velocity, text, device)
+            if turn < len(files):
+                self._made.write(tensors, {key: samples[key].item.prompt for key in keys})
             progress.advance()
         distributed.barrier()
+        self._made.find(missing)
 
-    def write_manifest(self) -> None:
-        """Say in a file, for people, what each shard of the complete cache holds."""
-        if distributed.rank() == 0 and not self._manifest.exists():
-            shards = {f.name: [i.prompt for i, _ in c] for f, c in (self._media | self._made).items()}
-            write_json(self._manifest, {"size": str(self.size), "rollouts": str(self.rollouts), "shards": shards})
-
-    def _roll_out(self, velocity: Callable[[Batch], Tensor], text: Callable[[str], Tensor], samples: list,
-                  device: torch.device) -> tuple[Tensor, list[tuple[float, Tensor]]]:  # fmt: skip
-        shape = self.folder.latent_shape(self.size.height, self.size.width, self.size.num_frames)
-        r = self.rollouts
-        noise = [keyed_normal(shape, r.seed, "rollout", item.prompt, n) for item, n in samples]
-        text_BLD = torch.stack([text(item.prompt) for item, _ in samples]).to(device)
-        return denoise(velocity, self.folder, r.shift, torch.stack(noise).to(device), text_BLD, r.steps)
-
-    def _write(self, shard: Path, x0_BCFHW: Tensor, path: list[tuple[float, Tensor]]) -> None:
-        tensors = {f"{i}.x0": x0_CFHW.float().cpu().contiguous() for i, x0_CFHW in enumerate(x0_BCFHW)}
-        if path:
-            tensors["sigma"] = torch.tensor([sigma for sigma, _ in path])
-            states_BTCFHW = torch.stack([x_t for _, x_t in path], dim=1)
-            tensors |= {f"{i}.path": states.float().cpu().contiguous() for i, states in enumerate(states_BTCFHW)}
-        with atomic(shard) as temporary:
-            save_file(tensors, temporary)
+    def _roll_out(
+        self, samples: dict[str, Sample], velocity: Callable[[Batch], Tensor], text: Callable[[str], Tensor],
+        device: torch.device,
+    ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+        """The tensors to store for samples of one size."""
+        r, size = self.rollouts, next(iter(samples.values())).size
+        shape = self.folder.latent_shape(size.height, size.width, size.num_frames)
+        noise = [keyed_normal(shape, r.seed, "rollout", s.item.prompt, s.take) for s in samples.values()]
+        text_BLD = torch.stack([text(s.item.prompt) for s in samples.values()]).to(device)
+        x0_BCFHW, path = denoise(velocity, self.folder, r.shift, torch.stack(noise).to(device), text_BLD, r.steps)
+        tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(samples, x0_BCFHW, strict=True)}
+        if r.keep_path:
+            for i, named in enumerate(tensors.values()):
+                named["sigma"] = torch.tensor([sigma for sigma, _ in path])
+                named["path"] = torch.stack([x_t_BCFHW[i].float() for _, x_t_BCFHW in path])
+        return tensors

@@ -73,13 +73,42 @@ class FlowSchedule:
             sample_index_B: global sample indices, `step * global_batch` + slot; all in one expert block.
             step: optimizer step, counted from 0.
         """
-        slot = sample_index_B[0] - step * self.global_batch
-        expert = self.draw_expert(step, slot * self.expert_blocks // self.global_batch)
+        expert = self._expert(sample_index_B, step)
         sigma_B = torch.tensor([self.draw_sigma(expert, step, i) for i in sample_index_B], dtype=torch.float32)
         noise = [keyed_normal(x0_BCFHW.shape[1:], self.seed, "noise", step, i) for i in sample_index_B]
         noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
         sigma_B = sigma_B.to(x0_BCFHW.device)
         return Batch(x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, expert)
+
+    def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
+        """The segments of a sampling path, from state s to s + 1, that begin where `expert` works."""
+        return [s for s, sigma in enumerate(sigma_S[:-1]) if expert_at(sigma, self.boundary) is expert]
+
+    def on_path(
+        self, sigma_S: Tensor, x_BSCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int
+    ) -> Batch:
+        """Put each sample at the start of one segment of its cached path, drawn among those of the step's expert.
+
+        The result's x0 and noise are the ends of the straight line through the segment's two states, so its noise - x0 is
+        the segment's velocity, (x_s - x_s+1) / (sigma_s - sigma_s+1).
+
+        Args:
+            sigma_S, x_BSCFHW: the states of each sample's path, sigma falling to 0, where the state is x0.
+        """
+        expert = self._expert(sample_index_B, step)
+        mine = self.segments(expert, sigma_S.tolist())
+        drawn = [torch.randint(len(mine), (), generator=keyed_generator(self.seed, "segment", step, i)) for i in sample_index_B]
+        s_B = torch.tensor([mine[d] for d in drawn], device=x_BSCFHW.device)
+        row_B = torch.arange(len(s_B), device=x_BSCFHW.device)
+        x_t_BCFHW, sigma_B = x_BSCFHW[row_B, s_B], sigma_S[s_B]
+        length_B1111 = (sigma_B - sigma_S[s_B + 1]).view(-1, 1, 1, 1, 1)
+        v_BCFHW = (x_t_BCFHW - x_BSCFHW[row_B, s_B + 1]) / length_B1111
+        x0_BCFHW = x0_from_velocity(x_t_BCFHW, v_BCFHW, sigma_B)
+        return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
+
+    def _expert(self, sample_index_B: list[int], step: int) -> Expert:
+        slot = sample_index_B[0] - step * self.global_batch
+        return self.draw_expert(step, slot * self.expert_blocks // self.global_batch)
 
 
 def expert_at(sigma: float, boundary: float | None) -> Expert:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from wandistiller.config import nearest, problem, unknown_keys
+from wandistiller.parts import names_part
 
 BLOCK = "wandistiller"
 
@@ -104,13 +105,8 @@ def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[s
     """
     made: dict[str, int | str] = {}
     for key, device in given.items():
-        span = re.fullmatch(r"blocks(?:\.(\d+)-(\d*))?", key)
-        if span:
-            first, last = int(span[1] or 0), int(span[2]) if span[2] else len(modules)
-            named = [f"blocks.{i}" for i in range(first, last + 1) if f"blocks.{i}" in modules]
-        else:
-            named = [key] if key != "*" else []
-        if named and named[0] not in modules:
+        named = [m for m in modules if key != "*" and names_part(key, m)]
+        if not named and key != "*" and not re.fullmatch(r"blocks\.\d+-\d*", key):
             layers = sum(m.startswith("blocks.") for m in modules)
             others = ", ".join(m for m in modules if not m.startswith("blocks."))
             raise ValueError(f"This teacher has no `{key}`. It has blocks.0-{layers - 1}, {others}; * is the rest.")

@@ -13,6 +13,7 @@ from torch import Tensor
 from wandistiller.config import ConfigError, problem
 from wandistiller.distributed import device
 from wandistiller.files import atomic
+from wandistiller.items import EMBEDDED, read_items
 from wandistiller.metrics import Progress
 from wandistiller.pictures import save_grid, to_pil
 from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan
@@ -43,6 +44,13 @@ def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
         pipeline.enable_model_cpu_offload(device=device())
         return pipeline
     return pipeline.to(device())
+
+
+def read_prompts(given: list[str]) -> list[str]:
+    """Texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
+    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
+        return [item.prompt for item in read_items(given[0])]
+    return given
 
 
 def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], how: Sampling) -> Tensor:

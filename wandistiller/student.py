@@ -7,24 +7,49 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from wandistiller import distributed, wan
+from wandistiller import blocks, distributed, swap, wan
 from wandistiller.batch import Answer, Batch, Expert
 from wandistiller.blocks import Blocks
+from wandistiller.deepspeed_json import on_nvme
+from wandistiller.ema import Ema
+from wandistiller.engines import forget_trial_step, mend_flops_profiler
+from wandistiller.placement import without_block
+from wandistiller.recompute import read_recompute
+from wandistiller.tuning import parameter_groups
 
 
 class Student:
     """The trained networks behind `velocity(batch)`, each in an engine of its own."""
 
-    def __init__(self, models: dict[Expert, WanTransformer3DModel], ds: dict[str, Any]):
-        """Put each model into an engine as `ds` (checked by `student_engine`) says. Collective."""
-        if "activation_checkpointing" in ds:
-            deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)
-        self._blocks = {expert: Blocks(model, ds) for expert, model in models.items()}
-        self.engines = {expert: _engine(model, ds) for expert, model in models.items()}
+    def __init__(self, models: dict[Expert, WanTransformer3DModel], ds: dict[str, Any], *,
+                 learning_rates: dict[str, float] | None = None, ema: float | None = None, ema_start: int = 0):  # fmt: skip
+        """Put each model into an engine as `ds` (checked by `student_engine`) says. Collective.
+
+        Args:
+            models: as `tuning.tune` left them.
+            learning_rates: factors by part, as in `parts.factor`.
+            ema: decay of the average of the weights, which begins after `ema_start` steps.
+        """
+        again, ds = read_recompute(ds), without_block(ds)
+        if again:
+            blocks.configure(ds)
+        self._blocks = {expert: Blocks(model, again) for expert, model in models.items()}
+        self.engines = {expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()}
+        self.averages = {expert: Ema(engine, ema, ema_start) for expert, engine in self.engines.items() if ema is not None}
 
     def engine(self, expert: Expert) -> Any:
         """The engine that learns from a batch of `expert`; a one-expert student has but one."""
         return self.engines.get(expert, self.engines[Expert.HIGH_NOISE])
+
+    def average(self, expert: Expert, done: int) -> None:
+        """Take the weights after `done` steps of the run into the average of the expert that the last step trained.
+
+        The other expert's waits for its own turn, as its weights do: the decay counts updates, whatever share of them an
+        expert has.
+        """
+        for trained, average in self.averages.items():
+            if self.engines[trained] is self.engine(expert):
+                average.update(done)
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""
@@ -36,12 +61,19 @@ class Student:
         # ZeRO-3 counts micro-steps in the engine's own forward; past it, it keeps the last gradient only (0.19.8)
         network = engine if torch.is_grad_enabled() else engine.module
         v_BCFHW = wan.velocity(network, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
-        blocks = self._blocks.get(batch.expert, self._blocks[Expert.HIGH_NOISE])
-        features, blocks.features = blocks.features, {}
+        watched = self._blocks.get(batch.expert, self._blocks[Expert.HIGH_NOISE])
+        features, watched.features = watched.features, {}
         return Answer(v_BCFHW, features)
 
 
-def _engine(model: WanTransformer3DModel, ds: dict[str, Any]) -> Any:
-    engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=list(model.parameters()), config=ds)
+def _engine(model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: dict[str, float], expert: Expert) -> Any:
+    groups, ds = parameter_groups(model, learning_rates, ds)
+    if ds.get("flops_profiler", {}).get("enabled"):
+        mend_flops_profiler()
+    if on_nvme(ds):
+        distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
+        ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}")
+    engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
+    forget_trial_step(engine)
     model.rope = wan.fresh_rope(model).to(distributed.device())  # data_types.buffer_dtype would have cast its tables
     return engine

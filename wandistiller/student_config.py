@@ -6,9 +6,18 @@ from typing import Any
 
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json, unknown_keys
+from wandistiller.prune import fits_rope
 from wandistiller.wan import WanFolder
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
+SIZE_KEYS = ("num_layers", *WIDTH_KEYS)
+CHOICES = {
+    "experts": ("one", "two"),
+    "from_expert": ("low_noise", "high_noise", "average"),
+    "width_basis": ("channels", "principal", "truncate"),
+    "ffn_units": ("activation", "weight"),
+}
+IMPORTANCE = "importance"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,15 +28,23 @@ class StudentConfig:
     """`teacher`, `random`, or the folder of a diffusers pipeline or transformer."""
     num_layers: int | float | None = None
     """A number of layers, or a share of the teacher's: 0.5 is half."""
-    num_attention_heads: int | None = None
-    attention_head_dim: int | None = None
-    ffn_dim: int | None = None
+    num_attention_heads: int | float | None = None
+    """With `attention_head_dim` also the hidden width, which is their product. Each may be a share of the teacher's."""
+    attention_head_dim: int | float | None = None
+    ffn_dim: int | float | None = None
     keep_layers: str | list[int] = "uniform"
-    """Teacher layers copied: `uniform` (evenly spaced), `ends` (first and last), or their numbers."""
+    """Teacher layers copied: `uniform` (evenly spaced), `ends` (first and last), their numbers, or `importance`: those whose
+    absence the teacher's velocity suffers from most, measured on cached data when training starts."""
     experts: str = "one"
     """`one` network for all sigma, or `two`, split at the teacher's boundary."""
     from_expert: str = "low_noise"
-    """Which expert a one-expert student is copied from: `low_noise` or `high_noise`."""
+    """Which expert a one-expert student is copied from: `low_noise`, `high_noise`, or the `average` of their weights."""
+    width_basis: str = "channels"
+    """What a smaller hidden width keeps of the residual stream: its strongest `channels`, its `principal` directions, or
+    `truncate`, the first channels."""
+    ffn_units: str = "activation"
+    """Which feed-forward units a smaller `ffn_dim` keeps: those that write most as measured on cached data (`activation`), or
+    those with the largest weights (`weight`)."""
 
 
 def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -> tuple[StudentConfig, dict[str, Any]]:
@@ -41,15 +58,14 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
     known = [f.name for f in fields(StudentConfig)]
     found = unknown_keys(where, values, known)
     student = StudentConfig(**{k: v for k, v in values.items() if k in known})
-    if isinstance(student.num_layers, float) and 0 < student.num_layers <= 1:
-        student = replace(student, num_layers=max(1, round(student.num_layers * folder.config["num_layers"])))
+    student = replace(student, **_shares(student, folder.config))
     found += _value_problems(where, student, folder)
     if found:
         raise ConfigError(*found)
     if student.init not in ("teacher", "random"):
         config = _config_of(where, student)
     else:
-        given = {k: getattr(student, k) for k in ("num_layers", *WIDTH_KEYS) if getattr(student, k) is not None}
+        given = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
         config = {**folder.config, **given}
@@ -58,16 +74,25 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
     return student, config
 
 
+def _shares(student: StudentConfig, teacher: dict[str, Any]) -> dict[str, int]:
+    """The numbers that shares of the teacher's mean; a head's width is even."""
+    shares = {k: getattr(student, k) for k in SIZE_KEYS if isinstance(getattr(student, k), float)}
+    units = {"attention_head_dim": 2}
+    return {
+        k: units.get(k, 1) * max(1, round(share * teacher[k] / units.get(k, 1)))
+        for k, share in shares.items() if 0 < share <= 1
+    }  # fmt: skip
+
+
 def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
     found = []
     if not isinstance(student.init, str) or not student.init:
         found.append(problem(where, "init", student.init, "Write teacher, random, or a folder with a Wan transformer."))
-    for key in ("num_layers", *WIDTH_KEYS):
+    for key in SIZE_KEYS:
         value = getattr(student, key)
         if value is not None and (type(value) is not int or value < 1):
-            found.append(problem(where, key, value, "Write a positive integer (num_layers: or a share, 0.5)."))
-    choices = {"experts": ("one", "two"), "from_expert": ("low_noise", "high_noise")}
-    for key, allowed in choices.items():
+            found.append(problem(where, key, value, "Write a positive integer, or a share of the teacher's, 0.5."))
+    for key, allowed in CHOICES.items():
         if getattr(student, key) not in allowed:
             found.append(problem(where, key, getattr(student, key), f"Write {' or '.join(allowed)}."))
     if student.experts == "two" and folder.boundary is None:
@@ -79,8 +104,8 @@ def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> li
             found.append(problem(where, "keep_layers", keep, f"Write rising layer numbers from 0 to {layers - 1}."))
         elif student.num_layers not in (None, len(keep)):
             found.append(problem(where, "num_layers", student.num_layers, f"keep_layers names {len(keep)}; leave one out."))
-    elif keep not in ("uniform", "ends"):
-        found.append(problem(where, "keep_layers", keep, "Write uniform, ends, or a list of layer numbers."))
+    elif keep not in ("uniform", "ends", IMPORTANCE):
+        found.append(problem(where, "keep_layers", keep, "Write uniform, ends, importance, or a list of layer numbers."))
     return found
 
 
@@ -88,31 +113,56 @@ def _shape_problems(where: str, student: StudentConfig, config: dict[str, Any], 
     teacher, found = folder.config, []
     if config["attention_head_dim"] % 2:
         found.append(problem(where, "attention_head_dim", config["attention_head_dim"], "Rope needs an even number."))
-    heads = student.num_attention_heads
-    if heads and student.attention_head_dim is None and teacher["num_attention_heads"] % heads:
-        found.append(problem(where, "num_attention_heads", heads, f"It does not divide the teacher's "
-                             f"{teacher['num_attention_heads']}. Write a divisor, or give attention_head_dim too."))  # fmt: skip
     for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
         if config[key] != teacher[key]:
             found.append(problem(f"{where}: {student.init}", key, config[key], f"The teacher has {teacher[key]}; a student "
                                  "must take and give the same latents and text."))  # fmt: skip
-    if student.init == "random" and student.keep_layers != "uniform":
-        found.append(problem(where, "keep_layers", student.keep_layers, 'A random start keeps none; leave it out.'))
+    found += _needless_problems(where, student, config, teacher)
     if student.init == "teacher":
-        layers = teacher["num_layers"]
-        if config["num_layers"] > layers:
-            found.append(problem(where, "num_layers", config["num_layers"],
-                                 f'{folder.name} has {layers}. Write at most that, or "init": "random".'))  # fmt: skip
-        for key in WIDTH_KEYS:
-            if config[key] != teacher[key]:
-                found.append(problem(where, key, config[key], f'A student that starts from the teacher has its width '
-                                     f'({teacher[key]}). Leave it out, or write "init": "random".'))  # fmt: skip
+        for key in SIZE_KEYS:
+            if config[key] > teacher[key]:
+                found.append(problem(where, key, config[key],
+                                     f'{folder.name} has {teacher[key]}. Write at most that, or "init": "random".'))  # fmt: skip
+        if not (found or fits_rope(teacher["attention_head_dim"], config["attention_head_dim"])):
+            fitting = [n for n in range(2, teacher["attention_head_dim"] + 1, 2) if fits_rope(teacher["attention_head_dim"], n)]
+            found.append(problem(where, "attention_head_dim", config["attention_head_dim"], "Rope's split of it among time, "
+                                 f"height and width is no part of the teacher's. Write one of {fitting}."))  # fmt: skip
+        if narrower(config, teacher) and not teacher["cross_attn_norm"]:
+            found.append(problem(folder.name, "cross_attn_norm", False, "Only teachers with it can be made narrower; leave "
+                                 "the heads alone."))  # fmt: skip
+    elif (heads := student.num_attention_heads) and student.attention_head_dim is None and teacher["num_attention_heads"] % heads:
+        found.append(problem(where, "num_attention_heads", heads, f"It does not divide the teacher's "
+                             f"{teacher['num_attention_heads']}. Write a divisor, or give attention_head_dim too."))  # fmt: skip
     return found
+
+
+def _needless_problems(where: str, student: StudentConfig, config: dict[str, Any], teacher: dict[str, Any]) -> list[str]:
+    """Keys that choose what is kept, of a student that keeps all or nothing of it."""
+    usual, given, found = StudentConfig(), student, []
+    if student.init != "teacher":
+        for key in ("keep_layers", "from_expert", "width_basis", "ffn_units"):
+            if getattr(given, key) != getattr(usual, key):
+                found.append(problem(where, key, getattr(given, key), "It chooses what is kept of the teacher; leave it out, "
+                                     'or write "init": "teacher".'))  # fmt: skip
+        return found
+    if given.experts == "two" and given.from_expert != usual.from_expert:
+        found.append(problem(where, "from_expert", given.from_expert, "Each of two experts starts from its own; leave it out."))
+    if given.width_basis != usual.width_basis and not narrower(config, teacher):
+        found.append(problem(where, "width_basis", given.width_basis, "The hidden width is the teacher's; leave it out, or "
+                             "write fewer heads or a smaller head."))  # fmt: skip
+    if given.ffn_units != usual.ffn_units and config["ffn_dim"] == teacher["ffn_dim"]:
+        found.append(problem(where, "ffn_units", given.ffn_units, "ffn_dim is the teacher's; leave it out, or write less."))
+    return found
+
+
+def narrower(config: dict[str, Any], teacher: dict[str, Any]) -> bool:
+    """Whether the hidden width, which is that of all heads together, was cut."""
+    return any(config[key] != teacher[key] for key in ("num_attention_heads", "attention_head_dim"))
 
 
 def _config_of(where: str, student: StudentConfig) -> dict[str, Any]:
     """The transformer config in the folder that the student starts from."""
-    if any(getattr(student, k) is not None for k in ("num_layers", *WIDTH_KEYS)):
+    if any(getattr(student, k) is not None for k in SIZE_KEYS):
         raise ConfigError(f'{where}: "init" names a folder, which fixes the architecture. Leave the sizes out.')
     file = transformer_folder(student.init, Expert.HIGH_NOISE) / "config.json"
     if not file.is_file():
@@ -132,10 +182,21 @@ def kept_layers(student: StudentConfig, config: dict[str, Any], folder: WanFolde
     layers, kept = folder.config["num_layers"], config["num_layers"]
     if isinstance(student.keep_layers, list):
         return student.keep_layers
+    if student.keep_layers == IMPORTANCE:
+        raise ValueError("Which layers are important is known once they were measured: ask `begin` for the run's job.")
     if student.keep_layers == "ends":
         first = (kept + 1) // 2
         return [*range(first), *range(layers - (kept - first), layers)]
     return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+
+
+def source_experts(student: StudentConfig, folder: WanFolder, expert: Expert) -> list[Expert]:
+    """The teacher's experts that one of the student's networks is made of; of several the average."""
+    if len(folder.configs) == 1:
+        return [Expert.HIGH_NOISE]
+    if student.experts == "two":
+        return [expert]
+    return {"low_noise": [Expert.LOW_NOISE], "high_noise": [Expert.HIGH_NOISE], "average": list(Expert)}[student.from_expert]
 
 
 def stands_for(kept: list[int], layers: int) -> list[int]:
@@ -143,4 +204,14 @@ def stands_for(kept: list[int], layers: int) -> list[int]:
 
     Its output is what feature matching compares with. Source: BK-SDM, Kim et al. 2023, arXiv:2305.15798.
     """
-    return [*(k - 1 for k in kept[1:]), layers - 1]
+    return [*(max(0, k - 1) for k in kept[1:]), layers - 1]  # a student of more layers may stand for the first twice
+
+
+def lineage(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> dict[Expert, list[int]]:
+    """For each network of the student the teacher blocks that its blocks stand for; feature matching compares with these.
+
+    To be asked once `keep_layers` is resolved (no longer `importance`): of a Job that `train` has begun. A student that
+    does not start from the teacher's layers stands for evenly spaced ones.
+    """
+    blocks = stands_for(kept_layers(student, config, folder), folder.config["num_layers"])
+    return {expert: blocks for expert in (Expert if student.experts == "two" else (Expert.HIGH_NOISE,))}

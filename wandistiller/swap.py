@@ -1,36 +1,37 @@
-"""A folder of its own on disk for each process and engine, for teachers that live there; gone when the process ends."""
+"""A folder of its own on disk for each process and engine, for weights that live there; gone when the process ends."""
 
 import atexit
 import fcntl
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wandistiller import distributed
-from wandistiller.wan import parameter_dtype
-from wandistiller.weights import WeightReader
 
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
 
 
-def to_own_folder(ds: dict[str, Any], reader: WeightReader, dtype: torch.dtype, engine: str) -> dict[str, Any]:
-    """`ds` with its NVMe path moved into a new folder, and buffers as large as this rank's largest part.
+def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str) -> dict[str, Any]:
+    """`ds` with its NVMe paths moved into a new folder, and buffers as large as this rank's largest part.
 
     Engines that share a path delete each other's files, and smaller buffers stop the run (deepspeed 0.19.8).
+
+    Args:
+        numels: numbers in each tensor that will be on disk.
+        engine: a name of its own for each engine of the process.
     """
-    offload = ds["zero_optimization"]["offload_param"]
-    swapped = [s.shape.numel() for name, s in reader.stored.items() if parameter_dtype(name, dtype) == dtype]
-    part = -(-max(swapped) // distributed.world_size())
-    own = offload | {
-        "nvme_path": str(own_folder(Path(offload["nvme_path"])) / engine),
-        "buffer_size": max(part, offload.get("buffer_size", 0)),
-    }
-    return ds | {"zero_optimization": ds["zero_optimization"] | {"offload_param": own}}
+    zero = dict(ds["zero_optimization"])
+    for section in ("offload_param", "offload_optimizer"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section] = zero[section] | {"nvme_path": str(own_folder(Path(zero[section]["nvme_path"])) / engine)}
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        part = -(-max(numels) // distributed.world_size())
+        zero["offload_param"]["buffer_size"] = max(part, zero["offload_param"].get("buffer_size", 0))
+    return ds | {"zero_optimization": zero}
 
 
 _own: dict[Path, tuple[Path, Any]] = {}  # the open lock file keeps the folder marked

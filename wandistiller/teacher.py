@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller import dispatch, distributed, loading, swap, wan
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Answer, Batch, Expert, join, split
 from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.objectives import Teacher
@@ -19,7 +19,7 @@ from wandistiller.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTeacher:
+class LocalTeacher(Teacher):
     """One module per expert; an engine's module is just a module."""
 
     experts: dict[Expert, nn.Module]
@@ -28,10 +28,19 @@ class LocalTeacher:
     """Where the inputs go, if that is not where they are; the answer comes back."""
 
     @torch.no_grad()
-    def velocity(self, batch: Batch) -> Tensor:
-        """v_BCFHW of the text branch alone, float32."""
+    def answer(self, batch: Batch, blocks: tuple[int, ...]) -> Answer:
+        """v_BCFHW of the text branch alone, float32, and the hidden states after `blocks`."""
+        model, home = self.experts[batch.expert], batch.x_t_BCFHW.device
         inputs = (t if self.device is None else t.to(self.device) for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD))
-        return wan.velocity(self.experts[batch.expert], *inputs).to(batch.x_t_BCFHW.device)
+        features: dict[int, Tensor] = {}
+        hooks = [
+            model.blocks[k].register_forward_hook(lambda *args, k=k: features.update({k: args[-1].to(home)})) for k in blocks
+        ]
+        try:
+            return Answer(wan.velocity(model, *inputs).to(home), features)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class Guidance:
 
 
 @dataclass(frozen=True, slots=True)
-class GuidedTeacher:
+class GuidedTeacher(Teacher):
     """Classifier-free guidance folded into the answer."""
 
     inner: Teacher
@@ -52,40 +61,43 @@ class GuidedTeacher:
     passes: int = 1
     """1: text and null branch in one forward pass; 2: one after the other."""
 
-    def velocity(self, batch: Batch) -> Tensor:
-        """v_BCFHW = v_null + w (v_text - v_null), float32. Source: Ho and Salimans 2022, arXiv:2207.12598."""
+    def answer(self, batch: Batch, blocks: tuple[int, ...]) -> Answer:
+        """v_BCFHW = v_null + w (v_text - v_null), float32, and the text branch's hidden states.
+
+        Source: Ho and Salimans 2022, arXiv:2207.12598.
+        """
         scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
-            return self.inner.velocity(batch)
+            return self.inner.answer(batch, blocks)
         null = batch.at(text_BLD=self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD).contiguous())
         if self.passes == 2:
-            v_text_BCFHW, v_null_BCFHW = self.inner.velocity(batch), self.inner.velocity(null)
+            text, v_null_BCFHW = self.inner.answer(batch, blocks), self.inner.velocity(null)
         else:
-            both = batch.at(
-                x_t_BCFHW=batch.x_t_BCFHW.repeat(2, 1, 1, 1, 1),
-                sigma_B=batch.sigma_B.repeat(2),
-                text_BLD=torch.cat([batch.text_BLD, null.text_BLD]),
-            )
-            v_text_BCFHW, v_null_BCFHW = self.inner.velocity(both).chunk(2)
-        return v_null_BCFHW + scale * (v_text_BCFHW - v_null_BCFHW)
+            batches = {"text": batch, "null": null}
+            answers = split(self.inner.answer(join(batches), blocks), batches)
+            text, v_null_BCFHW = answers["text"], answers["null"].v_BCFHW
+        v_BCFHW = v_null_BCFHW + scale * (text.v_BCFHW - v_null_BCFHW)
+        return Answer(v_BCFHW, {k: h_BSD.clone() for k, h_BSD in text.features.items()})  # no view that keeps the null half
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerTeacher:
+class OwnerTeacher(Teacher):
     """The teacher lives on one rank, which answers for all, rank by rank: so the answers are those of a replica."""
 
     inner: Teacher | None
     """None on the other ranks."""
     owner: int
 
-    def velocity(self, batch: Batch) -> Tensor:
-        """v_BCFHW to this rank's batch, float32. Collective; the ranks' batches may differ in length."""
+    def answer(self, batch: Batch, blocks: tuple[int, ...]) -> Answer:
+        """The answer to this rank's batch. Collective; the ranks' batches may differ in length."""
 
-        def answer(theirs: list[Tensor]) -> Tensor:
+        def ask(theirs: list[Tensor]) -> list[Tensor]:
             x_t_BCFHW, sigma_B, text_BLD = theirs
-            return self.inner.velocity(Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert))
+            found = self.inner.answer(Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert), blocks)
+            return [found.v_BCFHW, *(found.features[k] for k in blocks)]
 
-        return distributed.exchange(self.owner, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], answer)
+        v_BCFHW, *features = distributed.exchange(self.owner, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], ask)
+        return Answer(v_BCFHW, dict(zip(blocks, features, strict=True)))
 
 
 def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None) -> Teacher:
@@ -120,7 +132,9 @@ def _engine(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[st
     engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
     if offload_device(ds) == "nvme":
         distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
-        engine_ds = swap.to_own_folder(engine_ds, reader, _dtype(ds), expert.value)
+        dtype = _dtype(ds)
+        swapped = [s.shape.numel() for name, s in reader.stored.items() if wan.parameter_dtype(name, dtype) == dtype]
+        engine_ds = swap.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}")
     model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device())
     engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
     # called through .module: the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)

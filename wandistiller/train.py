@@ -3,13 +3,19 @@
 import shutil
 from pathlib import Path
 
-from wandistiller import checkpoint, distributed
+from wandistiller import begin, checkpoint, distributed, wan
+from wandistiller.batch import Expert
+from wandistiller.blocks import add_projections
+from wandistiller.cuts import Cuts
+from wandistiller.data import CachedData
 from wandistiller.export import export
 from wandistiller.job import Job
+from wandistiller.objectives import Teacher
 from wandistiller.prepare import guided_teacher, prepare
-from wandistiller.start import start_model
+from wandistiller.start import blank_model, start_model
 from wandistiller.student import Student
 from wandistiller.trainer import Trainer
+from wandistiller.tuning import tune
 
 
 def run(job: Job) -> None:
@@ -24,23 +30,50 @@ def run(job: Job) -> None:
         distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
         data, text, teacher = prepare(job)
-        teacher = teacher or guided_teacher(job, text)
-        Trainer(job, data, text, teacher, build_student(job)).train()
+        if job.objective.needs_teacher or begin.needs_measuring(job):
+            teacher = teacher or guided_teacher(job, text)
+        job, student = _started(job, data, teacher)
+        teacher = teacher if job.objective.needs_teacher else None
+        Trainer(job, data, text, teacher, student).train()
     distributed.finish()
     if distributed.rank() == 0:
         finished = export(job.output, job.output / "student")
-        newest = max((job.output / "samples").glob("step_*.png"))
+        newest = max(job.samples.glob("step_*.png"))
         for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
             distributed.log0("%-9s %s", what, where)
 
 
-def build_student(job: Job) -> Student:
-    """The student at its start, in its engines. Collective."""
+def _started(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
+    """The student, at its start or where a checkpoint's weights will go, and the run with all chosen. Collective."""
+    if job.resume_from:
+        return job, build_student(job)
+    job, cuts = begin.choose(job, data, teacher) if begin.needs_measuring(job) else (job, {})
+    begin.write_lineage(job, cuts)
+    student = build_student(job, cuts)
+    if teacher:
+        begin.report(job, data, teacher, student)
+    return job, student
+
+
+def build_student(job: Job, cuts: dict[Expert, Cuts] | None = None) -> Student:
+    """The student in its engines: at its start, or blank where a checkpoint gives the weights. Collective.
+
+    Args:
+        cuts: how each network is cut from the teacher, if it is narrower.
+    """
+    config = job.student_transformer
     models = {
-        expert: start_model(job.student, job.student_transformer, job.folder, expert, job.run.seed)
+        expert: blank_model(config) if job.resume_from else
+        start_model(job.student, config, job.folder, expert, job.run.seed, (cuts or {}).get(expert))
         for expert in job.student_experts
-    }
-    return Student(models, job.student_ds)
+    }  # fmt: skip
+    for expert, model in models.items():
+        tune(model, job.run)
+        if term := job.objectives[expert].feature_term:
+            add_projections(model, term.blocks, wan.width(job.folder.config))
+    checkpoint.keep_frozen(models, job.output, job.resume_from)
+    return Student(models, job.student_ds, learning_rates=job.run.learning_rates, ema=job.run.ema,
+                   ema_start=job.run.ema_start)  # fmt: skip
 
 
 def _set_aside(checkpoints: Path) -> None:

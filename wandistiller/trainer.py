@@ -1,17 +1,20 @@
 """The training loop: data -> noise -> teacher -> student -> loss -> step, then what a person wants to see."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from wandistiller import checkpoint, distributed
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Expert, join, split
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.job import Job
 from wandistiller.latents import Vae, denoise
 from wandistiller.metrics import Metrics
 from wandistiller.noise import keyed_normal
-from wandistiller.objectives import Teacher
+from wandistiller.objectives import NOISED, PATH, Teacher
 from wandistiller.pictures import save_grid
 from wandistiller.student import Student
 
@@ -19,11 +22,12 @@ from wandistiller.student import Student
 class Trainer:
     """Trains `student` towards `teacher` on `data`; every method is collective."""
 
-    def __init__(self, job: Job, data: CachedData, text: TextCache, teacher: Teacher, student: Student):
+    def __init__(self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student):
+        """`teacher` is None for an objective that needs none."""
         self.job, self.data, self.text = job, data, text
         self.teacher, self.student = teacher, student
-        self.schedule, self.objective = job.schedule, job.objective
-        self._teacher_pictures: list[Tensor] = []
+        self.schedule, self.objectives = job.schedule, job.objectives
+        self._teacher_row: dict[str, list[Tensor]] = {}
 
     def train(self) -> None:
         """Run from the last checkpoint, if there is one, to the last step."""
@@ -33,48 +37,61 @@ class Trainer:
             distributed.log0("resumed %s: %d of %d steps are done", job.resume_from, start, job.run.max_steps)
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
         for step in range(start, job.run.max_steps):
-            loss, expert = self.optimizer_step(step)
+            losses, expert = self.optimizer_step(step)
             engine = self.student.engine(expert)
-            metrics.step(step + 1, loss=loss, grad_norm=_number(engine.get_global_grad_norm()), lr=engine.get_lr()[0],
-                         expert=expert.value)  # fmt: skip
+            metrics.step(step + 1, loss=job.objective.total(losses), grad_norm=_number(engine.get_global_grad_norm()),
+                         lr=engine.get_lr()[0], expert=expert.value, **job.objective.named(losses))  # fmt: skip
             self._save_and_show(step + 1)
             metrics.pause()
 
-    def optimizer_step(self, step: int) -> tuple[float, Expert]:
-        """All micro-steps of one optimizer step; returns the mean loss over all ranks and the last expert used."""
+    def optimizer_step(self, step: int) -> tuple[list[float], Expert]:
+        """All micro-steps of one optimizer step; returns each term's mean loss over all ranks, and the last expert used."""
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         expert = results[-1][1]
         for engine in self.student.engines.values():  # learning rates follow the run, not the expert's own turns
             if engine is not self.student.engine(expert) and engine.lr_scheduler is not None:
                 engine.lr_scheduler.step()
-        return self._mean_over_ranks([loss_B for loss_B, _ in results], expert), expert
+        self.student.average(expert, step + 1)
+        return self._mean_over_ranks([loss_TB for loss_TB, _ in results], expert), expert
 
     def micro_step(self, step: int, micro: int) -> tuple[Tensor, Expert]:
-        """One forward and backward pass on this rank's samples; returns loss_B, detached, and the expert."""
-        batch = self.batch(step, micro)
-        target_BCFHW = self.objective.target(self.teacher, batch)
-        v_BCFHW = self.student.velocity(batch)
-        loss_B = self.objective.loss(v_BCFHW, target_BCFHW, batch)
-        engine = self.student.engine(batch.expert)
-        engine.backward(loss_B.mean())  # scaled by 1 / accumulation inside
+        """One forward and backward pass on this rank's samples; returns each term's loss_TB, detached, and the expert."""
+        batches = self.batches(step, micro)
+        batch = join(batches)  # one forward pass for all: engines count a backward pass by its forward (deepspeed 0.19.8)
+        objective, engine = self.objectives[batch.expert], self.student.engine(batch.expert)
+        target = objective.target(self.teacher, batches)
+        answers = split(self.student.answer(batch), batches)
+        loss_TB = objective.losses(answers, target, batches)
+        engine.backward(objective.total(loss_TB).mean())  # scaled by 1 / accumulation inside
         engine.step()  # updates on the last micro-step only
-        return loss_B.detach(), batch.expert
+        return loss_TB.detach(), batch.expert
 
-    def batch(self, step: int, micro: int) -> Batch:
-        """This rank's samples: consecutive global indices, cut by micro-step and then by rank."""
+    def batches(self, step: int, micro: int) -> dict[str, Batch]:
+        """This rank's samples, consecutive global indices cut by micro-step and then by rank, at each kind of states."""
         b = self.job.batch
         first = step * b.total + (micro * distributed.world_size() + distributed.rank()) * b.micro
         sample_index_B = list(range(first, first + b.micro))
-        return self.schedule.noised(*self.data.batch(sample_index_B), sample_index_B, step)
+        x0_BCFHW, text_BLD = self.data.batch(sample_index_B)
+        found = {}
+        if NOISED in self.job.objective.states:
+            found[NOISED] = self.schedule.noised(x0_BCFHW, text_BLD, sample_index_B, step)
+        if PATH in self.job.objective.states:
+            found[PATH] = self.schedule.on_path(*self.data.states(sample_index_B), text_BLD, sample_index_B, step)
+        return found
 
-    def _mean_over_ranks(self, losses: list[Tensor], expert: Expert) -> float:
-        """Mean loss of the global batch, summed in sample order whatever the ranks; checks that experts agree."""
-        mine = torch.cat([*losses, losses[0].new_tensor([list(Expert).index(expert)])])
-        all_ranks = distributed.gather_tensor(mine.float()).view(distributed.world_size(), -1)
+    def _mean_over_ranks(self, losses: list[Tensor], expert: Expert) -> list[float]:
+        """Each term's mean over the global batch, summed in sample order whatever the ranks; checks that experts agree.
+
+        Args:
+            losses: this rank's loss_TB of each micro-step M.
+        """
+        loss_MTB, world = torch.stack(losses).float(), distributed.world_size()
+        mine = torch.cat([loss_MTB.flatten(), loss_MTB.new_tensor([list(Expert).index(expert)])])
+        all_ranks = distributed.gather_tensor(mine).view(world, -1)
         if (all_ranks[:, -1] != all_ranks[0, -1]).any():
             raise RuntimeError(f"The ranks used different experts: {all_ranks[:, -1].tolist()}. Please report this.")
-        by_sample = all_ranks[:, :-1].view(distributed.world_size(), len(losses), -1).transpose(0, 1)
-        return by_sample.double().mean().item()
+        loss_RMTB = all_ranks[:, :-1].view(world, *loss_MTB.shape)
+        return loss_RMTB.permute(2, 1, 0, 3).flatten(1).double().mean(1).tolist()
 
     def _save_and_show(self, done: int) -> None:
         run = self.job.run
@@ -89,29 +106,39 @@ class Trainer:
         """Write a grid, teacher beside student, fixed prompts and noise; the ranks share the work. Collective."""
         job = self.job
         vae = Vae(job.folder, distributed.device())  # here for a moment only; training holds no VAE
-        rows = {}
-        if not self._teacher_pictures:
-            self._teacher_pictures = self._pictures(self.teacher, vae)
-        rows["teacher"] = self._teacher_pictures
-        rows["student"] = self._pictures(self.student, vae)
-        file = job.output / "samples" / f"step_{done:08d}.png"
+        if not self._teacher_row:
+            self._teacher_row = self._first_row(vae)
+        rows = self._teacher_row | {"student": self._pictures(partial(self._sampled, self.student), vae)}
+        file = job.samples / f"step_{done:08d}.png"
         if distributed.rank() == 0:
             save_grid(file, rows, job.run.sample_prompts)
         return str(file)
 
-    def _pictures(self, model: Teacher | Student, vae: Vae) -> list[Tensor]:
-        """The middle frame, image_CHW in [0, 1] on the CPU, for each sample prompt; on every rank."""
-        job, world, device = self.job, distributed.world_size(), distributed.device()
-        prompts = job.run.sample_prompts
+    def _first_row(self, vae: Vae) -> dict[str, list[Tensor]]:
+        """What the student's pictures are to be like; without a teacher its cached ones, if all prompts are in the data."""
+        if self.teacher:
+            return {"teacher": self._pictures(partial(self._sampled, self.teacher), vae)}
+        if self.data.has_paths and self.data.knows(self.job.run.sample_prompts):
+            return {"teacher": self._pictures(self.data.x0_of, vae)}
+        return {}
+
+    def _pictures(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
+        """The middle frame, image_CHW in [0, 1] on the CPU, of `make(prompts)` for each sample prompt; on every rank."""
+        world, prompts = distributed.world_size(), self.job.run.sample_prompts
         share = -(-len(prompts) // world)  # equal for all ranks, so that collectives match; the surplus is cut
         mine = [prompts[i % len(prompts)] for i in range(distributed.rank() * share, (distributed.rank() + 1) * share)]
-        shape = job.folder.latent_shape(job.size.height, job.size.width, job.size.num_frames)
-        noise_BCFHW = torch.stack([keyed_normal(shape, job.run.seed, "picture", p) for p in mine]).to(device)
-        text_BLD = torch.stack([self.text[p] for p in mine]).to(device)
-        x0_BCFHW, _ = denoise(model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps)
-        pixels_BCFHW = vae.decode(x0_BCFHW)
+        pixels_BCFHW = vae.decode(make(mine))
         images_BCHW = distributed.gather_tensor(pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2])
         return list(images_BCHW[: len(prompts)].cpu())
+
+    def _sampled(self, model: Teacher | Student, prompts: list[str]) -> Tensor:
+        """x0_BCFHW that `model` makes of `prompts`; without a teacher from the noise of its cached rollouts."""
+        job, device = self.job, distributed.device()
+        shape = job.folder.latent_shape(job.size.height, job.size.width, job.size.num_frames)
+        keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
+        noise_BCFHW = torch.stack([keyed_normal(shape, job.run.seed, *key) for key in keys]).to(device)
+        text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
+        return denoise(model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps)[0]
 
 
 def _number(value: Tensor | float | None) -> float | None:

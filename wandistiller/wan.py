@@ -214,6 +214,11 @@ def top_modules(config: dict[str, Any]) -> list[str]:
     return [f"blocks.{i}" for i in range(len(model.blocks))] + others
 
 
+def width(config: dict[str, Any]) -> int:
+    """Numbers in one token's hidden state."""
+    return config["num_attention_heads"] * config["attention_head_dim"]
+
+
 def count_parameters(config: dict[str, Any]) -> int:
     """Parameters of the transformer that `config` describes."""
     return sum(p.numel() for p in skeleton(config).parameters())

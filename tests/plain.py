@@ -1,0 +1,43 @@
+"""The small run of recipes.py without engines: diffusers' modules, one process, torch's AdamW, the same draws."""
+
+import torch
+from diffusers import WanTransformer3DModel
+from recipes import ADAM
+
+from wandistiller.batch import Expert
+from wandistiller.job import Job
+from wandistiller.prepare import prepare
+from wandistiller.wan import fresh_rope, velocity
+
+
+def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
+    folder = job.folder.path
+    teacher = {e: WanTransformer3DModel.from_pretrained(folder / e.value).eval() for e in Expert}
+    student = WanTransformer3DModel.from_config({**teacher[Expert.LOW_NOISE].config, "num_layers": 2})
+    weights = teacher[Expert.LOW_NOISE].state_dict()
+    student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
+    student.to(dtype).rope = fresh_rope(student)
+    masters = [p.detach().float().requires_grad_() for p in student.parameters()]
+    data, text, _ = prepare(job)
+    optimizer = torch.optim.AdamW(masters, **ADAM["params"])
+    curve = []
+    for step in range(steps):
+        indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
+        batch = job.schedule.noised(*data.batch(indices), indices, step)
+        model, scale = teacher[batch.expert], {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}[batch.expert]
+        null_BLD = text[""].expand_as(batch.text_BLD)
+        with torch.no_grad():
+            v_text, v_null = (model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD))
+        v_BCFHW = velocity(student, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        loss = (v_BCFHW - (v_null + scale * (v_text - v_null))).square().mean()
+        loss.backward()
+        for master, p in zip(masters, student.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, student.parameters(), strict=True):
+                p.copy_(master)
+        curve.append(loss.item())
+    return curve

@@ -1,0 +1,241 @@
+"""Prompts and media by number. Only where each item stands is held in memory, so a million of them is read in place."""
+
+import hashlib
+import html
+import json
+import os
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import ftfy
+import numpy as np
+
+from wandistiller import shapes
+from wandistiller.config import ConfigError
+
+IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
+EMBEDDED = {"tiny": shapes.seen_prompts, "tiny:held_out": shapes.held_out_prompts}
+SHOWN = 20
+"""Problems told one by one; of the others, their number."""
+
+
+class Kind(IntEnum):
+    """What an item has beside its prompt."""
+
+    PROMPT = 0
+    IMAGE = 1
+    VIDEO = 2
+    GIF = 3
+    """A video that Pillow reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the data: a prompt, and an image or video where there is one."""
+
+    prompt: str
+    media: Path | None = None
+
+
+def clean(prompt: str) -> str:
+    """What WanPipeline does to a prompt before the tokenizer sees it."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()).strip()
+
+
+def _has_prompt(text: str) -> bool:
+    """Whether anything is left after cleaning; the usual case is seen without ftfy, which takes 17 us a line."""
+    return bool(re.search("[0-9A-Za-z\u3041-\ud7af]", text) and "&" not in text and text.isprintable() or clean(text))
+
+
+class Items(Sequence[Item]):
+    """The data by number, in the order given; what is given twice is kept once."""
+
+    def __init__(self, read: Callable[[int], Item], kinds: Sequence[int], hashes: Sequence[int]):
+        """Keep the rows that differ.
+
+        Args:
+            read: a row of the source -> its item.
+            kinds: `Kind` of each row.
+            hashes: 64 bits that stand for what each row says.
+        """
+        self._read, found = read, np.asarray(hashes, dtype=np.uint64)
+        self._rows = np.sort(np.unique(found, return_index=True)[1])
+        self.kinds = np.asarray(kinds, dtype=np.uint8)[self._rows]
+        """`Kind` of each item."""
+        self.digest = hashlib.blake2b(found[self._rows].tobytes(), digest_size=8).hexdigest()
+        """Stands for all prompts, and for the names of the media, not for what is in them."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Item:
+        return self._read(int(self._rows[number]))
+
+    def first(self, *kinds: Kind) -> Item | None:
+        """The first item of these kinds."""
+        found = np.flatnonzero(np.isin(self.kinds, kinds))
+        return self[int(found[0])] if len(found) else None
+
+    def samples(self, per_prompt: int) -> int:
+        """Samples in one pass: media once, prompts without media `per_prompt` times."""
+        made = int((self.kinds == Kind.PROMPT).sum())
+        return len(self) - made + made * per_prompt
+
+
+def read_items(data_path: str) -> Items:
+    """Index the data: `tiny`, `tiny:held_out`, a .txt of prompts, a .jsonl, or a folder.
+
+    In a folder, a .txt beside a medium is its prompt; any other .txt is prompts, one a line. Blank lines and lines that
+    start with # are skipped.
+
+    Raises:
+        ConfigError: nothing there, not UTF-8, a bad line, a missing media file, no prompt at all.
+    """
+    path = Path(data_path)
+    if data_path in EMBEDDED:
+        prompts = EMBEDDED[data_path]()
+        return Items(lambda row: Item(prompts[row]), [Kind.PROMPT] * len(prompts), [_hash(p) for p in prompts])
+    if not path.exists():
+        raise ConfigError(f"{data_path}: no such file or folder. Give prompts (.txt, .jsonl), a folder of media, or `tiny`.")
+    index = _Index(path if path.is_dir() else path.parent)
+    if path.is_dir():
+        index.add_folder()
+    else:
+        index.add_lines(path.name)
+    if index.wrong > len(index.problems):
+        index.problems.append(f"{data_path}: {index.wrong - len(index.problems)} more are wrong.")
+    if index.problems:
+        raise ConfigError(*index.problems)
+    if not index.hashes:
+        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line.")
+    return Items(index.read, index.kinds, index.hashes)
+
+
+class _Index:
+    """Where each item stands: a file, and the byte where its line begins (-1: a medium, with its prompt beside it)."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._names, self._ends = bytearray(), array("q", [0])  # of the files, packed: a str for each would take 90 bytes
+        self._file, self._offset = array("i"), array("q")
+        self.kinds, self.hashes = array("B"), array("Q")
+        self.problems: list[str] = []
+        self.wrong = 0
+
+    def read(self, row: int) -> Item:
+        number = self._file[row]
+        path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
+        if self._offset[row] < 0:
+            return Item(clean(path.with_suffix(".txt").read_text(encoding="utf-8-sig")), path)
+        with path.open("rb") as stream:
+            stream.seek(self._offset[row])
+            line = stream.readline().decode("utf-8-sig").strip()
+        prompt, medium = _parse(line) if path.suffix == ".jsonl" else (line, None)
+        return Item(clean(prompt), path.parent / medium if medium else None)
+
+    def add_folder(self) -> None:
+        """Every medium with the .txt beside it, and every line of the other .txt files."""
+        for folder, subfolders, names in os.walk(self._root):
+            subfolders.sort()
+            names.sort()
+            endings = {os.path.splitext(n)[1] for n in names}
+            media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
+            inside = os.path.relpath(folder, self._root)
+            for name in names:
+                stem, ending = os.path.splitext(name)
+                name = os.path.normpath(os.path.join(inside, name))
+                if ending in media:
+                    self._add_medium(name)
+                elif ending == ".txt" and not any(_holds(names, stem + e) for e in media):
+                    self.add_lines(name)
+
+    def _add_medium(self, name: str) -> None:
+        media = self._root / name
+        text = media.with_suffix(".txt")
+        try:
+            prompt = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else ""
+        except UnicodeDecodeError as error:
+            return self._complain(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
+        if not _has_prompt(prompt):
+            return self._complain(f"{media}: no prompt. Write it into {text.name} beside it.")
+        self._add_file(name)
+        self._add(-1, prompt, name)
+
+    def add_lines(self, name: str) -> None:
+        """The items of one .txt or .jsonl."""
+        path, offset = self._root / name, 0
+        self._add_file(name)
+        with path.open("rb") as stream:
+            for number, raw in enumerate(stream, 1):  # by b"\n": JSON strings may hold what else ends a line for Python
+                try:
+                    line = raw.decode("utf-8-sig" if offset == 0 else "utf-8").strip()
+                    if line and line[0] != "#":
+                        self._add_line(offset, line, path)
+                except UnicodeDecodeError as error:
+                    return self._complain(f"{path}, line {number}: not UTF-8: {error}. Save it as UTF-8.")
+                except ValueError as error:
+                    self._complain(f"{path}, line {number}: {error}")
+                offset += len(raw)
+
+    def _add_line(self, offset: int, line: str, path: Path) -> None:
+        if path.suffix == ".jsonl":
+            prompt, medium = _parse(line)
+            if medium and not (path.parent / medium).is_file():
+                raise ValueError(f"no such file: {path.parent / medium}.")
+            self._add(offset, prompt, medium)
+        elif _has_prompt(line):
+            self._add(offset, line, None)
+
+    def _add_file(self, name: str) -> None:
+        self._names += os.fsencode(name)
+        self._ends.append(len(self._names))
+
+    def _add(self, offset: int, prompt: str, medium: str | None) -> None:
+        """One item of the file that was added last."""
+        self._file.append(len(self._ends) - 2)
+        self._offset.append(offset)
+        self.kinds.append(_kind(medium) if medium else Kind.PROMPT)
+        self.hashes.append(_hash(prompt, medium or ""))
+
+    def _complain(self, problem: str) -> None:
+        self.wrong += 1
+        if self.wrong <= SHOWN:
+            self.problems.append(problem)
+
+
+def _kind(medium: str) -> Kind:
+    ending = os.path.splitext(medium)[1].lower()
+    return Kind.GIF if ending == ".gif" else Kind.VIDEO if ending in VIDEOS else Kind.IMAGE
+
+
+def _hash(prompt: str, medium: str = "") -> int:
+    text = f"{prompt}\0{medium}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _holds(names: list[str], name: str) -> bool:
+    """Whether a sorted list holds `name`; without a set, which would double the memory of a long list."""
+    place = bisect_left(names, name)
+    return place < len(names) and names[place] == name
+
+
+def _parse(line: str) -> tuple[str, str | None]:
+    """Prompt and medium's name of one line of a .jsonl. Raises ValueError with what is wrong."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}.") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not _has_prompt(entry["prompt"]):
+        raise ValueError('no prompt. Write {"prompt": "...", "image": "file.png"}; image, video and id may be left out.')
+    if unknown := sorted(set(entry) - {"prompt", "image", "video", "id"}):
+        raise ValueError(f"`{unknown[0]}` is no key. Known keys: prompt, image, video, id.")
+    names = [entry[k] for k in ("image", "video") if entry.get(k) is not None]
+    if len(names) > 1 or any(not isinstance(n, str) for n in names):
+        raise ValueError("give one file name, as image or as video.")
+    return entry["prompt"].strip(), names[0] if names else None

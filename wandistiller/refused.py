@@ -1,0 +1,45 @@
+"""What a student's DeepSpeed JSON may not ask for: it is known not to work on Wan, or changes what is learned."""
+
+from typing import Any
+
+from wandistiller.config import problem
+
+# Seen with deepspeed 0.19.8 on a Wan student: key -> what happens, and what to write instead.
+ZERO = {
+    "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, and changes bf16 numbers. "
+                               "Write false.",
+    "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve be another. Remove it.",
+    "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be another. Remove it.",
+    "zenflow": "ZenFlow stops on Wan's parameters. Remove it.",
+    "stage3_module_granularity_threshold": "Blocks fetched as a whole leave Wan's scale_shift_table behind. Remove it.",
+}  # fmt: skip
+TOP = {
+    "gradient_predivide_factor": "It is wrong together with reduce_scatter, which ZeRO uses. Remove it.",
+    "data_efficiency": "The data's order is this package's own, so that a run can go on from any step. Remove it.",
+    "eigenvalue": "It needs second derivatives, which ZeRO's engines do not give. Remove it.",
+}
+
+
+def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """A problem for each setting that is refused, with the reason."""
+    zero = ds.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return []  # said already
+    found = [problem(where, f"zero_optimization.{k}", zero[k], why) for k, why in ZERO.items() if _is_on(zero.get(k))]
+    found += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
+    offload = zero.get("offload_optimizer")
+    if isinstance(offload, dict) and offload.get("super_offload"):
+        found.append(problem(where, "zero_optimization.offload_optimizer.super_offload", True,
+                             "It was never seen working on Wan. Remove it."))  # fmt: skip
+    compiled = ds.get("compile")
+    if isinstance(compiled, dict) and compiled.get("deepcompile"):
+        found.append(problem(where, "compile.deepcompile", True, "It traces whole graphs, which gathered weights break. "
+                             "Remove it."))  # fmt: skip
+    return found
+
+
+def _is_on(value: Any, default: float = 0.0) -> bool:
+    """Whether a setting asks for something: true, a section that is enabled, or a number other than the default."""
+    if isinstance(value, dict):
+        return bool(value.get("enabled", True)) and bool(value)
+    return value is True or (type(value) in (int, float) and value not in (0, default))
