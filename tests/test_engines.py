@@ -177,7 +177,7 @@ def test_a_monitor_whose_package_is_missing_is_said_before_the_start(monitor: st
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("more", [
-    {"communication_data_type": "fp32"}, {"data_types": {"grad_accum_dtype": "fp32"}},
+    {"communication_data_type": "fp32"}, {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}},
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}}, {"prescale_gradients": False},
     {"wall_clock_breakdown": True}, {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "overlap_comm": True}},
     {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2}}},

@@ -95,13 +95,20 @@ class Job:
         return {
             # a hub id's weights may not be here yet, but its commit says which they are
             "teacher": self.folder.revision or fingerprint(self.folder.path / e.value for e in self.folder.configs),
-            "student": digest(dataclasses.asdict(self.student), self.student_transformer),
+            "student": digest(self._student, self.student_transformer),
             "data": digest(self.items.digest, str(self.rollouts), str(self.size), str(self.buckets), r.video_fps),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
             "seed": r.seed, "shift": r.shift, "train_batch_size": self.batch.total, "expert_blocks": r.expert_blocks,
             **self._tuning,
         }  # fmt: skip
+
+    @property
+    def _student(self) -> dict[str, Any]:
+        """How the student starts; keys that are as usual are left out if runs of before them are to go on."""
+        usual = dataclasses.asdict(StudentConfig())
+        given = dataclasses.asdict(self.student).items()
+        return {key: value for key, value in given if key not in ("width_basis", "ffn_units") or value != usual[key]}
 
     @property
     def _tuning(self) -> dict[str, Any]:

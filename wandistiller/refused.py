@@ -31,6 +31,12 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     if isinstance(offload, dict) and offload.get("super_offload"):
         found.append(problem(where, "zero_optimization.offload_optimizer.super_offload", True,
                              "It was never seen working on Wan. Remove it."))  # fmt: skip
+    stage_1 = zero.get("stage", 1) == 1 and not (isinstance(offload, dict) and offload.get("device", "none") != "none")
+    types, bf16 = ds.get("data_types"), ds.get("bf16")
+    if stage_1 and isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32" and isinstance(bf16, dict) and bf16.get(
+            "enabled"):  # fmt: skip
+        found.append(problem(where, "data_types.grad_accum_dtype", "fp32", "At stage 1 in bf16 DeepSpeed takes another optimizer "
+                             "for it, whose checkpoints cannot be read again. Write stage 2, or remove it."))  # fmt: skip
     compiled = ds.get("compile")
     if isinstance(compiled, dict) and compiled.get("deepcompile"):
         found.append(problem(where, "compile.deepcompile", True, "It traces whole graphs, which gathered weights break. "

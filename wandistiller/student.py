@@ -1,5 +1,6 @@
 """The student in training: its DeepSpeed engines, one per expert."""
 
+import math
 from typing import Any
 
 import deepspeed
@@ -50,6 +51,21 @@ class Student:
         for trained, average in self.averages.items():
             if self.engines[trained] is self.engine(expert):
                 average.update(done)
+
+    def state(self, expert: Expert) -> dict[str, Any]:
+        """What a person wants to know of the engine after a step: gradient norm, learning rate; in fp16 the loss scale too."""
+        engine = self.engine(expert)
+        norm = engine.get_global_grad_norm()
+        found = {"grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None, "lr": engine.get_lr()[0]}
+        if engine.fp16_enabled():  # a gradient beyond its range skips the step and lowers the scale
+            found |= {"loss_scale": engine.optimizer.loss_scale, "skipped": not engine.was_step_applied()}
+        return found
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV); DeepSpeed itself writes the learning rate."""
+        monitor = self.engine(Expert.HIGH_NOISE).monitor
+        if monitor.enabled and distributed.rank() == 0:
+            monitor.write_events([(f"Train/{name}", value, step) for name, value in values.items() if value is not None])
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""

@@ -38,9 +38,9 @@ class Trainer:
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
         for step in range(start, job.run.max_steps):
             losses, expert = self.optimizer_step(step)
-            engine = self.student.engine(expert)
-            metrics.step(step + 1, loss=job.objective.total(losses), grad_norm=_number(engine.get_global_grad_norm()),
-                         lr=engine.get_lr()[0], expert=expert.value, **job.objective.named(losses))  # fmt: skip
+            loss, terms, state = job.objective.total(losses), job.objective.named(losses), self.student.state(expert)
+            metrics.step(step + 1, loss=loss, expert=expert.value, **state, **terms)
+            self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {})})
             self._save_and_show(step + 1)
             metrics.pause()
 
@@ -140,6 +140,3 @@ class Trainer:
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
         return denoise(model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps)[0]
 
-
-def _number(value: Tensor | float | None) -> float | None:
-    return None if value is None else float(value)

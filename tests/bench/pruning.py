@@ -12,7 +12,7 @@ from typing import Any
 from wandistiller import distributed, wan
 from wandistiller.begin import choose, needs_measuring
 from wandistiller.check import read_job
-from wandistiller.config import read_json, read_run_config
+from wandistiller.config import SHIPPED, read_json, read_run_config
 from wandistiller.job import Job
 from wandistiller.prepare import guided_teacher, prepare
 from wandistiller.probes import networks, probes, unguided, velocity_error
@@ -27,6 +27,7 @@ WIDTHS = [
     for basis in ("channels", "principal", "truncate")
 ]
 SOURCES = [{"from_expert": which} for which in ("low_noise", "high_noise", "average")]
+FILES = [read_json(file) for file in sorted((SHIPPED / "students").glob("*.json"))]
 TWO = [{"experts": "two", **cut} for cut in ({}, *DEPTHS, *FFN, *WIDTHS)]
 
 
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
     batches = probes(first, data)
     print("| student | parameters of the teacher's | relative velocity error | by sigma |\n|---|---|---|---|", flush=True)
     whole = sum(p.numel() for m in networks(unguided(teacher)).values() for p in m.parameters())
-    for student in [*SOURCES, *TWO]:
+    for student in [*SOURCES, *FILES, *TWO]:
         job = job_of(folder, student)
         job, cuts = choose(job, data, teacher) if needs_measuring(job) else (job, {})
         models = {e: start_model(job.student, job.student_transformer, job.folder, e, 0, cuts.get(e)).eval()
@@ -62,7 +63,8 @@ def main(folder: Path) -> None:
         error = velocity_error(batches, unguided(teacher), answer)
         share = sum(p.numel() for m in models.values() for p in m.parameters()) / whole
         bands = ", ".join(f"{band}: {value:.3f}" for band, value in error.by_sigma().items())
-        print(f"| `{str(student)[1:-1]}` {job.student.keep_layers if 'keep_layers' in student else ''} | {share:.0%} | "
+        said = ", ".join(f"{k} {v}" for k, v in student.items() if k != "init")
+        print(f"| {said} {job.student.keep_layers if 'keep_layers' in student else ''} | {share:.0%} | "
               f"{error.relative():.4f} | {bands} |", flush=True)  # fmt: skip
     distributed.finish()
 
