@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import types
 import typing
@@ -22,6 +23,8 @@ COMMANDS = {
 }
 NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
 """Flags of older command lines that are accepted: the launcher says the first two, and pictures are always drawn."""
+OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
+"""Settings of older command lines that have a newer name."""
 MEMORY_ADVICE = """Out of memory on rank {rank}: {error}
 What helps, in order: a teacher JSON that offloads (ds_configs/teacher/zero_inference_cpu.json), a smaller
 train_micro_batch_size_per_gpu with more gradient_accumulation_steps, `activation_checkpointing` in the student's JSON,
@@ -34,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("wandistiller", description="Distil a large Wan into a small student.")
     top.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it before the command
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    made = {name: commands.add_parser(name, help=text, description=text) for name, text in COMMANDS.items()}
+    made = {name: commands.add_parser(name, help=t, description=t, formatter_class=_Wide) for name, t in COMMANDS.items()}
     for name in ("prepare", "train"):
         made[name].usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
         made[name].add_argument("--recipe", metavar="FILE", help="a whole run in one JSON; its keys are the flags below")
@@ -48,13 +51,22 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class _Wide(argparse.HelpFormatter):
+    """One line a flag, where the terminal allows it."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=max(120, shutil.get_terminal_size().columns))
+
+
 def _add_run_flags(command: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for f in dataclasses.fields(RunConfig):
         group = groups.setdefault(f.metadata["group"], command.add_argument_group(f.metadata["group"])
                                   if f.metadata["group"] not in groups else None)  # fmt: skip
         kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
-        how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=f.metadata["help"])
+        hidden = f.name in OLDER  # accepted, but their newer names say the same
+        text = argparse.SUPPRESS if hidden else f.metadata["help"]
+        how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=text)
         if bool in kinds:
             how["action"] = "store_true"
         elif dict in kinds and str not in kinds:
