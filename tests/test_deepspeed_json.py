@@ -221,7 +221,8 @@ def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
         ("stage3_module_granularity_threshold", 1000), ("zenflow", {"topk_ratio": 0.1}),
         ("offload_optimizer", {"device": "cpu", "super_offload": True}))
 ] + [{"gradient_predivide_factor": 2.0}, {"eigenvalue": {"enabled": True}}, {"data_efficiency": {"enabled": True}},
-     {"compile": {"deepcompile": True}}, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}], ids=str)  # fmt: skip
+     {"compile": {"deepcompile": True}},
+     {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}], ids=str)  # fmt: skip
 def test_what_does_not_work_on_wan_is_refused_with_the_reason(section: dict[str, Any]) -> None:
     (problem,) = refused(dsj.student_engine, STUDENT | section, 1)
     assert problem.endswith(("Remove it.", "remove it.", "Write false."))
