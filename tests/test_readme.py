@@ -34,7 +34,8 @@ def commands(readme: str = "README.md") -> list[list[str]]:
 
 OURS = [c for c in commands() if "wandistiller" in c]
 PLACEMENTS = commands("ds_configs/README.md")
-RUNS = [c for c in OURS if {"train", "prepare"} & set(c)] + PLACEMENTS
+RECIPES = [c for c in commands("ds_configs/recipes/README.md") if "train" in c]
+RUNS = [c for c in OURS if {"train", "prepare"} & set(c)] + PLACEMENTS + RECIPES
 
 
 def arguments(command: list[str]) -> list[str]:
@@ -96,12 +97,17 @@ def test_the_table_of_placements_has_a_command_for_every_teacher_json() -> None:
     assert jsons == {file.stem for file in (ROOT / "ds_configs" / "teacher").glob("*.json")}
 
 
+def test_every_shipped_recipe_has_a_command_and_a_result() -> None:
+    jsons = {Path(word).name for c in RECIPES for word in c if word.endswith(".json")}
+    assert jsons == {file.name for file in (ROOT / "ds_configs" / "recipes").glob("*.json")}
+
+
 def test_scripts_of_the_readme_exist() -> None:
     scripts = re.findall(r"bash (launch/\w+\.sh)", (ROOT / "README.md").read_text())
     assert scripts and all((ROOT / s).is_file() for s in scripts)
 
 
-@pytest.mark.parametrize("readme", ["README.md", "ds_configs/README.md"])
+@pytest.mark.parametrize("readme", ["README.md", "ds_configs/README.md", "ds_configs/recipes/README.md"])
 def test_every_json_that_a_readme_names_is_shipped(readme: str) -> None:
     named = re.findall(r"(?:ds_configs/)?((?:student|teacher|students|recipes)/\w+\.json)", (ROOT / readme).read_text())
     assert named and all(shipped(f"ds_configs/{name}").is_file() for name in named)

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def train(name: str, steps: int, folder: Path) -> Path:
     """One run; returns its output folder."""
     ds = json.loads((ROOT / "ds_configs" / "student" / "quickstart.json").read_text())
-    ds["scheduler"]["params"]["total_num_steps"] = steps
+    ds["scheduler"]["params"]["total_num_steps"] = "auto"
     del ds["activation_checkpointing"]
     recipe = json.loads((ROOT / "ds_configs" / "recipes" / "quickstart.json").read_text())
     output = folder / f"{name.replace(' ', '_').replace(',', '')}_{steps}"
