@@ -24,6 +24,7 @@ from wandistiller.loading import load_sharded, load_shared, load_whole
 from wandistiller.machine import GIB, Choice, Machine, candidates, choose, disk_free, host_free, placed, this_machine
 from wandistiller.memory import DEFAULTS, Bytes, numels, student_bytes, teacher_bytes
 from wandistiller.student import Student
+from wandistiller.student_json import fill_steps
 from wandistiller.teacher import build_teacher
 from wandistiller.wan import WanFolder, open_wan, velocity
 from wandistiller.weights import WeightReader
@@ -442,7 +443,7 @@ def test_on_cpus_the_fastest_that_fits_is(wans: dict[str, WanFolder], name: str,
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_embedded_teacher_is_replicated_on_a_laptop_with_3_gib_left(ranks: int) -> None:
     tiny = open_wan("tiny")
-    ds, _ = student_engine("s.json", read_json("ds_configs/student/quickstart.json"), ranks)
+    ds, _ = student_engine("s.json", fill_steps(read_json("ds_configs/student/quickstart.json"), 700), ranks)
     taken = student_bytes(tiny.config | {"num_layers": 6}, 1, ds, ranks, accelerator=False)
     assert chosen(tiny, cpus(3, ranks=ranks), taken).name == "replicated"
 

@@ -108,8 +108,15 @@ def test_the_step_at_which_the_experts_change_follows_from_sigma(wan2: Path, shi
 # Trap 5: no command takes sigmas yet; these are what four steps ask for, and what a few-step student must be trained on.
 def test_four_steps_of_the_stock_scheduler_ask_at_these_sigmas(wan1: Path) -> None:
     noise, text_BLD = keyed_normal((1, 16, 1, 4, 4), "x"), torch.zeros(1, 512, 32)
-    _, path = denoise(lambda batch: batch.x_t_BCFHW, open_wan(str(wan1)), 5.0, noise, text_BLD, 4)
-    assert [sigma for sigma, _ in path] == [0.999, 0.937, 0.833, 0.625]
+    asked = []
+
+    def velocity(batch: Batch) -> torch.Tensor:
+        asked.append(round(batch.sigma_B.item(), 6))
+        return batch.x_t_BCFHW
+
+    _, path = denoise(velocity, open_wan(str(wan1)), 5.0, noise, text_BLD, 4)
+    assert asked == [0.999, 0.937, 0.833, 0.625]  # whole timesteps; the steps themselves are between exact sigmas
+    assert [sigma for sigma, _ in path] == pytest.approx([1.0, 0.9376, 0.8336, 0.6259], abs=1e-4)
 
 
 def test_a_second_guidance_scale_for_one_expert_is_refused(wan1: Path, tmp_path: Path) -> None:

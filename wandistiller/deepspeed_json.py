@@ -18,6 +18,8 @@ TEACHER_REFUSES = {
     "zero_quantized_nontrainable_weights": "It would change the teacher's answers; remove it.",
 }
 
+BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+"""deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student."""
 # deepspeed 0.19.8 would keep up to 1e9 gathered parameters, 4 GB in float32, and fetch 5e7 ahead
 LEAN_STAGE_3 = {
     "stage3_param_persistence_threshold": 10_000, "stage3_max_live_parameters": 100_000_000,
@@ -180,8 +182,8 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
     _complete(ds)
     ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
-    if stage(ds) == 3:
-        ds["zero_optimization"] = LEAN_STAGE_3 | ds["zero_optimization"]
+    lean = BUCKETS | (LEAN_STAGE_3 if stage(ds) == 3 else {})
+    ds["zero_optimization"] = lean | ds["zero_optimization"]
     return ds, batch
 
 
