@@ -14,7 +14,7 @@ setup(
     python_requires=">=3.10",
     packages=["wandistiller", "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
-    package_data={"wandistiller": ["tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json"]},
+    package_data={"wandistiller": ["tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"]},
     install_requires=[
         "torch>=2.13",
         "deepspeed>=0.19.8,<0.20",  # workarounds in the code name this version

@@ -39,7 +39,7 @@ def curves(folder: Path, wan: Path, steps: int, names: list[str]) -> dict[str, l
     found, teacher = {}, None
     for name in names:
         for precision in ("float32", "bf16"):
-            ds = engine(name, precision, folder / "swap")
+            ds = engine(name, precision, folder / f"swap_{precision}")
             more = {"deepspeed_config": ds, "output_dir": str(folder / "run"), "teacher_deepspeed_config": TEACHER}
             job = read_job(RunConfig(**recipe(folder, wan, max_steps=steps, **more)), distributed.world_size())
             data, text, made = prepare(job)

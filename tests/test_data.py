@@ -129,7 +129,7 @@ def test_strict_stops_with_the_files_named(media: Path, wan1: Path, tmp_path: Pa
     done = wandistiller("prepare", "--recipe", file, ranks=ranks, code=2 if ranks == 1 else 1)  # torchrun's own is 1
     assert [f"{i}.png: cannot be read" in done.stderr for i in range(10)] == [i in (1, 3, 6) for i in range(10)]
     assert done.stderr.count("`strict` is true") == 1
-    assert ranks == 1 or done.stderr.count("exitcode  : 2") == 2
+    assert ranks == 1 or "exitcode  : 2" in done.stderr  # the launcher may end the other rank first
 
 
 @pytest.mark.usefixtures("one_rank")
