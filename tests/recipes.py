@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from wandistiller.files import atomic
+
 PROMPTS = """a red circle on a blue background, left
 a green square on a red background, top
 a blue circle on a green background, right
@@ -29,7 +31,9 @@ def student_engine(stage: int, *, offload: bool = True, **more: Any) -> dict[str
 def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
     """A recipe that runs in seconds; the cache is shared by all runs in `folder`."""
     prompts = folder / "prompts.txt"
-    prompts.write_text(PROMPTS)
+    if not prompts.is_file():  # written whole: ranks may come here together
+        with atomic(prompts) as temporary:
+            temporary.write_text(PROMPTS)
     return {
         "teacher_path": str(wan), "data_path": str(prompts), "cache_dir": str(folder / "cache"),
         "student_config": {"num_layers": 2}, "deepspeed_config": student_engine(2),

@@ -26,6 +26,9 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     Raises:
         ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
     """
+    if any(other != job.identity for other in distributed.gather_objects(job.identity)):
+        raise ConfigError("The ranks read different settings or data: a file changed while the run started, or the nodes do not "
+                          "see the same files. Start again.")  # fmt: skip
     device = distributed.device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     latents = LatentCache(
