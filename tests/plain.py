@@ -10,6 +10,25 @@ from wandistiller.prepare import prepare
 from wandistiller.wan import fresh_rope, velocity
 
 
+class MixedAdamW:
+    """torch's AdamW on float32 masters made from a model's own weights, as DeepSpeed makes them, with clipping at 1."""
+
+    def __init__(self, model: WanTransformer3DModel):
+        self._weights = list(model.parameters())
+        self._masters = [p.detach().float().clone().requires_grad_() for p in self._weights]
+        self._adam = torch.optim.AdamW(self._masters, **ADAM["params"])
+
+    def step(self) -> None:
+        """Take the gradients of the weights, and give the weights what the masters become."""
+        for master, p in zip(self._masters, self._weights, strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adam.step()
+        with torch.no_grad():
+            for master, p in zip(self._masters, self._weights, strict=True):
+                p.copy_(master)
+
+
 def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
     folder = job.folder.path
@@ -18,10 +37,8 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
     weights = teacher[Expert.LOW_NOISE].state_dict()
     student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
     student.to(dtype).rope = fresh_rope(student)
-    masters = [p.detach().float().requires_grad_() for p in student.parameters()]
     data, text, _ = prepare(job)
-    optimizer = torch.optim.AdamW(masters, **ADAM["params"])
-    curve = []
+    optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
         batch = job.schedule.noised(*data.batch(indices), indices, step)
@@ -32,12 +49,6 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
         v_BCFHW = velocity(student, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
         loss = (v_BCFHW - (v_null + scale * (v_text - v_null))).square().mean()
         loss.backward()
-        for master, p in zip(masters, student.parameters(), strict=True):
-            master.grad, p.grad = p.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-        with torch.no_grad():
-            for master, p in zip(masters, student.parameters(), strict=True):
-                p.copy_(master)
         curve.append(loss.item())
     return curve

@@ -110,7 +110,8 @@ def test_an_offline_cache_serves_branch_tag_and_commit(cached: Path, revision: s
 def test_a_branch_that_moves_on_changes_nothing_for_what_was_opened(cached: Path) -> None:
     folder: WanFolder = open_wan(ID)
     (cached / "models--org--wan" / "refs" / "main").write_text("f" * 40)  # a commit that is not here
-    require_weights(folder)
+    require_weights(folder)  # would ask for the commit that is not here
+    assert (folder.path, folder.revision) == (snapshot(cached), COMMIT)
 
 
 def refused(act: Callable[[], object]) -> list[str]:

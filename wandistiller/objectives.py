@@ -1,6 +1,7 @@
 """What the student is asked to match: a weighted sum of terms, each a loss per sample at states of one kind."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -45,7 +46,7 @@ SIGMA_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Term:
+class Term(ABC):
     """One loss; its fields are its keys in a recipe's "objective"."""
 
     name: ClassVar[str]
@@ -66,6 +67,7 @@ class Term:
         """The term with what follows from the student's lineage: for each of its blocks the teacher's."""
         return self
 
+    @abstractmethod
     def loss(self, answer: Answer, target: Answer | None, batch: Batch) -> Tensor:
         """loss_B, float32.
 
@@ -73,7 +75,6 @@ class Term:
             answer: the student's.
             target: the teacher's, at noised states, if any term needs it.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
