@@ -4,19 +4,20 @@ from typing import Any
 
 from wandistiller.config import problem
 
-# Seen with deepspeed 0.19.8 on a Wan student: key -> what happens, and what to write instead.
+# Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
 ZERO = {
     "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, and changes bf16 numbers. "
                                "Write false.",
     "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve be another. Remove it.",
     "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be another. Remove it.",
-    "zenflow": "ZenFlow stops on Wan's parameters. Remove it.",
-    "stage3_module_granularity_threshold": "Blocks fetched as a whole leave Wan's scale_shift_table behind. Remove it.",
+    "zenflow": "ZenFlow steps part of the weights late, and the loss curve would be another. Remove it.",
+    "stage3_module_granularity_threshold": "Blocks fetched as a whole leave some of Wan's parameters ungathered, and the "
+                                           "forward pass stops. Remove it.",
 }  # fmt: skip
 TOP = {
-    "gradient_predivide_factor": "It is wrong together with reduce_scatter, which ZeRO uses. Remove it.",
+    "gradient_predivide_factor": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
     "data_efficiency": "The data's order is this package's own, so that a run can go on from any step. Remove it.",
-    "eigenvalue": "It needs second derivatives, which ZeRO's engines do not give. Remove it.",
+    "eigenvalue": "DeepSpeed has removed it. Remove it.",
 }
 
 
@@ -30,7 +31,8 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     offload = zero.get("offload_optimizer")
     if isinstance(offload, dict) and offload.get("super_offload"):
         found.append(problem(where, "zero_optimization.offload_optimizer.super_offload", True,
-                             "It was never seen working on Wan. Remove it."))  # fmt: skip
+                             "It needs an NVIDIA GPU and was never tried here. Plain CPU offload serves. "
+                             "Remove it."))  # fmt: skip
     stage_1 = zero.get("stage", 1) == 1 and not (isinstance(offload, dict) and offload.get("device", "none") != "none")
     types, bf16 = ds.get("data_types"), ds.get("bf16")
     if stage_1 and isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32" and isinstance(bf16, dict) and bf16.get(
@@ -39,7 +41,7 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
                              "for it, whose checkpoints cannot be read again. Write stage 2, or remove it."))  # fmt: skip
     compiled = ds.get("compile")
     if isinstance(compiled, dict) and compiled.get("deepcompile"):
-        found.append(problem(where, "compile.deepcompile", True, "It traces whole graphs, which gathered weights break. "
+        found.append(problem(where, "compile.deepcompile", True, "It was never tried with the teacher's engine beside it. "
                              "Remove it."))  # fmt: skip
     return found
 
