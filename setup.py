@@ -30,5 +30,5 @@ setup(
         "lora": ["peft>=0.21"],
         "test": ["pytest", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg"],
     },
-    entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:main"]},
+    entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:command"]},
 )

@@ -10,23 +10,24 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    files config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys deepspeed_json
-    student_json shorthands weights shapes distributed engines metrics wan loading swap memory machine dispatch
+    problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys
+    deepspeed_values deepspeed_json student_json shorthands weights wan_configs shapes phase stopping stream manifest watch
+    distributed engines metrics wan loading swap memory footprint machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
-    blocks tuning ema student checkpoint job check auto trainer probes importance begin prepare export train
+    blocks tuning fragments engine_state ema student checkpoint resume job advice failures check auto trainer probes importance begin prepare export train
     sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
-    files config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys deepspeed_json
-    student_json shorthands weights shapes
+    problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute refused deepspeed_keys
+    deepspeed_values deepspeed_json student_json shorthands weights wan_configs shapes phase stopping
 """.split()
 ALLOWED = {
-    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "ema", "student", "checkpoint"},
+    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},
     "diffusers": {"wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "tuning", "student", "export"} | TINY,
     "transformers": {"conditioning", "clip"} | TINY,
-    "torch.distributed": {"distributed"},
+    "torch.distributed": {"distributed", "watch", "failures"},
     "peft": {"tuning"},
 }
 MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__")

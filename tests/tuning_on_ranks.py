@@ -11,10 +11,12 @@ from recipes import ADAM
 from small_wan import transformer
 from torch import Tensor
 
-from wandistiller import checkpoint, deepspeed_json, distributed, ema
+from wandistiller import checkpoint, deepspeed_json, distributed
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import RunConfig
+from wandistiller.fragments import WEIGHTS
 from wandistiller.noise import keyed_normal
+from wandistiller.stream import Pieces
 from wandistiller.student import Student
 from wandistiller.tuning import tune
 
@@ -57,9 +59,10 @@ def learn(student: Student, step: int) -> float:
 
 def masters(student: Student) -> dict[str, Tensor]:
     """The float32 weights that are trained, whole."""
-    module = student.engine(Expert.HIGH_NOISE).module
-    if student.engine(Expert.HIGH_NOISE).zero_optimization_stage() == 0:
-        return {n: w.float().clone() for n, w in ema.masters(student.engine(Expert.HIGH_NOISE)).items()}
+    module, trained = student.engine(Expert.HIGH_NOISE).module, student.trained[Expert.HIGH_NOISE]
+    if trained.stage == 0:
+        return {p.name: trained.tensors(flat)[WEIGHTS].narrow(0, p.offset, p.numel).view(trained.shapes[p.name]).float().clone()
+                for flat in trained.flats for p in flat.parts}  # fmt: skip
     return {n: safe_get_full_fp32_param(p).cpu().clone() for n, p in module.named_parameters() if p.requires_grad}
 
 
@@ -88,8 +91,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
         "frozen": max((last[n] - at_start[n]).abs().max().item() for n in frozen),
         "frozen, averaged": max((averaged[n] - at_start[n]).abs().max().item() for n in frozen),
         "missing": len(at_start.keys() ^ last.keys()) + len(at_start.keys() ^ averaged.keys()),
-        "in the checkpoint": sum("blocks.0" in n for n in torch.load(next(folder.rglob("*model_states.pt")),
-                                                                       weights_only=False)["module"]),
+        "in the checkpoint": sum("blocks.0" in n for n in Pieces(folder.rglob("rank_*.safetensors")).names(WEIGHTS)),
     }  # fmt: skip
 
 

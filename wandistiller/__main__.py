@@ -1,19 +1,24 @@
 """`wandistiller COMMAND`: the command line, the exit codes, and one message for all ranks."""
 
 import argparse
+import atexit
 import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
-from wandistiller.config import ConfigError, RunConfig
+from wandistiller.config import RunConfig
+from wandistiller.problems import ConfigError
 
-OK, WRONG_INPUT, OUT_OF_MEMORY = 0, 2, 3
+if typing.TYPE_CHECKING:
+    from wandistiller.failures import Failures
+
 COMMANDS = {
     "prepare": "encode prompts, images, videos, or let the teacher make latents; fills the cache",
     "train": "distil; prepares what the cache lacks, draws pictures, exports the student",
@@ -25,11 +30,6 @@ NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
 """Flags of older command lines that are accepted: the launcher says the first two, and pictures are always drawn."""
 OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 """Settings of older command lines that have a newer name."""
-MEMORY_ADVICE = """Out of memory on rank {rank}: {error}
-What helps, in order: a teacher JSON that offloads (ds_configs/teacher/zero_inference_cpu.json), a smaller
-train_micro_batch_size_per_gpu with more gradient_accumulation_steps, `activation_checkpointing` in the student's JSON,
-ZeRO-3 with offload (ds_configs/student/zero3_offload.json), fewer pixels or frames, a smaller student;
-and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -130,41 +130,46 @@ def main(argv: list[str] | None = None) -> int:
         flags.pop(needless.removeprefix("--"), None)
     command = flags.pop("command")
     run = {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command]
+    from wandistiller import distributed  # here, so that --help and a wrong flag take no seconds
+    from wandistiller.failures import AGAIN, OK, Failures
+    from wandistiller.stopping import Stopped, stopping
+
+    failures = Failures()
     try:
-        run(command, flags)
-    except ConfigError as error:
-        _say_once(error)
-        return WRONG_INPUT
+        run(command, flags, failures)
+    except Stopped as stopped:
+        reasons = list(dict.fromkeys(filter(None, distributed.gather_objects(stopping.reason))))
+        distributed.log0("stopped %s by %s; the same command goes on from there", stopped, ", ".join(reasons))
+        distributed.finish()
+        return AGAIN
+    except KeyboardInterrupt:  # before the run could save anything
+        return 128 + signal.SIGINT
     except Exception as error:
-        if not _is_out_of_memory(error):
-            raise
-        print(MEMORY_ADVICE.format(rank=os.environ.get("RANK", "0"), error=error), file=sys.stderr, flush=True)
-        return OUT_OF_MEMORY
+        return failures.report(error)
     return OK
 
 
-def _say_once(error: ConfigError) -> None:
-    """Print on rank 0; the others wait, as a launcher kills all ranks when the first one leaves with an error."""
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(f"error: {p}" for p in error.problems), file=sys.stderr, flush=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        from wandistiller import distributed
+def command() -> None:
+    """What the shell starts.
 
-        distributed.finish()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    It leaves without the interpreter's own teardown: beside a rank that failed, or while another tears down, libraries' threads
+    were seen to abort or to hang there (torch 2.13, deepspeed 0.19.8).
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
-def _run_job(command: str, flags: dict[str, Any]) -> None:
+def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     """prepare and train: check everything on every rank, agree, then start."""
     from wandistiller import distributed
     from wandistiller.auto import settle
     from wandistiller.check import read_job
+    from wandistiller.files import lock
     from wandistiller.shorthands import read_run
+    from wandistiller.stopping import STOP, stopping
     from wandistiller.wan import require_weights
 
     with distributed.same_problems():
@@ -177,15 +182,23 @@ def _run_job(command: str, flags: dict[str, Any]) -> None:
         for line in [*job.summary(), "dry run: nothing was loaded or written"]:
             distributed.log0(line)
         return
+    first = distributed.rank() == 0
     with distributed.same_problems():
         require_weights(job.folder)
+        held = lock(job.output) if first else None
+    stopping.install(job.output / STOP if first else None)
     distributed.init(job.run.log_level)
+    distributed.set_timeout(job.run.timeout)
+    failures.job = job
+    distributed.explain(failures.explain)
     from wandistiller import prepare, train
 
     {"prepare": prepare, "train": train}[command].run(job)
+    if held:
+        held.close()
 
 
-def _export(_: str, flags: dict[str, Any]) -> None:
+def _export(_: str, flags: dict[str, Any], __: "Failures") -> None:
     import torch
 
     from wandistiller.export import export, export_adapter
@@ -194,7 +207,7 @@ def _export(_: str, flags: dict[str, Any]) -> None:
     print(write(flags["checkpoint"], flags["output"], getattr(torch, flags["dtype"]), flags["ema"]))
 
 
-def _sample(_: str, flags: dict[str, Any]) -> None:
+def _sample(_: str, flags: dict[str, Any], __: "Failures") -> None:
     from wandistiller import distributed
     from wandistiller.sample import Sampling, read_prompts, sample
     from wandistiller.wan import open_wan
@@ -215,7 +228,7 @@ def _sample(_: str, flags: dict[str, Any]) -> None:
         print(file)
 
 
-def _evaluate(_: str, flags: dict[str, Any]) -> None:
+def _evaluate(_: str, flags: dict[str, Any], __: "Failures") -> None:
     from wandistiller import distributed
     from wandistiller.evaluate import evaluate, read_evaluation
 
@@ -235,4 +248,4 @@ def _dtype(flags: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

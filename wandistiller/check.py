@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wandistiller import checkpoint, deepspeed_json, distributed
+from wandistiller import deepspeed_json, distributed, resume
+from wandistiller.checkpoint import read_state
 from wandistiller.config import ConfigError, RunConfig, problem, read_json
 from wandistiller.deepspeed_json import BatchSize
 from wandistiller.engines import config_problems
@@ -89,20 +90,22 @@ def read_job(run: RunConfig, world: int) -> Job:
         found += folder.size_problems(run.height, run.width, run.num_frames)
         found += _objective_problems(run, parts) if "objective" in parts else []
     found += _block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
+    found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
+              for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip
     if {"student_transformer", "student_ds"} <= parts.keys():
         found += tuning_problems(run, parts["student_transformer"], parts["student_ds"])
     if found:
         raise ConfigError(*found)
-    job = Job(run=run, resume_from=checkpoint.find(Path(run.output_dir), run.resume), **parts)
+    job = Job(run=run, resume_from=resume.find(Path(run.output_dir), run.resume), **parts)
     return _resumed(job) if job.resume_from else job
 
 
 def _resumed(job: Job) -> Job:
     """The run with the layers that its checkpoint's student was found to keep, if that is this run's."""
-    recorded = checkpoint.read_state(job.resume_from)["facts"].get("keep_layers")
+    recorded = read_state(job.resume_from)["facts"].get("keep_layers")
     if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
         job = job.with_layers(recorded)
-    checkpoint.check_identity(job.resume_from, job.identity)
+    resume.changed_keys(job.resume_from, job.identity, job.run.allow_changed or [])
     return job
 
 

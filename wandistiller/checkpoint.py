@@ -1,130 +1,242 @@
-"""Save, find and load checkpoints. Collective; a checkpoint folder appears whole, `latest` moves last."""
+"""Save, find and load checkpoints: float32 weights and moments by parameter, so that any layout can go on from any other.
+
+    step_00000500/
+      manifest.json                     every file, its size and checksum
+      run_state.json                    the step, and what the run is
+      transformer/engine.json           counters, schedule, loss scale of an engine
+      transformer/rank_00000.safetensors  what this rank kept: pieces named KIND/START/PARAMETER
+      frozen/transformer.safetensors    weights that are not trained; a hard link
+"""
 
 import json
-import os
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from wandistiller import distributed, ema
+from wandistiller import distributed, manifest
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError
+from wandistiller.ema import Ema
+from wandistiller.engine_state import read_engine, write_engine
 from wandistiller.files import atomic, link_or_copy, write_json
+from wandistiller.fragments import WEIGHTS, Part, Trained
+from wandistiller.phase import doing
+from wandistiller.problems import ConfigError, StorageError
+from wandistiller.stream import Pieces, Spec, Stamp, piece_name, stamp_of, write_stream
 from wandistiller.student import Student
 
 STATE = "run_state.json"
-TAG = "engine"
-WHOLE = "weights.safetensors"
-"""The weights of an engine of stage 0, float32 by name; the other stages' files of each rank say the names themselves."""
+ENGINE = "engine.json"
 FROZEN = "frozen"
 """Folder with the weights that are not trained, float32: beside the checkpoints, and by hard links in each."""
+AVERAGE = "average"
+FORMAT = 2
+"""Grows when older checkpoints can no longer be read; 1 were DeepSpeed's own."""
 
 
-def save(student: Student, output_dir: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint of `step` finished steps and drop all but the newest `keep`. Collective.
+class Saver:
+    """Writes checkpoints. Training waits only for the writing; flushing, checking and renaming go on behind it."""
 
-    Args:
-        state: {"identity", "facts"} of the run, kept beside the engines' own files.
-    """
-    folder = output_dir / "checkpoints" / f"step_{step:08d}"
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    if distributed.rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    distributed.barrier()
-    for expert, engine in student.engines.items():
-        engine.save_checkpoint(str(temporary / expert.value), tag=TAG, exclude_frozen_parameters=True)
-        _restart_cpu_adam(engine)
-        if engine.zero_optimization_stage() == 0 and distributed.rank() == 0:
-            save_file(ema.masters(engine), temporary / expert.value / WHOLE)
-        if expert in student.averages:
-            student.averages[expert].save(temporary / expert.value, distributed.rank())
-    distributed.barrier()
-    if distributed.rank() == 0:
-        if (folder.parent / FROZEN).exists():
-            link_or_copy(folder.parent / FROZEN, temporary / FROZEN)
-        write_json(temporary / STATE, {"step": step, **state})
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        with atomic(folder.parent / "latest") as latest:
-            latest.write_text(folder.name + "\n")
-        for old in sorted(folder.parent.glob("step_*"))[:-keep]:
-            shutil.rmtree(old)
-    distributed.barrier()
+    def __init__(self, output: Path, keep: int):
+        """`keep`: newest checkpoints that are not deleted."""
+        self._folder, self._keep = output / "checkpoints", keep
+        self._thread: threading.Thread | None = None
+        self._failed: StorageError | None = None
+        self._frozen: dict[str, Stamp] = {}
+        self._stop = threading.Event()
+
+    def save(self, student: Student, step: int, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step` finished steps. Collective.
+
+        Args:
+            state: {"identity", "facts", ...} of the run.
+        Raises:
+            StorageError: on all ranks; this one, or the one before, could not be written.
+        """
+        self.finish()
+        target = self._folder / f"{manifest.STEP}{step:08d}"
+        if target.exists():  # the run went on from here, and nothing was learned since
+            return target
+        folder, rank = target.with_name(f".{target.name}.tmp"), distributed.rank()
+        doing(f"saving the checkpoint of step {step}")
+        with distributed.same_problems(StorageError):
+            written = self._write(student, folder, {"format": FORMAT, "step": step, **state})
+        for trained in student.trained.values():
+            restart_cpu_adam(trained)
+        self._thread = threading.Thread(target=self._behind, args=(folder, target, rank, written), daemon=True)
+        self._thread.start()
+        return target
+
+    def _write(self, student: Student, folder: Path, state: dict[str, Any]) -> dict[str, Stamp]:
+        """This rank's files; paths within `folder` -> what they must be. Collective."""
+        written: dict[str, Stamp] = {}
+        problem = None
+        try:
+            if distributed.rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                for expert in student.trained:
+                    (folder / expert.value).mkdir(parents=True)
+                if (self._folder / FROZEN).exists():
+                    link_or_copy(self._folder / FROZEN, folder / FROZEN)
+        except OSError as error:
+            problem = error
+        distributed.barrier()
+        try:
+            for expert, trained in student.trained.items():
+                name = f"{expert.value}/{rank_file(distributed.rank())}"
+                specs, tensors = _content(trained, student.averages.get(expert))
+                written[name] = write_stream(folder / name, specs, tensors)
+            if distributed.rank() == 0:
+                files = {f"{e.value}/{ENGINE}": read_engine(t) for e, t in student.trained.items()} | {STATE: state}
+                for name, content in files.items():
+                    write_json(folder / name, content)
+                    written[name] = stamp_of(folder / name)
+                written |= self._stamps_of_frozen(folder)
+        except OSError as error:
+            problem = problem or error
+        if problem:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StorageError(f"{folder.parent}: the checkpoint of step {state['step']} could not be written: {problem}. "
+                               "Free space or mend the disk; the same command then goes on from the last one.")  # fmt: skip
+        return written
+
+    def _stamps_of_frozen(self, folder: Path) -> dict[str, Stamp]:
+        """Read once; the files never change."""
+        if not self._frozen:
+            files = sorted((folder / FROZEN).glob("*")) if (folder / FROZEN).exists() else []
+            self._frozen = {f"{FROZEN}/{f.name}": stamp_of(f) for f in files}
+        return self._frozen
+
+    def _behind(self, folder: Path, target: Path, rank: int, written: dict[str, Stamp]) -> None:
+        manifest.finish_part(folder, rank, written)
+        if rank == 0:
+            try:
+                manifest.publish(folder, target, distributed.world_size(), self._stop.is_set)
+                manifest.rotate(target.parent, self._keep)
+                distributed.log0("saved %s", target)
+            except (StorageError, OSError) as error:
+                self._failed = StorageError(str(error))
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is safe. Collective.
+
+        Raises:
+            StorageError: on all ranks; it could not be saved.
+        """
+        if self._thread:
+            doing("waiting until the checkpoint is on disk")
+            self._thread.join()
+            self._thread = None
+            with distributed.same_problems(StorageError):
+                if self._failed:
+                    raise self._failed
+
+
+def save(student: Student, output: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write one checkpoint and wait for it. Collective; arguments as for `Saver`."""
+    saver = Saver(output, keep)
+    folder = saver.save(student, step, state)
+    saver.finish()
     return folder
 
 
-def _restart_cpu_adam(engine: Any) -> None:
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _content(trained: Trained, average: Ema | None) -> tuple[list[Spec], Iterator[Tensor]]:
+    """What a rank writes of one engine: each of its parts of the weights, of what the optimizer keeps, of the average."""
+    specs = []
+    for flat in trained.flats:
+        dtypes = {kind: t.dtype for kind, t in trained.tensors(flat).items()} | ({AVERAGE: torch.float32} if average else {})
+        specs += [Spec(piece_name(kind, p.name, p.start), dtypes[kind], p.numel) for kind in dtypes for p in trained.own(flat)]
+
+    def tensors() -> Iterator[Tensor]:
+        for flat in trained.flats:
+            with trained.opened(flat):
+                kinds = trained.tensors(flat) | ({AVERAGE: average.of(flat)} if average else {})
+                for tensor in kinds.values():
+                    yield from (tensor.narrow(0, p.offset, p.numel) for p in trained.own(flat))
+
+    return specs, tensors()
+
+
+def restart_cpu_adam(trained: Trained) -> None:
     """Make the running job compute beta^t as a resumed one will.
 
     DeepSpeedCPUAdam, and FusedAdam on a CPU, multiply beta^t up step by step in C++ and lose that product in a checkpoint,
     so a resumed run would differ by one ulp (deepspeed 0.19.8). tests/test_resume.py::test_resumed_run_is_bitwise_equal.
     """
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # stage 0 in float32 has no wrapper around it
-    group = optimizer.param_groups[0]
-    if isinstance(optimizer, FusedAdam) and engine.device.type == "cpu":
-        nothing = [[torch.zeros(1)] for _ in range(4)]  # an update of step 0, after which the next is no step up
-        optimizer.multi_tensor_adam(1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
-        optimizer.ds_opt_adam.create_adam(
-            optimizer.opt_id, group["lr"], *group["betas"], group["eps"], group["weight_decay"], optimizer.adam_w_mode, False
-        )
+    for optimizer in {id(o): o for o in map(trained.optimizer, trained.flats)}.values():
+        group = optimizer.param_groups[0]
+        if isinstance(optimizer, FusedAdam) and trained.engine.device.type == "cpu":
+            nothing = [[torch.zeros(1)] for _ in range(4)]  # an update of step 0, after which the next is no step up
+            optimizer.multi_tensor_adam(1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
+        if isinstance(optimizer, DeepSpeedCPUAdam):
+            optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
+            optimizer.ds_opt_adam.create_adam(
+                optimizer.opt_id, group["lr"], *group["betas"], group["eps"], group["weight_decay"], optimizer.adam_w_mode, False
+            )
 
 
-def find(output_dir: Path, resume: str) -> Path | None:
-    """The checkpoint folder that `resume` (auto, never, or a folder) means; None to start anew.
+def load(student: Student, folder: Path, changed: set[str] = frozenset()) -> int:
+    """Go on from a checkpoint, whatever ranks, stage and offload wrote it; returns the finished steps. Collective.
 
-    Raises:
-        ConfigError: a folder was named that is no checkpoint.
+    Each rank reads the pieces that it keeps, and no more.
+
+    Args:
+        changed: keys of the run's identity that may differ from the checkpoint's.
     """
-    if resume == "never":
-        return None
-    if resume != "auto":
-        if not (Path(resume) / STATE).is_file():
-            raise ConfigError(f"--resume {resume}: no checkpoint there. Name a folder checkpoints/step_..., auto or never.")
-        return Path(resume)
-    latest = output_dir / "checkpoints" / "latest"
-    return latest.parent / latest.read_text().strip() if latest.is_file() else None
+    for expert, trained in student.trained.items():
+        saved = json.loads((folder / expert.value / ENGINE).read_text())
+        pieces = Pieces(sorted((folder / expert.value).glob("rank_*.safetensors")))
+        same_optimizer = _family(saved["optimizer"]) == _family(type(trained.optimizer(trained.flats[0])).__name__)
+        kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
+        for flat in trained.flats:
+            with trained.opened(flat, changed=True):
+                if same_optimizer:
+                    trained.make_state(flat, kinds, saved["steps"])
+                tensors = trained.tensors(flat)
+                average = {AVERAGE: student.averages[expert].of(flat)} if expert in student.averages else {}
+                for kind in (WEIGHTS, *kinds):
+                    _fill(tensors[kind], flat.parts, pieces, kind)
+                for tensor in average.values():
+                    _fill(tensor, flat.parts, pieces, AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS)
+        trained.publish()
+        write_engine(trained, saved, changed)
+        restart_cpu_adam(trained)
+    return read_state(folder)["step"]
+
+
+def _fill(flat: Tensor, parts: list[Part], pieces: Pieces, kind: str) -> None:
+    """Read one kind of all parameters of a flat; what the checkpoint does not know stays as it is."""
+    known = set(pieces.names(kind))
+    for part in parts:
+        if part.numel and part.name in known:
+            flat.narrow(0, part.offset, part.numel).copy_(pieces.read(kind, part.name, part.start, part.numel))
+
+
+def _family(optimizer: str | None) -> str:
+    """Optimizers whose moments mean the same: DeepSpeed takes another class for each place where they live."""
+    return next((f for f in ("Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """{"step", "identity", "facts"} of a checkpoint."""
-    return json.loads((folder / STATE).read_text())
-
-
-def check_identity(folder: Path, identity: dict[str, Any]) -> None:
-    """Refuse to go on with a checkpoint of another run.
+    """{"step", "identity", "facts", ...} of a checkpoint.
 
     Raises:
-        ConfigError: names every difference.
+        ConfigError: it is of an earlier format.
     """
-    saved = read_state(folder)["identity"]
-    differ = [k for k in identity | saved if saved.get(k) != identity.get(k)]
-    if differ:
-        raise ConfigError(*(
-            f"{folder}: holds a run with another {k}: {saved.get(k)!r}, now {identity.get(k)!r}. "
-            "Give another --output_dir, or --resume never to start anew." for k in differ
-        ))  # fmt: skip
-
-
-def load(student: Student, folder: Path) -> int:
-    """Load both weights and optimizer; returns the number of finished steps. Collective."""
-    for expert, engine in student.engines.items():
-        all_trained = all(p.requires_grad for p in engine.module.parameters())
-        path, _ = engine.load_checkpoint(str(folder / expert.value), tag=TAG, load_module_strict=all_trained)
-        if path is None:
-            raise ConfigError(f"{folder}: DeepSpeed found no checkpoint in it. Name another with --resume.")
-        if expert in student.averages:
-            student.averages[expert].load(folder / expert.value, distributed.rank())
-    return read_state(folder)["step"]
+    state = json.loads((folder / STATE).read_text())
+    if state.get("format") != FORMAT:
+        raise ConfigError(f"{folder}: was made by another version of wandistiller. Export it with that one, or --resume never.")
+    return state
 
 
 def keep_frozen(models: dict[Expert, nn.Module], output_dir: Path, resume_from: Path | None) -> None:
@@ -154,35 +266,15 @@ def _frozen_file(folder: Path, expert: Expert) -> Path:
 
 
 def weights(folder: Path, expert: Expert, averaged: bool = False) -> dict[str, Tensor]:
-    """The float32 weights of one expert, put together from all ranks' parts, on the CPU.
+    """The float32 weights of one expert, put together from all ranks' pieces, on the CPU.
 
     Args:
         averaged: take the moving average of those that are trained.
     """
-    whole = folder / expert.value / WHOLE
-    if whole.is_file():
-        state = load_file(ema.file(folder / expert.value, 0) if averaged else whole)
-    elif averaged:
-        state = _averaged(folder / expert.value)
-    else:
-        state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder / expert.value), TAG, True)
+    kind = AVERAGE if averaged else WEIGHTS
+    shapes = json.loads((folder / expert.value / ENGINE).read_text())["shapes"]
+    pieces = Pieces(sorted((folder / expert.value).glob("rank_*.safetensors")))
+    state = {name: pieces.read(kind, name).view(shape) for name, shape in shapes.items()}
     if _frozen_file(folder, expert).is_file():
         state |= load_file(_frozen_file(folder, expert))
-    return {name: value.detach().to("cpu", torch.float32) for name, value in state.items()}
-
-
-def _averaged(folder: Path) -> dict[str, Tensor]:
-    """The average in DeepSpeed's own merging (0.19.8): it lies as flat as the weights that it stands for.
-
-    Stages 1 and 2 save those without the padding at the end.
-    """
-    inside = str(folder / TAG)
-    models = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(inside))
-    stage, ranks, masters, paddings = zero_to_fp32.parse_optim_states(zero_to_fp32.get_optim_files(inside), inside)
-    averages = [load_file(ema.file(folder, rank)) for rank in range(ranks)]
-    flat = [[averages[rank][str(i)][: weights.numel()] for i, weights in enumerate(masters[rank])] for rank in range(ranks)]
-    if stage == 3:
-        merged = zero_to_fp32._get_fp32_state_dict_from_zero3_checkpoint(ranks, flat, models, True)
-    else:
-        merged = zero_to_fp32._get_fp32_state_dict_from_zero2_checkpoint(ranks, flat, models, True, paddings)
-    return zero_to_fp32.to_torch_tensor(merged)
+    return {name: value.to(torch.float32) for name, value in state.items()}

@@ -5,9 +5,11 @@ import json
 import types
 import typing
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from wandistiller.problems import DEEP, ConfigError, impossible_values, nearest, problem, readable, unknown_keys
+from wandistiller.problems import StorageError as StorageError
 
 SHIPPED = next(p for p in (Path(__file__).parent / "ds_configs", Path(__file__).parent.parent / "ds_configs") if p.is_dir())
 STRATEGIES = {
@@ -23,35 +25,6 @@ WAN_NEGATIVE_PROMPT = (  # Wan2.1's and Wan2.2's own, wan/configs/shared_config.
 )
 
 
-class ConfigError(Exception):
-    """Wrong input. Holds every problem found, each one a sentence that says where, what was found, what to write."""
-
-    def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
-
-
-def problem(where: str | Path, key: str, found: object, remedy: str) -> str:
-    """The one form of an error message: file, key, what was found, what to write instead."""
-    return f"{where}: `{key}` is {json.dumps(found, ensure_ascii=False, default=str)}. {remedy}"
-
-
-def unknown_keys(where: str | Path, given: dict, known: typing.Iterable[str], prefix: str = "") -> list[str]:
-    """A problem for every key of `given` that is not among `known`, with the nearest right one."""
-    known = sorted(known)
-    found = []
-    for key in sorted(set(given) - set(known)):
-        hint = nearest(key, known) or f" Known keys: {', '.join(known)}."
-        found.append(problem(where, prefix + key, given[key], f"There is no such key.{hint}"))
-    return found
-
-
-def nearest(word: object, known: typing.Iterable[str]) -> str:
-    """` Did you mean ...?`, or nothing when no known word is near."""
-    near = get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f" Did you mean `{near[0]}`?" if near else ""
-
-
 def shipped(path: str) -> Path:
     """`path` from the current folder; a `ds_configs/...` that is not there is taken from the files we ship."""
     here = Path(path)
@@ -61,10 +34,10 @@ def shipped(path: str) -> Path:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read one JSON object.
+    """Read one JSON object. Integers of 19 digits and more become floats.
 
     Raises:
-        ConfigError: the file is missing, is no JSON, is no object, or gives a key twice.
+        ConfigError: the file cannot be read, is no JSON, is no object, or holds what no setting can be.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,15 +46,23 @@ def read_json(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: `{twice[0]}` is given twice. Keep one.")
         return dict(pairs)
 
-    file = shipped(str(path))
-    if not file.is_file():
-        raise ConfigError(f"{path}: no such file.")
+    with readable(path):
+        raw = shipped(str(path)).read_bytes()
     try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}.") from None
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=once, parse_int=lambda n: int(n) if len(n) < 19 else float(n))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}. Save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        remedy = "Mend that place; JSON has double quotes, no comments, and no comma after the last value." if text.strip() else (
+            "The file is empty; write one JSON object, {...}.")  # fmt: skip
+        raise ConfigError(f"{path}: not valid JSON: {error}. {remedy}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {DEEP}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a {type(value).__name__}. Write one JSON object, {{...}}.")
+    if found := impossible_values(path, value):
+        raise ConfigError(*found)
     return value
 
 
@@ -155,6 +136,8 @@ class RunConfig:
     sample_prompts: list[str] | None = setting(None, "output", "prompts of the pictures; default 8 of the data's")
     log_level: str = setting("info", "output", "", choices=("debug", "info", "warning"))
     resume: str = setting("auto", "output", "auto, never, or a checkpoint folder")
+    allow_changed: list[str] | None = setting(None, "output", "keys in which the checkpoint may be of another run: optimizer ...")
+    timeout: float = setting(1800.0, "output", "seconds without a sign of life from any rank before all stop")
     dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
 
     def problems(self) -> list[tuple[str, str]]:
@@ -165,7 +148,7 @@ class RunConfig:
         ]
         positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
                     "video_fps", "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
-                    "sample_every", "sample_interval", "sample_steps")  # fmt: skip
+                    "sample_every", "sample_interval", "sample_steps", "timeout")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:
@@ -190,18 +173,19 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     Raises:
         ConfigError: with all unknown keys, wrong types and wrong values at once.
     """
-    values = dict(values)
+    values, flags = dict(values), dict(flags)
     known = {f.name: f.type for f in fields(RunConfig)}
-    found = unknown_keys(where, values, known)
+    found = unknown_keys(where, values, known) + impossible_values("command line", flags)
     mistyped: set[str] = set()
     for name, kind in known.items():
-        if name in values and not _fits(values[name], kind):
-            wanted = str(kind if isinstance(kind, types.UnionType) else kind.__name__).replace(" | ", " or ")
-            found.append(problem(where, name, values[name], f"Write a value of type {wanted}."))
-            mistyped.add(name)
+        for source, given in ((where, values), ("command line", flags)):
+            if name in given and not _fits(given[name], kind):
+                wanted = str(kind if isinstance(kind, types.UnionType) else kind.__name__).replace(" | ", " or ")
+                found.append(problem(source, name, given.pop(name), f"Write a value of type {wanted}."))
+                mistyped.add(name)
     if ("max_steps" in flags) != ("num_epochs" in flags):  # the flag replaces the recipe's other way to say it
         values.pop("num_epochs" if "max_steps" in flags else "max_steps", None)
-    config = RunConfig(**({k: v for k, v in values.items() if k in known.keys() - mistyped} | flags))
+    config = RunConfig(**({k: v for k, v in values.items() if k in known} | flags))
     for key, text in config.problems():
         if key not in mistyped:
             found.append(f"{'command line' if key in flags or key not in values else where}: {text}")

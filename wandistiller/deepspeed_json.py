@@ -7,6 +7,7 @@ from typing import Any
 
 from wandistiller.config import ConfigError, nearest, problem, read_json, unknown_keys
 from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
+from wandistiller.deepspeed_values import REQUIRED, inner, value_problems
 from wandistiller.placement import BLOCK, placement_problems
 from wandistiller.recompute import recompute_problems
 from wandistiller.refused import student_problems
@@ -48,16 +49,11 @@ def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
-    """Unknown keys, at the top and in the sections, and the value "auto", which DeepSpeed itself cannot read."""
+    """Unknown keys and values that cannot be, at the top and in the sections, and "auto", which DeepSpeed itself cannot read."""
     found = unknown_keys(where, ds, TOP_KEYS)
     for section, known in SECTION_KEYS.items():
-        value: Any = ds
-        for part in section.split("."):
-            value = value.get(part, {}) if isinstance(value, dict) else {}
-        if not isinstance(value, dict):
-            found.append(problem(where, section, value, "Write an object, {...}."))
-        else:
-            found += unknown_keys(where, value, known, section + ".")
+        found += unknown_keys(where, inner(ds, section), known, section + ".")
+    found += value_problems(where, ds)
     found += _typed_problems(where, ds, "optimizer", {name: OPTIMIZER_KEYS for name in OPTIMIZERS[:2]}, OPTIMIZERS)
     found += _typed_problems(where, ds, "scheduler", SCHEDULER_KEYS, tuple(SCHEDULER_KEYS))
     found += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
@@ -77,12 +73,10 @@ def _typed_problems(
     if not same:
         return [problem(where, f"{section}.type", kind, f"Write one of: {', '.join(types)}.{nearest(kind, types)}")]
     if not isinstance(params, dict):
-        return [problem(where, f"{section}.params", params, "Write an object, {...}.")]
-    found = unknown_keys(where, params, keys[same[0]], f"{section}.params.") if same[0] in keys else []
-    lr = params.get("lr", 0.0)
-    if type(lr) not in (int, float) and lr != "auto":
-        found.append(problem(where, f"{section}.params.lr", lr, "Write a number."))
-    return found
+        return []  # said already
+    missing = [key for key in REQUIRED.get(same[0], ()) if key not in params]
+    found = [f"{where}: `{section}.params.{key}` is missing, which {same[0]} has no default for. Write it." for key in missing]
+    return found + (unknown_keys(where, params, keys[same[0]], f"{section}.params.") if same[0] in keys else [])
 
 
 def _auto(value: Any, prefix: str = "") -> list[str]:

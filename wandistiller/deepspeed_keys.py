@@ -41,6 +41,16 @@ SECTION_KEYS = {
         "contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations profile "
         "synchronize_checkpoint_boundary".split()
     ),
+    "aio": set("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds".split()),
+    "checkpoint": set(
+        "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer".split()
+    ),
+    "data_types": {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"},
+    "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
+    "flops_profiler": set(
+        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file".split()
+    ),
+    "timers": {"throughput"},
     "optimizer": {"type", "params", "legacy_fusion"},
     "scheduler": {"type", "params"},
 }

@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 
-from wandistiller.config import ConfigError
+from wandistiller.phase import doing
+from wandistiller.problems import ConfigError, Problems
+from wandistiller.watch import Notice, Watch, open_store
 
 log = logging.getLogger("wandistiller")
+
+TIMEOUT_SECONDS = 1800.0
+"""Without a sign of life from any rank for so long a run is taken for hung; the recipe key `timeout` says otherwise."""
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Of the backends, who cannot tell a long phase of another rank from a hang; `watch` can."""
+_watch: Watch | None = None
 
 
 def rank() -> int:
@@ -66,7 +75,49 @@ def init(log_level: str = "info") -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+        doing(f"waiting for all {world_size()} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=COLLECTIVE_TIMEOUT)
+        _start_watch()
+
+
+def _start_watch() -> None:
+    global _watch
+    _watch = Watch(rank(), world_size(), TIMEOUT_SECONDS)
+    store = None
+    if world_size() > 1:
+        host = os.environ["MASTER_ADDR"]
+        kept = open_store(0, world_size(), host, 0) if rank() == 0 else None
+        port = from_rank_0(kept.port if kept else None)
+        store = kept or open_store(rank(), world_size(), host, port)
+    _watch.start(store)
+
+
+def set_timeout(seconds: float) -> None:
+    """What the recipe says of `TIMEOUT_SECONDS`."""
+    if _watch:
+        _watch.timeout = seconds
+
+
+def leave(code: int, text: str) -> None:
+    """Tell the other ranks that this one fails, and why, before its process ends; they end too. No collective."""
+    if _watch:
+        _watch.leave(code, text)
+
+
+def explain(more: Callable[[Notice], str]) -> None:
+    """What this rank adds when another has failed."""
+    if _watch:
+        _watch.explain = more
+
+
+def followed(notice: Notice) -> str:
+    """That this rank ends because another does, in words."""
+    return _watch.followed(notice) if _watch else notice.text
+
+
+def who_failed() -> Notice | None:
+    """After a collective broke: the rank because of which. No collective."""
+    return _watch.who_failed() if _watch else None
 
 
 def _free_port() -> str:
@@ -85,15 +136,15 @@ def agree_on_problems(problems: list[str]) -> list[str]:
 
 
 @contextmanager
-def same_problems() -> Iterator[None]:
+def same_problems(kind: type[Problems] = ConfigError) -> Iterator[None]:
     """What is wrong on any rank stops them all, with one message, after they have all been through. Collective."""
     problems: list[str] = []
     try:
         yield
-    except ConfigError as error:
+    except kind as error:
         problems = error.problems
     if problems := agree_on_problems(problems):
-        raise ConfigError(*problems)
+        raise kind(*problems)
 
 
 def barrier() -> None:
@@ -102,9 +153,14 @@ def barrier() -> None:
 
 def finish() -> None:
     """Leave the group in order, so that no rank reports a closed connection. Collective."""
+    global _watch
     if dist.is_initialized():
         dist.barrier()
+        if _watch:
+            _watch.stop()
+        dist.barrier()  # rank 0 keeps the store of all watches
         dist.destroy_process_group()
+        _watch = None
 
 
 def from_rank_0(value: Any) -> Any:

@@ -29,7 +29,7 @@ def config_problems(where: str, ds: dict[str, Any]) -> list[str]:
         DeepSpeedConfig(probe)
     except ValidationError as error:
         return [f"{where}: `{'.'.join(map(str, e['loc']))}` is {e['input']!r}. {e['msg']}." for e in error.errors()]
-    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
+    except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
         return [f"{where}: DeepSpeed refuses it: {error}"]
     if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
         return [problem(where, f"zero_optimization.{key}.device", "nvme", "DeepSpeed's async_io cannot be built here. "

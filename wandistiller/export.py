@@ -13,6 +13,7 @@ from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
 from wandistiller.config import ConfigError
 from wandistiller.files import link_or_copy, write_json
+from wandistiller.resume import find, read_state
 from wandistiller.tuning import Lora, adapter_state, add_lora
 from wandistiller.wan import WanFolder, open_wan
 
@@ -123,14 +124,14 @@ def _put_in_place(temporary: Path, target: Path) -> Path:
 def _read(run_or_checkpoint: Path, averaged: bool | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint, and its facts with "averaged" as asked."""
     source = _checkpoint(run_or_checkpoint)
-    facts = checkpoint.read_state(source)["facts"]
+    facts = read_state(source)["facts"]
     if averaged and "ema" not in facts:
         raise ConfigError(f"{source}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
     return source, facts | {"averaged": "ema" in facts if averaged is None else averaged}
 
 
 def _checkpoint(folder: Path) -> Path:
-    found = folder if (folder / checkpoint.STATE).is_file() else checkpoint.find(folder, "auto")
+    found = folder if (folder / checkpoint.STATE).is_file() else find(folder, "auto")
     if found is None or not (found / checkpoint.STATE).is_file():
         raise ConfigError(f"{folder}: no checkpoint there. Name the --output_dir of a run, or one checkpoints/step_... folder.")
     return found

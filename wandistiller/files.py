@@ -1,13 +1,17 @@
 """Files appear whole or not at all; folders are recognised by a fingerprint."""
 
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from wandistiller.problems import ConfigError
 
 
 @contextmanager
@@ -25,6 +29,26 @@ def atomic(path: Path) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> IO[str]:
+    """Have `folder` to oneself while the result lives; the system lets go of it when the process ends, however.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise ConfigError(f"{folder}: another run is writing there ({file.read().strip()}). Wait for it, stop it (touch "
+                          f"{folder / 'STOP'}), or give another --output_dir.") from None  # fmt: skip
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 def write_json(path: Path, value: Any) -> None:

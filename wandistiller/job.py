@@ -95,24 +95,19 @@ class Job:
         return {
             # a hub id's weights may not be here yet, but its commit says which they are
             "teacher": self.folder.revision or fingerprint(self.folder.path / e.value for e in self.folder.configs),
-            "student": digest(self._student, self.student_transformer),
+            "student": digest(dataclasses.asdict(self.student), self.student_transformer),
             "data": digest(self.items.digest, str(self.rollouts), str(self.size), str(self.buckets), r.video_fps),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
             "seed": r.seed, "shift": r.shift, "train_batch_size": self.batch.total, "expert_blocks": r.expert_blocks,
+            "optimizer": _learning(self.student_ds["optimizer"]), "scheduler": self.student_ds.get("scheduler"),
+            "gradient_clipping": self.student_ds["gradient_clipping"], "precision": deepspeed_json.dtype_name(self.student_ds),
             **self._tuning,
         }  # fmt: skip
 
     @property
-    def _student(self) -> dict[str, Any]:
-        """How the student starts; keys that are as usual are left out if runs of before them are to go on."""
-        usual = dataclasses.asdict(StudentConfig())
-        given = dataclasses.asdict(self.student).items()
-        return {key: value for key, value in given if key not in ("width_basis", "ffn_units") or value != usual[key]}
-
-    @property
     def _tuning(self) -> dict[str, Any]:
-        """What is trained and averaged, where that was asked for: runs of before these keys go on."""
+        """What is trained and averaged, where that was asked for."""
         keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
         return {key: value for key in keys if (value := getattr(self.run, key))}
 
@@ -163,6 +158,12 @@ class Job:
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",
         ]
+
+
+def _learning(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer section says of learning; the other keys choose between implementations of the same."""
+    params = {k: v for k, v in optimizer.get("params", {}).items() if k not in ("torch_adam", "fused")}
+    return {"type": optimizer["type"], "params": params}
 
 
 def placement_name(ds: dict[str, Any]) -> str:

@@ -1,6 +1,9 @@
 """What a machine has free, and the fastest placement of the teacher that fits into it beside the student."""
 
+import os
+import resource
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,18 +55,61 @@ def this_machine(swap_path: Path) -> Machine:
     )
 
 
+def machine_now() -> Machine:
+    """What this rank by itself sees of its machine, when it can ask no other; the launcher knows the ranks on it."""
+    device = distributed.device()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    counted = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # torchrun's, deepspeed's
+    here = int(next(filter(None, counted), distributed.world_size()))
+    return Machine(free, host_free(), disk_free(Path()), distributed.world_size(), here)
+
+
+def memory_line(rank: int, root: Path = Path("/")) -> str:
+    """What this process has of memory, and what there is, in one line.
+
+    Args:
+        root: the folder of proc/ and sys/.
+    """
+    said = ["no accelerator"]
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        numbers = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total, free
+        words = ("allocated", "reserved", "in all", "free")
+        said = [f"GPU {device}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for n, word in zip(numbers, words, strict=True))]
+    own, system = _kib(root / "proc/self/status"), _kib(root / "proc/meminfo")
+    limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in _limits(root) if n < system["MemTotal"]]
+    said += [f"this process: {own['VmRSS'] / GIB:.2f} GiB of CPU memory, {own['VmSize'] / GIB:.2f} GiB of address space",
+             f"limited to {', '.join(limits)}" if limits else "no limit",
+             f"machine: {system['MemTotal'] / GIB:.2f} GiB, {host_free(root) / GIB:.2f} GiB free for it"]  # fmt: skip
+    return f"rank {rank}: {'; '.join(said)}"
+
+
+def _limits(root: Path) -> Iterator[tuple[int, str]]:
+    """The limits on this process's memory, in bytes, and who sets them."""
+    if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        yield space, "of address space, ulimit -v"
+    if groups := [allowed for allowed, _ in _groups(root)]:
+        yield min(groups), "control group"
+
+
+def _kib(file: Path) -> dict[str, int]:
+    """The entries of a file of proc/ that are sizes, in bytes."""
+    entries = (line.partition(":") for line in file.read_text().splitlines())
+    return {key: int(value.split()[0]) * 1024 for key, _, value in entries if value.endswith(" kB")}
+
+
 def host_free(root: Path = Path("/")) -> int:
     """Bytes of CPU memory that this process and its like can still take, as the system and its control groups say.
 
     Args:
         root: the folder of proc/ and sys/.
     """
-    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_groups_free(root)])
+    return min([_kib(root / "proc/meminfo")["MemAvailable"], *(free for _, free in _groups(root))])
 
 
-def _groups_free(root: Path) -> list[int]:
-    """What each control group above this process, version 1 or 2, leaves of its limit.
+def _groups(root: Path) -> list[tuple[int, int]]:
+    """The limit of each control group above this process, version 1 or 2, and what it leaves of it.
 
     Its file cache counts as free: the kernel gives it up before it refuses memory. Memory files (shmem) are no part of it.
     """
@@ -82,7 +128,7 @@ def _groups_free(root: Path) -> list[int]:
             if (allowed := (group / limit).read_text().strip()) != "max":
                 stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
                 cache = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-                found.append(max(0, int(allowed) - int((group / used).read_text()) + cache))
+                found.append((int(allowed), max(0, int(allowed) - int((group / used).read_text()) + cache)))
     return found
 
 

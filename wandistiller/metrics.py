@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from wandistiller.distributed import log0, rank
+from wandistiller.files import atomic
+from wandistiller.stream import flush
 
 
 def clock(seconds: float) -> str:
@@ -43,6 +45,14 @@ def memory_gib() -> dict[str, float]:
     return {k: round(v, 3) for k, v in found.items()}
 
 
+def _step(line: str) -> float:
+    """The step of a line; of one that was cut off by a kill, one that never comes."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
+
+
 class Metrics:
     """metrics.jsonl and the line a step. Only rank 0 writes."""
 
@@ -51,9 +61,9 @@ class Metrics:
         self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
         self._start, self._began, self._last = start, time.monotonic(), time.monotonic()
         if rank() == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            kept = [x for x in file.read_text().splitlines() if json.loads(x)["step"] <= start] if file.exists() else []
-            file.write_text("".join(f"{line}\n" for line in kept if start))
+            kept = [line for line in file.read_text().splitlines() if _step(line) <= start] if start and file.exists() else []
+            with atomic(file) as temporary:
+                temporary.write_text("".join(f"{line}\n" for line in kept))
 
     def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, **more: Any) -> None:
         """Record one finished optimizer step, counted from 1.
@@ -73,6 +83,11 @@ class Metrics:
              self._global_batch / seconds, clock(left))  # fmt: skip
         if not math.isfinite(loss):
             raise FloatingPointError(f"The loss of step {step} is {loss}. Lower the learning rate; see {self._file}.")
+
+    def flush(self) -> None:
+        """Have all lines on the disk, as a checkpoint that stands for them is about to be."""
+        if rank() == 0:
+            flush(self._file)
 
     def pause(self) -> None:
         """Forget the time since the last step: pictures and checkpoints are no training time."""

@@ -14,7 +14,18 @@ from wandistiller.job import Job
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size, nearest_buckets, pixel_sizes
 from wandistiller.objectives import Teacher
+from wandistiller.stopping import Stopped, stopping
 from wandistiller.teacher import Guidance, build_teacher
+
+
+def stop_if_asked(when: str) -> None:
+    """End the run here if any rank was asked to stop. Collective.
+
+    Raises:
+        Stopped: on all ranks.
+    """
+    if any(distributed.gather_objects(stopping.reason)):
+        raise Stopped(when)
 
 
 def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:

@@ -34,7 +34,7 @@ def _write_out(where: str, given: dict[str, Any]) -> list[str]:
     key, found = "teacher_device_strategy", _student_problems(where, given)
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         found.append(problem(where, "num_steps", steps, f"`max_steps` is {given['max_steps']} and means the same. Keep one."))
-    if given.pop("teacher_on_cpu", False):
+    if type(given.get("teacher_on_cpu")) is bool and given.pop("teacher_on_cpu"):
         if given.setdefault(key, "cpu") != "cpu":
             found.append(problem(where, key, given[key], "`teacher_on_cpu` is given too and means `cpu`. Keep one."))
     named, strategy = given.get("teacher_deepspeed_config"), given.get(key)

@@ -14,6 +14,7 @@ from wandistiller.blocks import Blocks
 from wandistiller.deepspeed_json import on_nvme
 from wandistiller.ema import Ema
 from wandistiller.engines import forget_trial_step, mend_flops_profiler
+from wandistiller.fragments import Trained
 from wandistiller.placement import without_block
 from wandistiller.recompute import read_recompute
 from wandistiller.tuning import parameter_groups
@@ -36,7 +37,8 @@ class Student:
             blocks.configure(ds)
         self._blocks = {expert: Blocks(model, again) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()}
-        self.averages = {expert: Ema(engine, ema, ema_start) for expert, engine in self.engines.items() if ema is not None}
+        self.trained = {expert: Trained(engine) for expert, engine in self.engines.items()}
+        self.averages = {expert: Ema(t, ema, ema_start) for expert, t in self.trained.items() if ema is not None}
 
     def engine(self, expert: Expert) -> Any:
         """The engine that learns from a batch of `expert`; a one-expert student has but one."""

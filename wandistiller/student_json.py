@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.deepspeed_json import dtype_name, with_dtype
+from wandistiller.deepspeed_values import inner
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
@@ -39,7 +40,9 @@ def write_in(ds: dict[str, Any], asked: Asked) -> dict[str, Any]:
         ds[MICRO] = asked.batch_size
         ds.pop(TOTAL, None)
     if asked.lr is not None:
-        ds.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = asked.lr
+        ds.setdefault("optimizer", {"type": "AdamW"})
+        inner(ds, "optimizer").setdefault("params", {})
+        inner(ds, "optimizer.params")["lr"] = asked.lr  # into nothing, if they are no objects: said when the engine is checked
         if "warmup_max_lr" in _params(ds, "scheduler"):
             ds["scheduler"]["params"]["warmup_max_lr"] = asked.lr
     if asked.mixed_precision is not None:
@@ -89,9 +92,7 @@ def fill_steps(ds: dict[str, Any], max_steps: int) -> dict[str, Any]:
 
 def _params(ds: dict[str, Any], section: str) -> dict[str, Any]:
     """The params of optimizer or scheduler; an empty dict where there are none, or no object."""
-    given = ds.get(section)
-    params = given.get("params") if isinstance(given, dict) else None
-    return params if isinstance(params, dict) else {}
+    return inner(ds, f"{section}.params")
 
 
 def _fill(section: dict[str, Any], values: dict[str, Any]) -> None:

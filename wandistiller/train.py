@@ -1,21 +1,28 @@
 """`wandistiller train`: prepare what is missing, distil, draw, export; says at the end where everything is."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
-from wandistiller import begin, checkpoint, distributed, wan
+from wandistiller import begin, checkpoint, distributed, resume, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
 from wandistiller.cuts import Cuts
 from wandistiller.data import CachedData
 from wandistiller.export import export
+from wandistiller.files import write_json
 from wandistiller.job import Job
+from wandistiller.manifest import sweep
 from wandistiller.objectives import Teacher
-from wandistiller.prepare import guided_teacher, prepare
+from wandistiller.phase import doing
+from wandistiller.prepare import guided_teacher, prepare, stop_if_asked
 from wandistiller.start import blank_model, start_model
 from wandistiller.student import Student
 from wandistiller.trainer import Trainer
 from wandistiller.tuning import tune
+
+DONE = "DONE"
+"""File in the output folder of a run that has come to its end: what a program that waits for it can rely on."""
 
 
 def run(job: Job) -> None:
@@ -23,24 +30,31 @@ def run(job: Job) -> None:
     if distributed.rank() == 0:
         if job.run.resume == "never":
             _set_aside(job.output / "checkpoints")
+        sweep(job.output / "checkpoints")
+        (job.output / DONE).unlink(missing_ok=True)
         job.write_resolved()
     for line in job.summary():
         distributed.log0(line)
+    job = dataclasses.replace(job, resume_from=resume.verified(job.output, job.run.resume))
     if job.resume_from and checkpoint.read_state(job.resume_from)["step"] >= job.run.max_steps:
         distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
         data, text, teacher = prepare(job)
+        stop_if_asked("before the first step")
         if job.objective.needs_teacher or begin.needs_measuring(job):
             teacher = teacher or guided_teacher(job, text)
         job, student = _started(job, data, teacher)
+        stop_if_asked("before the first step")
         teacher = teacher if job.objective.needs_teacher else None
         Trainer(job, data, text, teacher, student).train()
     distributed.finish()
     if distributed.rank() == 0:
+        doing("exporting the student")
         finished = export(job.output, job.output / "student")
         newest = max(job.samples.glob("step_*.png"))
         for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
             distributed.log0("%-9s %s", what, where)
+        write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
 
 
 def _started(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:

@@ -6,16 +6,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wandistiller import checkpoint, distributed
+from wandistiller import distributed
 from wandistiller.batch import Batch, Expert, join, split
+from wandistiller.checkpoint import Saver, load
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.job import Job
 from wandistiller.latents import Vae, denoise
+from wandistiller.manifest import set_aside_newer
 from wandistiller.metrics import Metrics
 from wandistiller.noise import keyed_normal
 from wandistiller.objectives import NOISED, PATH, Teacher
+from wandistiller.phase import doing
 from wandistiller.pictures import save_grid
+from wandistiller.resume import changed_keys
+from wandistiller.stopping import Stopped, stopping
 from wandistiller.student import Student
 
 
@@ -28,25 +33,52 @@ class Trainer:
         self.teacher, self.student = teacher, student
         self.schedule, self.objectives = job.schedule, job.objectives
         self._teacher_row: dict[str, list[Tensor]] = {}
+        self._saver = Saver(job.output, job.run.keep_checkpoints)
+        self._asked_to_stop = False
 
     def train(self) -> None:
-        """Run from the last checkpoint, if there is one, to the last step."""
-        job = self.job
-        start = checkpoint.load(self.student, job.resume_from) if job.resume_from else 0
-        if start:
-            distributed.log0("resumed %s: %d of %d steps are done", job.resume_from, start, job.run.max_steps)
+        """Run from the last checkpoint, if there is one, to the last step.
+
+        Raises:
+            Stopped: on all ranks, after a checkpoint, if any of them was asked to stop.
+        """
+        job, start = self.job, self._resumed()
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
+        if start and not self._is_drawn(start):
+            self._show(start)
         for step in range(start, job.run.max_steps):
             losses, expert = self.optimizer_step(step)
             loss, terms, state = job.objective.total(losses), job.objective.named(losses), self.student.state(expert)
             metrics.step(step + 1, loss=loss, expert=expert.value, **state, **terms)
             self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {})})
-            self._save_and_show(step + 1)
+            if self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps:
+                metrics.flush()
+                self._saver.save(self.student, step + 1, {"identity": job.identity, "facts": job.facts})
+            if self._asked_to_stop:
+                self._saver.finish()
+                raise Stopped(f"after step {step + 1} of {job.run.max_steps}")
+            self._show(step + 1)
             metrics.pause()
+        self._saver.finish()
+
+    def _resumed(self) -> int:
+        """Load the checkpoint that the run goes on from, if there is one; the steps that are done."""
+        job = self.job
+        if not job.resume_from:
+            return 0
+        doing(f"loading {job.resume_from}")
+        start = load(self.student, job.resume_from, changed_keys(job.resume_from, job.identity, job.run.allow_changed or []))
+        distributed.log0("resumed   %s: %d of %d steps are done", job.resume_from, start, job.run.max_steps)
+        if distributed.rank() == 0:
+            for folder in set_aside_newer(job.output / "checkpoints", start):
+                distributed.log0("set aside %s, which is newer", folder)
+        distributed.barrier()
+        return start
 
     def optimizer_step(self, step: int) -> tuple[list[float], Expert]:
         """All micro-steps of one optimizer step; returns each term's mean loss over all ranks, and the last expert used."""
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
+        doing(f"finishing step {step + 1}")
         expert = results[-1][1]
         for engine in self.student.engines.values():  # learning rates follow the run, not the expert's own turns
             if engine is not self.student.engine(expert) and engine.lr_scheduler is not None:
@@ -56,13 +88,18 @@ class Trainer:
 
     def micro_step(self, step: int, micro: int) -> tuple[Tensor, Expert]:
         """One forward and backward pass on this rank's samples; returns each term's loss_TB, detached, and the expert."""
+        doing(f"step {step + 1}, reading the data")
         batches = self.batches(step, micro)
         batch = join(batches)  # one forward pass for all: engines count a backward pass by its forward (deepspeed 0.19.8)
         objective, engine = self.objectives[batch.expert], self.student.engine(batch.expert)
+        doing(f"step {step + 1}, the teacher's forward pass")
         target = objective.target(self.teacher, batches)
+        doing(f"step {step + 1}, the student's forward pass")
         answers = split(self.student.answer(batch), batches)
         loss_TB = objective.losses(answers, target, batches)
+        doing(f"step {step + 1}, the student's backward pass")
         engine.backward(objective.total(loss_TB).mean())  # scaled by 1 / accumulation inside
+        doing(f"step {step + 1}, the optimizer's step")
         engine.step()  # updates on the last micro-step only
         return loss_TB.detach(), batch.expert
 
@@ -80,27 +117,32 @@ class Trainer:
         return found
 
     def _mean_over_ranks(self, losses: list[Tensor], expert: Expert) -> list[float]:
-        """Each term's mean over the global batch, summed in sample order whatever the ranks; checks that experts agree.
+        """Each term's mean over the global batch, summed in sample order whatever the ranks.
+
+        On the way it checks that the experts agree, and tells whether any rank was asked to stop.
 
         Args:
             losses: this rank's loss_TB of each micro-step M.
         """
         loss_MTB, world = torch.stack(losses).float(), distributed.world_size()
-        mine = torch.cat([loss_MTB.flatten(), loss_MTB.new_tensor([list(Expert).index(expert)])])
+        about = [list(Expert).index(expert), float(stopping.reason is not None)]
+        mine = torch.cat([loss_MTB.flatten(), loss_MTB.new_tensor(about)])
         all_ranks = distributed.gather_tensor(mine).view(world, -1)
-        if (all_ranks[:, -1] != all_ranks[0, -1]).any():
-            raise RuntimeError(f"The ranks used different experts: {all_ranks[:, -1].tolist()}. Please report this.")
-        loss_RMTB = all_ranks[:, :-1].view(world, *loss_MTB.shape)
+        if (all_ranks[:, -2] != all_ranks[0, -2]).any():
+            raise RuntimeError(f"The ranks used different experts: {all_ranks[:, -2].tolist()}. Please report this.")
+        self._asked_to_stop = bool(all_ranks[:, -1].any())
+        loss_RMTB = all_ranks[:, :-2].view(world, *loss_MTB.shape)
         return loss_RMTB.permute(2, 1, 0, 3).flatten(1).double().mean(1).tolist()
 
-    def _save_and_show(self, done: int) -> None:
-        run = self.job.run
-        if done % run.save_every == 0 or done == run.max_steps:
-            state = {"identity": self.job.identity, "facts": self.job.facts}
-            folder = checkpoint.save(self.student, self.job.output, done, state, run.keep_checkpoints)
-            distributed.log0("saved %s", folder)
-        if done % run.sample_every == 0 or done == run.max_steps:
+    def _show(self, done: int) -> None:
+        """Draw, if pictures are due after `done` steps."""
+        if done % self.job.run.sample_every == 0 or done == self.job.run.max_steps:
+            doing(f"drawing pictures after step {done}")
             distributed.log0("drew %s", self.draw(done))
+
+    def _is_drawn(self, done: int) -> bool:
+        """Whether the pictures are there, as rank 0 sees it."""
+        return distributed.from_rank_0((self.job.samples / f"step_{done:08d}.png").is_file())
 
     def draw(self, done: int) -> str:
         """Write a grid, teacher beside student, fixed prompts and noise; the ranks share the work. Collective."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import WanTransformer3DModel
 from huggingface_hub import constants, snapshot_download
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json
+from wandistiller.kinds import KINDS
 from wandistiller.noise import timestep
+from wandistiller.wan_configs import pipeline_problems
 from wandistiller.weights import WeightReader
 
 TINY = Path(__file__).parent / "tiny"
@@ -33,6 +36,8 @@ WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
     f"{part}/{stem}{end}" for part, stem in PARTS.items()
     for end in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
 ]  # fmt: skip
+UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What diffusers raises for settings that do not fit together."""
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
 
 
@@ -151,11 +156,39 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     configs = {e: _read(path / e.value / "config.json", name) for e in experts}
     vae, scheduler = _read(path / "vae" / "config.json", name), _read(path / "scheduler" / "scheduler_config.json", name)
     boundary = index.get("boundary_ratio") if len(experts) == 2 else None
-    if len(experts) == 2 and boundary is None:
-        raise ConfigError(problem(f"{name}/model_index.json", "boundary_ratio", None,
-                                  "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."))  # fmt: skip
+    found = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    if len(experts) == 2 and not KINDS["a number between 0 and 1"](boundary):
+        found.append(problem(f"{name}/model_index.json", "boundary_ratio", boundary,
+                             "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."))  # fmt: skip
+    if not found:
+        found += [p for e, config in configs.items() for p in skeleton_problems(f"{name}/{e.value}/config.json", config)]
+        found += _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler)
+    if found:
+        raise ConfigError(*found)
     shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
     return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
+
+
+def skeleton_problems(where: str, config: dict[str, Any]) -> list[str]:
+    """What diffusers says of a config whose values are each of the right kind."""
+    try:
+        skeleton(config)
+    except UNFIT as error:
+        return [f"{where}: diffusers cannot make this network: {error or type(error).__name__}. Fetch this file again, or mend "
+                "it."]  # fmt: skip
+    return []
+
+
+def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
+    kind = getattr(diffusers, config["_class_name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        return [problem(where, "_class_name", config["_class_name"], "Name a scheduler of diffusers: UniPCMultistepScheduler.")]
+    try:
+        kind.from_config(config).set_timesteps(2)
+    except UNFIT as error:
+        return [f"{where}: diffusers cannot make this scheduler: {error or type(error).__name__}. Fetch this file again, or mend "
+                "it."]  # fmt: skip
+    return []
 
 
 def _fetch(hub_id: str, revision: str, files: list[str]) -> Path:

@@ -1,0 +1,64 @@
+"""`wandistiller` with a real limit on the address space of one rank: limited.py --rank 1 --room 64 [--at WORDS] -- train ...
+
+The limit is what the process has mapped when it is set, and `--room` MiB: set before the command starts, or, with `--at`, as
+soon as what the rank says that it is doing (wandistiller/phase.py) holds these words. The kernel then refuses what goes
+beyond it, to whichever library asks.
+"""
+
+import argparse
+import os
+import resource
+import sys
+from pathlib import Path
+
+from wandistiller import phase
+
+MIB = 2**20
+
+
+def mapped() -> int:
+    """Bytes of address space that this process has."""
+    pages, *_ = Path("/proc/self/statm").read_text().split()
+    return int(pages) * resource.getpagesize()
+
+
+def limit(room: int) -> None:
+    """Leave this process `room` more MiB of address space."""
+    allowed = mapped() + room * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    print(f"rank {os.environ.get('RANK', '0')} may map {room} MiB more than {mapped() // MIB}, at: {phase.now.what}",
+          file=sys.stderr, flush=True)  # fmt: skip
+
+
+def limit_when(words: str, room: int) -> None:
+    """Set the limit once, when a phase begins that holds `words`; to be called before any module imports `phase.doing`."""
+    told, left = phase.doing, [room]
+
+    def doing(what: str) -> None:
+        told(what)
+        if words in what and left:
+            limit(left.pop())
+
+    phase.doing = doing
+
+
+def main() -> int:
+    own, command = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", default="0", help="the rank that is limited")
+    parser.add_argument("--room", type=int, required=True, metavar="MIB")
+    parser.add_argument("--at", metavar="WORDS")
+    asked = parser.parse_args(own)
+    mine = os.environ.get("RANK", "0") == asked.rank
+    if mine and asked.at:
+        limit_when(asked.at, asked.room)
+    from wandistiller import train  # noqa: F401  what is imported is no part of the room
+    from wandistiller.__main__ import main as run
+
+    if mine and not asked.at:
+        limit(asked.room)
+    return run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

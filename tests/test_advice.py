@@ -1,0 +1,369 @@
+"""What is advised when memory runs out: numbers that are the planner's, settings that a run can go on with, real failures."""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published_wan import PUBLISHED, write_published
+from ranks import environment, has_async_io
+from recipes import PROMPTS
+
+from wandistiller.advice import STUDENT_JSONS, Saving, advice, needed, savings, taken
+from wandistiller.check import read_job
+from wandistiller.config import STRATEGIES, RunConfig, read_json
+from wandistiller.exhausted import Spent, is_out_of_memory, what_ran_out
+from wandistiller.footprint import activation_bytes
+from wandistiller.job import Job
+from wandistiller.machine import GIB, Machine, memory_line
+from wandistiller.memory import student_bytes, teacher_bytes
+from wandistiller.shorthands import read_run
+
+GPUS = Machine(device_free=GIB, host_free=500 * GIB, disk_free=500 * GIB, ranks=4, ranks_on_node=4)
+CPUS = Machine(device_free=None, host_free=2 * GIB, disk_free=500 * GIB, ranks=2, ranks_on_node=2)
+MACHINES = {"GPU": (GPUS, Spent.DEVICE), "host of GPUs": (GPUS, Spent.HOST), "CPUs": (CPUS, Spent.HOST)}
+STUDENT: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 1},
+}  # fmt: skip
+"""In float32, without checkpointing or offload: much is left to advise."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Wan2.1 1.3B and 14B without weights, and prompts."""
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "prompts.txt").write_text(PROMPTS)
+    small, large, *_ = PUBLISHED
+    return {"small": str(write_published(folder, small)), "large": str(write_published(folder, large)),
+            "prompts": str(folder / "prompts.txt"), "output": str(folder / "out")}  # fmt: skip
+
+
+def settings(published: dict[str, str], wan: str = "small", **more: Any) -> RunConfig:
+    usual = {"deepspeed_config": STUDENT, "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}, "num_frames": 17}
+    return RunConfig(teacher_path=published[wan], data_path=published["prompts"], output_dir=published["output"],
+                     max_steps=100, **usual | more)  # fmt: skip
+
+
+def told(job: Job, where: str = "GPU", preparing: bool = False, **changed: Any) -> list[Saving]:
+    machine, spent = MACHINES[where]
+    return list(savings(job, spent, replace(machine, **changed), preparing))
+
+
+def hows(found: list[Saving]) -> list[str]:
+    return [f.change.how for f in found]
+
+
+@pytest.fixture(scope="module")
+def jobs(published: dict[str, str]) -> dict[str, Job]:
+    """The same greedy run as 4 ranks on GPUs and 2 on CPUs have it."""
+    greedy = settings(published)
+    return {where: read_job(greedy, machine.ranks) for where, (machine, _) in MACHINES.items()}
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("where", MACHINES)
+def test_a_saving_is_the_difference_of_the_planner_s_numbers(jobs: dict[str, Job], where: str) -> None:
+    (machine, spent), job = MACHINES[where], jobs[where]
+    found = told(job, where)
+    assert found
+    for saving in found:
+        before, after = (planned(j, machine, spent) for j in (job, saving.change.after))
+        assert saving.saves == before - after > 0, saving
+
+
+def planned(job: Job, machine: Machine, spent: Spent) -> int:
+    """Bytes of one kind that a rank takes where the student's activations are more than the teacher's call."""
+    gpu = machine.device_free is not None
+    teacher = teacher_bytes(job.folder, job.teacher_ds, machine.ranks)
+    student = student_bytes(job.student_transformer, 1, job.student_ds, machine.ranks, accelerator=gpu)
+    tokens = job.folder.tokens(job.size.height, job.size.width, job.size.num_frames)
+    kept = activation_bytes(job.student_transformer, job.student_ds, tokens, job.batch.micro, accelerator=gpu)
+    if "checkpointing" in str(job.student_ds) or job.teacher_ds.get("wandistiller"):
+        return taken(needed(job, machine), spent, machine)  # the teacher's call may be more, or in CPU memory
+    total = teacher + student
+    device, host = total.device + total.live + kept, total.host + total.node // machine.ranks_on_node
+    return device + host if not gpu else device if spent is Spent.DEVICE else host
+
+
+def test_a_smaller_micro_batch_saves_its_share_of_the_activations(jobs: dict[str, Job]) -> None:
+    job = jobs["GPU"]
+    tokens = job.folder.tokens(480, 832, 17)
+    four, two = (activation_bytes(job.student_transformer, job.student_ds, tokens, n, accelerator=True) for n in (4, 2))
+    (half,) = (f for f in told(job) if '"train_micro_batch_size_per_gpu": 2' in f.change.how)
+    assert half.saves == four - two
+
+
+def test_bf16_halves_a_replicated_float32_teacher(jobs: dict[str, Job]) -> None:
+    job = jobs["GPU"]
+    whole = teacher_bytes(job.folder, job.teacher_ds, 4).device
+    (found,) = (f for f in told(job) if f.change.how == "--teacher_dtype bfloat16")
+    assert found.saves == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_a_line_has_the_json_the_saving_and_what_it_takes_elsewhere(published: dict[str, str]) -> None:
+    own = read_json("ds_configs/student/zero2.json") | {"gradient_accumulation_steps": 1}
+    job = read_job(settings(published, deepspeed_config=own), 4)
+    (found,) = (f for f in told(job) if "zero2_offload.json" in f.change.how)
+    assert str(found) == (
+        'in the student\'s JSON "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true}}, '
+        f"as in ds_configs/student/zero2_offload.json: saves {found.saves / GIB:.3g} GiB a rank, "
+        f"takes {found.costs / GIB:.3g} GiB of the other memory"
+    )
+    assert found.saves > GIB and found.costs > GIB
+
+
+# Settings
+
+
+@pytest.mark.parametrize("where", MACHINES)
+def test_every_setting_passes_the_check_with_the_same_global_batch(
+    published: dict[str, str], jobs: dict[str, Job], where: str
+) -> None:
+    for saving in told(jobs[where], where):
+        run = replace(settings(published), **saving.change.settings)
+        checked = read_job(run, jobs[where].batch.ranks)
+        assert checked.batch.total == jobs[where].batch.total, saving
+        machine, spent = MACHINES[where]
+        assert taken(needed(checked, machine), spent, machine) == taken(needed(saving.change.after, machine), spent, machine)
+
+
+def test_flags_are_what_the_command_line_takes(jobs: dict[str, Job], published: dict[str, str]) -> None:
+    flags = [how.split() for how in hows(told(jobs["GPU"])) if how.startswith("--")]
+    assert len(flags) > 4
+    for words in flags:
+        given = {"teacher_path": published["small"], "data_path": published["prompts"], "output_dir": published["output"]}
+        for name, value in zip(words[::2], [*words[1::2], True], strict=False):
+            given[name.removeprefix("--")] = int(value) if str(value).isdigit() else value
+        assert read_run(None, given)
+
+
+def test_the_teacher_keeps_its_precision_and_guidance_passes(published: dict[str, str]) -> None:
+    ds = {"zero_optimization": {"stage": 0}, "wandistiller": {"guidance_passes": 2}}
+    job = read_job(settings(published, teacher_deepspeed_config=ds), 4)
+    made = [f.change.settings.get("teacher_deepspeed_config") for f in told(job)]
+    made = [m for m in made if m]
+    assert made
+    assert all("bf16" not in m and m["wandistiller"]["guidance_passes"] == 2 for m in made)
+
+
+# Which, and in which order
+
+
+def test_what_leaves_the_loss_curve_as_it_is_comes_first(jobs: dict[str, Job]) -> None:
+    found = hows(told(jobs["GPU"]))
+    marks = ["zero2.json", "zero2_offload.json", "--teacher_device_strategy balanced", "guidance_passes",
+             '"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4', '"train_micro_batch_size_per_gpu": 1',
+             "--gradient_checkpointing", "--teacher_dtype bfloat16", '"bf16"', "--num_frames", "--height",
+             '"num_layers"']  # fmt: skip
+    places = [next((i for i, how in enumerate(found) if mark in how), None) for mark in marks]
+    given = [p for p in places if p is not None]
+    assert given == sorted(given)
+    assert {marks[i] for i, p in enumerate(places) if p is None} <= {"zero2.json", "guidance_passes"}
+
+
+def test_of_several_homes_a_slower_one_is_told_if_it_saves_more(jobs: dict[str, Job]) -> None:
+    for mark in ("ds_configs/student/", "--teacher_device_strategy"):
+        saved = [f.saves for f in told(jobs["GPU"]) if mark in f.change.how]
+        assert saved and saved == sorted(set(saved))
+
+
+LAST = {  # a run that has all that leaves the loss curve as it is
+    "deepspeed_config": "ds_configs/student/zero3_nvme.json", "teacher_deepspeed_config": "ds_configs/teacher/host_cpu.json",
+}  # fmt: skip
+needs_async_io = pytest.mark.skipif(not has_async_io(), reason="libaio or a compiler is missing")
+
+
+@needs_async_io
+def test_what_is_in_use_is_not_proposed(published: dict[str, str]) -> None:
+    found = hows(told(read_job(settings(published, **LAST), 4)))
+    assert found
+    assert not [how for how in found for mark in ("ds_configs/student/", "device_strategy", "micro_batch", "checkpointing",
+                                                   "dtype", "bf16") if mark in how]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_async_io) if "nvme" in n else n for n in STUDENT_JSONS])
+def test_no_shipped_student_json_is_proposed_to_a_run_that_has_it(published: dict[str, str], name: str) -> None:
+    file = f"ds_configs/student/{name}.json"
+    for where in MACHINES:
+        job = read_job(settings(published, deepspeed_config=file), MACHINES[where][0].ranks)
+        assert not [how for how in hows(told(job, where)) if file in how or "checkpointing" in how]
+
+
+def test_where_cpu_memory_ran_out_nothing_is_moved_into_it(jobs: dict[str, Job]) -> None:
+    assert not [how for how in hows(told(jobs["host of GPUs"], "host of GPUs")) if '"device": "cpu"' in how]
+
+
+def test_without_an_accelerator_offloading_to_the_cpu_saves_nothing(jobs: dict[str, Job]) -> None:
+    found = [how for how in hows(told(jobs["CPUs"], "CPUs")) if "offload" in how]
+    assert all('"nvme"' in how or '"stage": 3' in how for how in found)
+
+
+def test_nothing_is_moved_to_where_it_has_no_room(jobs: dict[str, Job]) -> None:
+    found = hows(told(jobs["GPU"], host_free=GIB, disk_free=GIB))
+    assert found and not [how for how in found if '"cpu"' in how or "nvme" in how or "strategy cpu" in how]
+
+
+def test_while_the_cache_is_filled_the_student_is_not_spoken_of(jobs: dict[str, Job]) -> None:
+    found = hows(told(jobs["GPU"], preparing=True))
+    assert found[0] == "--prepare_batch 1"
+    assert not [how for how in found if "student" in how or "checkpointing" in how]
+
+
+def test_a_teacher_that_training_does_not_ask_is_not_moved(published: dict[str, str]) -> None:
+    job = read_job(settings(published, objective="trajectory"), 4)
+    assert told(job) and not [how for how in hows(told(job)) if "teacher" in how]
+    assert [how for how in hows(told(job, preparing=True)) if "teacher" in how]
+
+
+@needs_async_io
+def test_a_run_that_can_do_no_less_is_told_so(published: dict[str, str]) -> None:
+    least = {"num_frames": 1, "height": 16, "width": 16, "student_config": {"num_layers": 1},
+             "teacher_deepspeed_config": "ds_configs/teacher/zero_inference_nvme.json"}  # fmt: skip
+    job = read_job(settings(published, **LAST | least), 1)
+    assert advice(job, Spent.HOST) == [
+        "No setting of this run saves CPU memory. What helps is more of it, or fewer ranks that share it."
+    ]
+
+
+def test_expandable_segments_are_for_gpus_alone(jobs: dict[str, Job]) -> None:
+    lines = advice(jobs["CPUs"], Spent.HOST)
+    assert lines and not [line for line in lines if "PYTORCH_CUDA_ALLOC_CONF" in line]
+
+
+def test_every_teacher_json_has_a_short_name() -> None:
+    assert len(set(STRATEGIES.values())) == len(STRATEGIES)
+
+
+# Errors
+
+
+PROVOKED = """
+import json, resource, sys
+import numpy, torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from wandistiller.exhausted import is_out_of_memory, what_ran_out
+from wandistiller.machine import memory_line
+file, GIB = sys.argv[1], 2**30
+
+def torch_empty(): torch.empty(GIB)
+def torch_result(): torch.ones(2**13, 1) @ torch.ones(1, 2**16)
+def torch_shared(): torch.UntypedStorage._new_shared(2 * GIB)
+def torch_mapped(): torch.from_file(file, size=2**26)
+def numpy_zeros(): numpy.zeros(GIB)
+def python_bytes(): bytearray(2 * GIB)
+def safetensors_open(): safe_open(file, "pt")
+def safetensors_load(): load_file(file)
+def wrapped():
+    try: torch.empty(GIB)
+    except RuntimeError as error: raise ValueError("the step failed") from error
+def in_clean_up():
+    try: torch.empty(GIB)
+    finally: raise RuntimeError("Connection closed by peer")
+
+pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages + 2**27, pages + 2**27))
+found = {"limit": pages + 2**27, "line": memory_line(0)}
+for provoke in (torch_empty, torch_result, torch_shared, torch_mapped, numpy_zeros, python_bytes, safetensors_open,
+                safetensors_load, wrapped, in_clean_up):
+    try:
+        provoke()
+        found[provoke.__name__] = "no error"
+    except Exception as error:
+        found[provoke.__name__] = is_out_of_memory(error) and what_ran_out(error).name
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def provoked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process under a limit of 128 MiB thinks of the errors that it gets."""
+    file = tmp_path_factory.mktemp("provoked") / "large.safetensors"
+    with file.open("wb") as made:  # one float32 tensor of 256 MiB, none of it written
+        header = json.dumps({"a": {"dtype": "F32", "shape": [2**26], "data_offsets": [0, 2**28]}}).encode()
+        made.write(len(header).to_bytes(8, "little") + header)
+        made.truncate(8 + len(header) + 2**28)
+    done = subprocess.run([sys.executable, "-c", PROVOKED, str(file)], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CASES = ("torch_empty", "torch_result", "torch_shared", "torch_mapped", "numpy_zeros", "python_bytes", "safetensors_open",
+         "safetensors_load", "wrapped", "in_clean_up")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_real_failure_to_allocate_is_known_as_such(provoked: dict[str, Any], case: str) -> None:
+    assert provoked[case] == "HOST"
+
+
+@pytest.mark.parametrize(
+    ("error", "spent"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), Spent.DEVICE),
+        (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), Spent.DEVICE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Spent.DEVICE),
+        (RuntimeError("CUDA error: out of memory"), Spent.HOST),  # a page-locked buffer; there is no GPU here to be full
+        (RuntimeError("std::bad_alloc"), Spent.HOST),
+        (OSError(12, "Cannot allocate memory"), Spent.HOST),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_which_memory_ran_out_is_read_off_the_error(error: Exception, spent: Spent) -> None:
+    assert is_out_of_memory(error) and what_ran_out(error) is spent
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access was encountered"), OSError(28, "No space left on device"),
+              RuntimeError("[../gloo/pair.cc] Connection closed by peer"), KeyError("memory")], ids=str,
+)  # fmt: skip
+def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_an_error_of_before_that_was_dealt_with_is_forgotten() -> None:
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise ValueError("nothing left") from None
+    except ValueError as error:
+        assert not is_out_of_memory(error)
+
+
+# Readings
+
+
+def test_the_memory_line_has_this_process_s_numbers() -> None:
+    line = memory_line(3)
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
+    assert line.startswith("rank 3: ") and "\n" not in line
+    found = float(line.split("this process: ")[1].split(" GiB")[0])
+    assert found == pytest.approx(pages, rel=0.1)
+
+
+def test_the_memory_line_has_the_process_s_limit(provoked: dict[str, Any]) -> None:
+    assert f"limited to {provoked['limit'] / GIB:.2f} GiB (of address space, ulimit -v)" in provoked["line"]
+
+
+def test_the_memory_line_has_the_control_group_s_limit(tmp_path: Path) -> None:
+    for file, text in {
+        "proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n", "proc/self/cgroup": "0::/job\n",
+        "proc/self/status": "Name:\tpython\nVmSize:\t 2097152 kB\nVmRSS:\t 1048576 kB\n",
+        "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n", "sys/fs/cgroup/job/memory.current": f"{7 * GIB}\n",
+        "sys/fs/cgroup/job/memory.stat": f"active_file 0\ninactive_file {GIB // 2}\n",
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert memory_line(0, tmp_path).endswith(
+        "this process: 1.00 GiB of CPU memory, 2.00 GiB of address space; limited to 8.00 GiB (control group); "
+        "machine: 61.04 GiB, 1.50 GiB free for it"
+    )

@@ -1,0 +1,34 @@
+"""What this process is doing, in words: for the message of a failure, for the other ranks' watch, for the debug log."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+log = logging.getLogger("wandistiller")
+
+
+@dataclass(slots=True)
+class Phase:
+    """Where the main thread is; only it writes, other threads may read."""
+
+    what: str = "starting"
+    moves: int = 0
+    """Grows with every sign of life."""
+    since: float = field(default_factory=time.monotonic)
+    """Seconds on the monotonic clock, which a change of the wall clock does not touch."""
+
+
+now = Phase()
+
+
+def doing(what: str) -> None:
+    """Say what begins here."""
+    now.what = what
+    alive()
+    log.debug("doing: %s", what)
+
+
+def alive() -> None:
+    """Give a sign of life within a long phase."""
+    now.moves += 1
+    now.since = time.monotonic()
