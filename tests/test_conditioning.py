@@ -218,7 +218,7 @@ def test_a_file_of_the_cache_names_its_prompts(tmp_path: Path, wan2: Path) -> No
     cache_of(tmp_path, wan2, ["a", " red"]).fill(torch.device("cpu"))
     (file,) = shards(tmp_path)
     with safe_open(file, "pt") as opened:
-        assert sorted(opened.metadata().values()) == ["a", "red"]
+        assert sorted(v for k, v in opened.metadata().items() if not k.startswith("crc32 ")) == ["a", "red"]
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")

@@ -92,7 +92,7 @@ def test_an_empty_prompt_file(run: Run, errors: Errors) -> None:
 
 @pytest.mark.parametrize("key", ["deepspeed_config", "teacher_deepspeed_config", "student_config"])
 def test_a_missing_json(run: Run, errors: Errors, key: str) -> None:
-    assert errors(f"--{key}", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
+    assert errors(f"--{key}", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file. Mend the path."]
 
 
 def test_a_teacher_without_weights(run: Run, errors: Errors, copy_of: Callable[..., Path]) -> None:
@@ -113,7 +113,7 @@ def test_sampling_with_an_impossible_number(
 
 
 def test_a_missing_recipe(run: Run, errors: Errors) -> None:
-    assert errors("--recipe", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file."]
+    assert errors("--recipe", f"{run.folder}/none.json") == [f"error: {run.folder}/none.json: no such file. Mend the path."]
 
 
 def test_a_folder_that_is_no_wan_pipeline(run: Run, errors: Errors) -> None:

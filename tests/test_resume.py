@@ -35,3 +35,55 @@ def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, wan2: Path
     done = wandistiller("train", "--recipe", file, "--seed", "7", code=2)
     assert "another seed: 0, now 7" in done.stderr
     assert json.loads((output / "resolved" / "run.json").read_text())["seed"] == 0
+
+
+def learning_rates(output: Path) -> list[float]:
+    return [json.loads(line)["lr"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(tmp_path: Path, wan2: Path) -> None:
+    output = tmp_path / "run"
+    file = write_json(tmp_path / "recipe.json", recipe(tmp_path, wan2, output_dir=str(output), max_steps=2))
+    wandistiller("train", "--recipe", file)
+    more = ("--max_steps", "4", "--lr", "5e-4")
+    said = wandistiller("train", "--recipe", file, *more, code=2).stderr
+    assert "another optimizer: " in said and "--allow_changed optimizer to go on all the same" in said
+    wandistiller("train", "--recipe", file, *more, "--allow_changed", "optimizer")
+    assert learning_rates(output) == [1e-3, 1e-3, 5e-4, 5e-4]
+
+
+DIFFERENCES = [("student_config", {"num_layers": 3}, "student"), ("guidance_scale", 2.5, "guidance"),
+               ("objective", "feature", "objective")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "name"), DIFFERENCES)
+def test_the_difference_is_named(key: str, value: object, name: str, trained: Path, tmp_path: Path, wan2: Path) -> None:
+    more = {"output_dir": str(trained / "run"), "max_steps": 4, key: value}
+    file = write_json(tmp_path / "recipe.json", recipe(trained, wan2, **more))
+    said = wandistiller("train", "--recipe", file, code=2).stderr
+    assert f"holds a run with another {name}: " in said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
+    """A folder with a run of two steps in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    file = write_json(folder / "recipe.json", recipe(folder, wan2, output_dir=str(folder / "run"), max_steps=2))
+    wandistiller("train", "--recipe", file)
+    return folder
+
+
+def test_a_key_that_says_what_the_weights_are_cannot_be_allowed(trained: Path, tmp_path: Path, wan2: Path) -> None:
+    file = write_json(tmp_path / "recipe.json", recipe(trained, wan2, output_dir=str(trained / "run")))
+    said = wandistiller("train", "--recipe", file, "--allow_changed", "student", code=2).stderr
+    assert "`allow_changed` is \"student\". Write keys among: optimizer, scheduler" in said
+
+
+def test_metrics_cut_off_in_the_middle_of_a_line_are_mended(trained: Path, tmp_path: Path, wan2: Path) -> None:
+    metrics = trained / "run" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + '{"step": 3, "lo')  # a kill while it was written
+    file = write_json(tmp_path / "recipe.json", recipe(trained, wan2, output_dir=str(trained / "run"), max_steps=3))
+    wandistiller("train", "--recipe", file)
+    lines = metrics.read_text().splitlines()
+    assert lines[:2] == whole.splitlines() and [json.loads(line)["step"] for line in lines] == [1, 2, 3]

@@ -100,7 +100,7 @@ def test_a_sound_folder_has_no_problem(teacher: Path) -> None:
 def test_missing_tensors_are_named(teacher: Path) -> None:
     rewrite(teacher, lambda tensors: {k: v for k, v in tensors.items() if not k.startswith("proj_out")})
     assert problems(teacher) == [f"{teacher}: 2 tensor(s) missing: `proj_out.bias`, `proj_out.weight`. Its config.json and "
-                                 "its weights do not belong together."]  # fmt: skip
+                                 "its weights do not belong together. Fetch the folder again."]  # fmt: skip
 
 
 def test_of_many_missing_tensors_five_are_named(teacher: Path) -> None:
@@ -120,7 +120,8 @@ def test_what_diffusers_passes_over_is_no_problem(teacher: Path) -> None:
 
 def test_a_wrong_shape_is_named_with_both(teacher: Path) -> None:
     rewrite(teacher, lambda tensors: tensors | {"proj_out.bias": torch.ones(3)})
-    assert problems(teacher) == [f"{teacher / NAME}: tensor `proj_out.bias` has the shape [3]; config.json asks for [64]."]
+    assert problems(teacher) == [f"{teacher / NAME}: tensor `proj_out.bias` has the shape [3]; config.json asks for [64]. "
+                                 "Fetch the folder again."]  # fmt: skip
 
 
 def test_a_truncated_file_is_named_with_both_lengths(teacher: Path) -> None:

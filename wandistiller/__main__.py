@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wandistiller.config import RunConfig
 from wandistiller.problems import ConfigError
@@ -34,7 +34,7 @@ OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; every flag of prepare and train is a field of RunConfig."""
-    top = argparse.ArgumentParser("wandistiller", description="Distil a large Wan into a small student.")
+    top = _Parser("wandistiller", description="Distil a large Wan into a small student.")
     top.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it before the command
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {name: commands.add_parser(name, help=t, description=t, formatter_class=_Wide) for name, t in COMMANDS.items()}
@@ -45,10 +45,20 @@ def parser() -> argparse.ArgumentParser:
             made[name].add_argument(flag, action="store_true", help=argparse.SUPPRESS)
         made[name].add_argument("--num_workers", help=argparse.SUPPRESS)  # data is encoded once, then only read
         _add_run_flags(made[name])
+    made["train"].add_argument("--replay", metavar="FILE", help="repeat a step of OUTPUT/nonfinite/ alone, changing nothing")
     _add_export_flags(made["export"])
     _add_sample_flags(made["sample"])
     _add_evaluate_flags(made["evaluate"])
     return top
+
+
+class _Parser(argparse.ArgumentParser):
+    """Speaks once for all ranks."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            super().error(message)
+        self.exit(2)
 
 
 class _Wide(argparse.HelpFormatter):
@@ -56,6 +66,13 @@ class _Wide(argparse.HelpFormatter):
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=max(120, shutil.get_terminal_size().columns))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
 
 
 def _add_run_flags(command: argparse.ArgumentParser) -> None:
@@ -70,7 +87,7 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
         if bool in kinds:
             how["action"] = "store_true"
         elif dict in kinds and str not in kinds:
-            how |= {"type": json.loads, "metavar": "JSON"}
+            how |= {"type": _json, "metavar": "JSON"}
         elif typing.get_origin(kinds[0]) is list:
             how |= {"nargs": "+", "metavar": "P"}
         else:
@@ -125,13 +142,17 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of a lost connection are 30 lines of C++ each
     flags = vars(parser().parse_args(argv))
     for needless in ("--local_rank", "--num_workers", *NEEDLESS):
         flags.pop(needless.removeprefix("--"), None)
     command = flags.pop("command")
-    run = {"prepare": _run_job, "train": _run_job, "export": _export, "sample": _sample, "evaluate": _evaluate}[command]
+    if command == "train" and flags["replay"]:
+        command = "replay"
+    run = {"prepare": _run_job, "train": _run_job, "replay": _replay, "export": _export, "sample": _sample,
+           "evaluate": _evaluate}[command]  # fmt: skip
     from wandistiller import distributed  # here, so that --help and a wrong flag take no seconds
-    from wandistiller.failures import AGAIN, OK, Failures
+    from wandistiller.failures import AGAIN, OK, Failures, tell_torchrun
     from wandistiller.stopping import Stopped, stopping
 
     failures = Failures()
@@ -139,7 +160,9 @@ def main(argv: list[str] | None = None) -> int:
         run(command, flags, failures)
     except Stopped as stopped:
         reasons = list(dict.fromkeys(filter(None, distributed.gather_objects(stopping.reason))))
-        distributed.log0("stopped %s by %s; the same command goes on from there", stopped, ", ".join(reasons))
+        text = f"stopped {stopped} by {', '.join(reasons)}; the same command goes on from there"
+        distributed.log0(text)
+        tell_torchrun(text)
         distributed.finish()
         return AGAIN
     except KeyboardInterrupt:  # before the run could save anything
@@ -167,12 +190,13 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     from wandistiller import distributed
     from wandistiller.auto import settle
     from wandistiller.check import read_job
-    from wandistiller.files import lock
+    from wandistiller.files import lock, sweep
     from wandistiller.shorthands import read_run
     from wandistiller.stopping import STOP, stopping
     from wandistiller.wan import require_weights
 
     with distributed.same_problems():
+        flags.pop("replay", None)
         run = read_run(flags.pop("recipe", None), flags)
         job = read_job(run, distributed.world_size())
     distributed.start_log(job.run.log_level)
@@ -186,6 +210,8 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     with distributed.same_problems():
         require_weights(job.folder)
         held = lock(job.output) if first else None
+    for folder in (job.output, job.cache) if first else ():
+        sweep(folder)
     stopping.install(job.output / STOP if first else None)
     distributed.init(job.run.log_level)
     distributed.set_timeout(job.run.timeout)
@@ -196,6 +222,27 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     {"prepare": prepare, "train": train}[command].run(job)
     if held:
         held.close()
+
+
+def _replay(_: str, flags: dict[str, Any], failures: "Failures") -> None:
+    """train --replay: read that run, and repeat its step; the run itself may go on meanwhile."""
+    from wandistiller import distributed, replay
+    from wandistiller.auto import settle
+    from wandistiller.check import read_job
+    from wandistiller.wan import require_weights
+
+    with distributed.same_problems():
+        case, run = replay.read_case(flags, distributed.world_size())
+        job = read_job(run, distributed.world_size())
+        require_weights(job.folder)
+    distributed.init(job.run.log_level)
+    with distributed.same_problems():
+        job = settle(job)
+    distributed.set_timeout(job.run.timeout)
+    failures.job = job
+    distributed.explain(failures.explain)
+    replay.run(job, case)
+    distributed.finish()
 
 
 def _export(_: str, flags: dict[str, Any], __: "Failures") -> None:
@@ -209,7 +256,8 @@ def _export(_: str, flags: dict[str, Any], __: "Failures") -> None:
 
 def _sample(_: str, flags: dict[str, Any], __: "Failures") -> None:
     from wandistiller import distributed
-    from wandistiller.sample import Sampling, read_prompts, sample
+    from wandistiller.problems import folder_problems
+    from wandistiller.sample import Sampling, number_problems, read_prompts, sample
     from wandistiller.wan import open_wan
 
     distributed.init()
@@ -218,10 +266,7 @@ def _sample(_: str, flags: dict[str, Any], __: "Failures") -> None:
     width = flags["width"] or (64 if folder.is_tiny else 832)
     how = Sampling(height=height, width=width, **{k: flags[k] for k in (
         "num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")})  # fmt: skip
-    found = [f"`{k}` is {flags[k]}. Write a positive number." for k in ("steps", "num_frames", "height", "width")
-             if flags[k] is not None and flags[k] <= 0]  # fmt: skip
-    if flags["output"].is_file():
-        found.append(f"`output` is {flags['output']}, a file. Name a folder.")
+    found = number_problems("sample", flags) + folder_problems("output", flags["output"])
     if found := found or folder.size_problems(height, width, flags["num_frames"]):
         raise ConfigError(*found)
     for file in sample(flags["model"], read_prompts(flags["prompts"]), flags["output"], how, flags["seed"], _dtype(flags)):

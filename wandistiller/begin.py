@@ -14,6 +14,7 @@ from wandistiller.files import write_json
 from wandistiller.importance import importance, write_importance
 from wandistiller.job import Job
 from wandistiller.objectives import Teacher
+from wandistiller.phase import doing
 from wandistiller.probes import holder, networks, probes, unguided, velocity_error
 from wandistiller.start import plan_cuts
 from wandistiller.student import Student
@@ -32,6 +33,7 @@ def _is_cut(job: Job) -> bool:
 
 def choose(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, Cuts]]:
     """The run with its layers chosen, and how each network is cut; written to OUTPUT/lineage.json. Collective."""
+    doing("measuring the teacher")
     teacher, batches = unguided(teacher), probes(job, data)
     if job.student.keep_layers == IMPORTANCE:
         job = job.with_layers(_important(job, teacher, batches))
@@ -79,6 +81,7 @@ def write_lineage(job: Job, cuts: dict[Expert, Cuts]) -> None:
 
 def report(job: Job, data: CachedData, teacher: Teacher, student: Student) -> None:
     """Say how near the student is to the teacher's text branch before any training: OUTPUT/student_start.json. Collective."""
+    doing("measuring the student before training")
     error = velocity_error(probes(job, data), unguided(teacher), student.velocity)
     config = job.student_transformer
     numbers = {

@@ -19,6 +19,7 @@ from wandistiller.media import video_problem
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import PATH, read_objective
 from wandistiller.placement import device_map_problems, read_placement, without_block
+from wandistiller.problems import folder_problems, readable
 from wandistiller.recompute import SECTION, recompute_problems, with_number
 from wandistiller.student_config import IMPORTANCE, read_student_config
 from wandistiller.student_json import Asked, fill_auto, fill_steps, write_in
@@ -50,11 +51,13 @@ def usual_for(folder: WanFolder) -> Usual:
 def collecting(found: list[str]) -> Iterator[None]:
     """Go on after wrong input, and keep what was said of it."""
     try:
-        yield
+        with readable():
+            yield
     except ConfigError as error:
         found += error.problems
 
 
+@readable()
 def read_job(run: RunConfig, world: int) -> Job:
     """Check a run against its teacher, data, student and engines. Reads JSON and text files, no weights.
 
@@ -186,13 +189,9 @@ def _device_map_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
 
 
 def _folder_problems(run: RunConfig) -> list[str]:
-    """Folders to write to that cannot be made because a file is in the way."""
-    found = []
-    for key in ("output_dir", "cache_dir"):
-        path = Path(getattr(run, key) or ".").absolute()
-        if blocking := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
-            found.append(f"`{key}` is {getattr(run, key)}, but {blocking} is a file. Name a folder.")
-    return found
+    """Folders to write to that cannot be."""
+    keys = ("output_dir", "cache_dir", "sample_dir")
+    return [p for key in keys if getattr(run, key) for p in folder_problems(key, getattr(run, key))]
 
 
 def _block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -67,8 +66,6 @@ class Saver:
         doing(f"saving the checkpoint of step {step}")
         with distributed.same_problems(StorageError):
             written = self._write(student, folder, {"format": FORMAT, "step": step, **state})
-        for trained in student.trained.values():
-            restart_cpu_adam(trained)
         self._thread = threading.Thread(target=self._behind, args=(folder, target, rank, written), daemon=True)
         self._thread.start()
         return target
@@ -118,7 +115,7 @@ class Saver:
         if rank == 0:
             try:
                 manifest.publish(folder, target, distributed.world_size(), self._stop.is_set)
-                manifest.rotate(target.parent, self._keep)
+                manifest.settle(target, self._keep)
                 distributed.log0("saved %s", target)
             except (StorageError, OSError) as error:
                 self._failed = StorageError(str(error))
@@ -167,24 +164,6 @@ def _content(trained: Trained, average: Ema | None) -> tuple[list[Spec], Iterato
     return specs, tensors()
 
 
-def restart_cpu_adam(trained: Trained) -> None:
-    """Make the running job compute beta^t as a resumed one will.
-
-    DeepSpeedCPUAdam, and FusedAdam on a CPU, multiply beta^t up step by step in C++ and lose that product in a checkpoint,
-    so a resumed run would differ by one ulp (deepspeed 0.19.8). tests/test_resume.py::test_resumed_run_is_bitwise_equal.
-    """
-    for optimizer in {id(o): o for o in map(trained.optimizer, trained.flats)}.values():
-        group = optimizer.param_groups[0]
-        if isinstance(optimizer, FusedAdam) and trained.engine.device.type == "cpu":
-            nothing = [[torch.zeros(1)] for _ in range(4)]  # an update of step 0, after which the next is no step up
-            optimizer.multi_tensor_adam(1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
-        if isinstance(optimizer, DeepSpeedCPUAdam):
-            optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
-            optimizer.ds_opt_adam.create_adam(
-                optimizer.opt_id, group["lr"], *group["betas"], group["eps"], group["weight_decay"], optimizer.adam_w_mode, False
-            )
-
-
 def load(student: Student, folder: Path, changed: set[str] = frozenset()) -> int:
     """Go on from a checkpoint, whatever ranks, stage and offload wrote it; returns the finished steps. Collective.
 
@@ -210,7 +189,6 @@ def load(student: Student, folder: Path, changed: set[str] = frozenset()) -> int
                     _fill(tensor, flat.parts, pieces, AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS)
         trained.publish()
         write_engine(trained, saved, changed)
-        restart_cpu_adam(trained)
     return read_state(folder)["step"]
 
 
@@ -239,21 +217,26 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
+    """Put a checkpoint's weights that are not trained in the place of the models' own."""
+    for expert, model in models.items():
+        frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
+        for name, value in (load_file(_frozen_file(folder, expert)) if frozen else {}).items():
+            frozen[name].copy_(value)
+
+
 def keep_frozen(models: dict[Expert, nn.Module], output_dir: Path, resume_from: Path | None) -> None:
     """Store the weights that are not trained, once for all checkpoints and before an engine casts them. Collective.
 
     Args:
-        resume_from: a checkpoint, whose frozen weights take the place of the models' own.
+        resume_from: a checkpoint, whose frozen weights the models have.
     """
     folder = output_dir / "checkpoints" / FROZEN
     if distributed.rank() == 0 and folder.exists():
         shutil.rmtree(folder)
     for expert, model in models.items():
         frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
-        if frozen and resume_from:
-            for name, value in load_file(_frozen_file(resume_from, expert)).items():
-                frozen[name].copy_(value)
-        elif frozen and distributed.rank() == 0:
+        if frozen and not resume_from and distributed.rank() == 0:
             with atomic(_frozen_file(folder.parent, expert)) as temporary:
                 save_file(frozen, temporary)
     if resume_from and (resume_from / FROZEN).exists() and distributed.rank() == 0:

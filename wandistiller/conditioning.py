@@ -11,7 +11,10 @@ from wandistiller import distributed
 from wandistiller.files import digest, fingerprint
 from wandistiller.items import clean
 from wandistiller.metrics import Progress
+from wandistiller.phase import doing
+from wandistiller.problems import ConfigError
 from wandistiller.shards import Shards
+from wandistiller.stopping import stopping
 from wandistiller.wan import TEXT_TOKENS
 
 PROMPTS_PER_SHARD = 64
@@ -47,17 +50,25 @@ class TextCache:
         files = [missing[i : i + PROMPTS_PER_SHARD] for i in range(0, len(missing), PROMPTS_PER_SHARD)]
         mine = files[distributed.rank() :: distributed.world_size()]
         if missing:
+            doing(f"encoding {len(missing)} prompts")
             distributed.log0("text: %d of %d prompts to encode", len(missing), len(self._prompts))
-        if mine:
-            encoder, progress = Encoder(self._folder, self._dtype, device), Progress("text", len(mine))
-            for keys in mine:
-                prompts = {k: clean(self._prompts[k]) for k in keys}
-                self._shards.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
-                progress.advance()
-            del encoder
-            gc.collect()
-        distributed.barrier()
+        with distributed.same_problems():
+            if mine:
+                self._encode(mine, device)
+        distributed.stop_if_asked("while encoding prompts; those that are done are kept")
         self._shards.find(missing)
+
+    def _encode(self, files: list[list[str]], device: torch.device) -> None:
+        """Write files of the texts of these keys."""
+        encoder, progress = Encoder(self._folder, self._dtype, device), Progress("text", len(files))
+        for keys in files:
+            if stopping.reason:
+                break
+            prompts = {k: clean(self._prompts[k]) for k in keys}
+            self._shards.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
+            progress.advance()
+        del encoder
+        gc.collect()
 
     def __getitem__(self, prompt: str) -> Tensor:
         """text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
@@ -73,7 +84,11 @@ class Encoder:
     """UMT5 and its tokenizer."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device):
-        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        self._folder = folder
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        except Exception as error:  # tokenizers raises it bare
+            raise ConfigError(f"{folder / 'tokenizer'}: it cannot be read: {error}. Fetch the folder again.") from None
         self._model = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval().to(device)
 
     @torch.no_grad()
@@ -84,4 +99,7 @@ class Encoder:
             return_tensors="pt",
         ).to(self._model.device)  # fmt: skip
         states_BLD = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        return states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
+        text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
+        if not text_LD.isfinite().all():
+            raise ConfigError(f"{self._folder / 'text_encoder'}: its answers are not finite. Fetch its weights again.")
+        return text_LD

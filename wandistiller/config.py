@@ -4,6 +4,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ STRATEGIES = {
 """--teacher_device_strategy -> the JSON in ds_configs/teacher/ that it means."""
 MIXED = ("bf16", "fp16", "no")
 DTYPES = ("float32", "float16", "bfloat16")
+ON_NONFINITE = ("stop", "skip")
+MOST = {
+    "rollout_steps": 1000, "sample_steps": 1000,  # of the noise levels that a Wan was trained at
+    "shift": 1000, "guidance_scale": 1000, "guidance_scale_2": 1000, "lr": 1, "video_fps": 10**6,
+    "batch_size": 10**6, "prepare_batch": 10**6, "rollouts_per_prompt": 10**6, "num_epochs": 10**6,
+    "max_steps": 10**9, "ema_start": 10**9, "expert_blocks": 10**6,
+}  # fmt: skip
+"""Setting -> the largest value that can be meant."""
 WAN_NEGATIVE_PROMPT = (  # Wan2.1's and Wan2.2's own, wan/configs/shared_config.py `sample_neg_prompt`
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
@@ -41,10 +50,11 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [k for k, _ in pairs]
-        if twice := sorted({k for k in keys if keys.count(k) > 1}):
-            raise ConfigError(f"{path}: `{twice[0]}` is given twice. Keep one.")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = min(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+            raise ConfigError(f"{path}: `{twice}` is given twice. Keep one.")
+        return found
 
     with readable(path):
         raw = shipped(str(path)).read_bytes()
@@ -137,6 +147,10 @@ class RunConfig:
     log_level: str = setting("info", "output", "", choices=("debug", "info", "warning"))
     resume: str = setting("auto", "output", "auto, never, or a checkpoint folder")
     allow_changed: list[str] | None = setting(None, "output", "keys in which the checkpoint may be of another run: optimizer ...")
+    on_nonfinite: str = setting(
+        "stop", "output", "a step whose loss or gradient is not finite: stop, or skip it", choices=ON_NONFINITE, metavar="P"
+    )
+    nonfinite_limit: int = setting(10, "output", "steps of the whole run that may be skipped so; the next one stops it")
     timeout: float = setting(1800.0, "output", "seconds without a sign of life from any rank before all stop")
     dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
 
@@ -146,17 +160,22 @@ class RunConfig:
             (k, f"`{k}` is missing. Give --{k} or the recipe key.") for k in ("teacher_path", "data_path", "output_dir")
             if not getattr(self, k)
         ]
+        found += [(key, f"`{key}` is empty. Name a JSON file.") for key in
+                  ("student_config", "deepspeed_config", "teacher_deepspeed_config") if getattr(self, key) == ""]
         positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
                     "video_fps", "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
-                    "sample_every", "sample_interval", "sample_steps", "timeout")  # fmt: skip
+                    "sample_every", "sample_interval", "sample_steps", "nonfinite_limit", "timeout")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 found.append((key, f"`{key}` is {value}. Write a positive number."))
+        for key, most in MOST.items():
+            if abs(getattr(self, key) or 0) > most:
+                found.append((key, f"`{key}` is {getattr(self, key)}. Write at most {most}."))
         if self.max_steps is not None and self.num_epochs is not None:
             found.append(("max_steps", "`max_steps` and `num_epochs` are both given. Keep one."))
         for key, known in (("teacher_device_strategy", STRATEGIES), ("teacher_dtype", DTYPES),
-                           ("mixed_precision", MIXED)):  # fmt: skip
+                           ("mixed_precision", MIXED), ("on_nonfinite", ON_NONFINITE)):  # fmt: skip
             if (value := getattr(self, key)) is not None and value not in known:
                 found.append((key, f"`{key}` is {value!r}. Write one of: {', '.join(known)}.{nearest(value, known)}"))
         if self.log_level not in ("debug", "info", "warning"):

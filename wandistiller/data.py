@@ -1,17 +1,22 @@
 """Cached samples by number. Which sample stands at which place is a function of (seed, place): nothing to resume."""
 
+import hashlib
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from wandistiller import distributed
 from wandistiller.conditioning import TextCache
 from wandistiller.config import ConfigError
 from wandistiller.items import Item, Items, Kind
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size
 from wandistiller.order import Order, Permutation
+
+STAMPED = 16
+"""Samples that stand for a cache."""
 
 
 class Samples:
@@ -42,7 +47,7 @@ class Selection:
     """The samples that the first `steps` optimizer steps use; others take the place of those that cannot be used."""
 
     def __init__(self, samples: Samples, *, seed: int, global_batch: int, steps: int):
-        self._groups, self._seed = samples.groups, seed
+        self.samples, self._groups, self._seed = samples, samples.groups, seed
         self._order = Order([len(group) for group in self._groups], seed, global_batch)
         reached = zip(self._groups, self._order.reached(steps), strict=True)
         self.numbers = [int(n) for group, members in reached for n in np.sort(group[members.numpy()])]
@@ -110,9 +115,31 @@ class CachedData:
         """Samples that the run uses."""
         return len(self._keys)
 
+    def stamps(self, of: Iterable[str] | None = None) -> dict[str, str]:
+        """Sample -> digest of its x0 and text as they can be read now; of a few spread evenly over all. Collective.
+
+        Args:
+            of: the samples to look at, as an earlier run's `stamps` named them; those that this run does not use are left out.
+        """
+        used = list(dict.fromkeys(self._keys.values()))
+        if of is None:
+            chosen = used[:: -(-len(used) // STAMPED)]
+        else:
+            known = set(used)
+            chosen = [keys for keys in map(tuple, (name.split(".") for name in of)) if keys in known]
+        found = {}
+        with distributed.same_problems():
+            if distributed.rank() == 0:
+                found = {".".join(keys): _digest(self._latents[keys[0]], self._text.read(keys[1])) for keys in chosen}
+        return distributed.from_rank_0(found)
+
     def sample_at(self, sample_index: int) -> int:
         """The number of the sample that stands at a global index, `step * global_batch` + slot."""
         return self._selection.sample_at(sample_index)
+
+    def item_at(self, sample_index: int) -> Item:
+        """The prompt, and the medium if there is one, at a global index."""
+        return self._selection.samples[self.sample_at(sample_index)].item
 
     def _keys_at(self, sample_index: int) -> tuple[str, str]:
         number = self.sample_at(sample_index)
@@ -151,3 +178,11 @@ class CachedData:
 
     def _rollout(self, prompt: str) -> str:
         return self._latents.key(Sample(Item(prompt), self._made.size))
+
+
+def _digest(*tensors: Tensor) -> str:
+    """16 hex digits that stand for the bytes."""
+    made = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        made.update(tensor.contiguous().view(torch.uint8).numpy())
+    return made.hexdigest()

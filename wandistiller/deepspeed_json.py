@@ -104,7 +104,7 @@ def on_nvme(ds: dict[str, Any]) -> str | None:
 def dtype_name(ds: dict[str, Any]) -> str:
     """The precision that the JSON's bf16 or fp16 section asks for, else float32."""
     for section, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if ds.get(section, {}).get("enabled", False):
+        if inner(ds, section).get("enabled", False):
             return name
     return "float32"
 

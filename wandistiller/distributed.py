@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError, Problems
+from wandistiller.stopping import Stopped, stopping
 from wandistiller.watch import Notice, Watch, open_store
 
 log = logging.getLogger("wandistiller")
@@ -161,6 +162,16 @@ def finish() -> None:
         dist.barrier()  # rank 0 keeps the store of all watches
         dist.destroy_process_group()
         _watch = None
+
+
+def stop_if_asked(when: str) -> None:
+    """End the run here if any rank was asked to stop. Collective.
+
+    Raises:
+        Stopped: on all ranks.
+    """
+    if any(gather_objects(stopping.reason)):
+        raise Stopped(when)
 
 
 def from_rank_0(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.profiling.flops_profiler import profiler
 from deepspeed.runtime.config import DeepSpeedConfigError
@@ -79,6 +80,62 @@ def forget_trial_step(engine: Any) -> None:
             for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
                 for master, weight in zip(masters, weights, strict=True):
                     master.copy_(weight)
+
+
+def skip_bad_gradients(engine: Any) -> None:
+    """Let the engine skip a step whose gradients, or their norm, are not finite, and say so in `was_step_applied`.
+
+    DeepSpeed 0.19.8 does so from stage 1 on and at stage 0 in bf16 and fp16, but for two cases, mended here: a plain
+    optimizer, at stage 0 in float32, takes any gradients; stages 1 and 2 do where the JSON says `check_grad_overflow` or
+    `compute_grad_norm` false. torch's own loss scaler, at stage 0 in autocast to float16, looks for itself.
+    tests/test_nonfinite.py::test_every_engine_skips_a_step_that_is_not_finite.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() in (1, 2):
+        optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
+    plain = engine.zero_optimization_stage() == 0 and not isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer)
+    if not plain or engine.torch_autocast_z0_gradscaler:
+        return
+    step, take = optimizer.step, engine._take_model_step
+
+    def take_if_finite(lr_kwargs: dict[str, Any] | None) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        optimizer.overflow = not engine._global_grad_norm.isfinite()  # where the engine looks after the step
+        optimizer.step = (lambda: None) if optimizer.overflow else step
+        take(lr_kwargs)
+
+    engine._take_model_step = take_if_finite
+
+
+def forget_step(engine: Any) -> None:
+    """Count the step that the engine has just skipped as if it never was."""
+    engine.global_steps -= 1
+    engine.skipped_steps -= 1
+    engine.global_samples -= engine.train_batch_size()
+
+
+def scales_itself(engine: Any) -> bool:
+    """Whether gradients that are not finite may be too large for float16 alone, so that a lower loss scale will do."""
+    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return autocast or (engine.fp16_enabled() and engine.dynamic_loss_scale())
+
+
+def forget_powers(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam compute beta^t anew at every step, so that its numbers do not depend on where a run was cut.
+
+    DeepSpeedCPUAdam, and FusedAdam on a CPU, multiply beta^t up step by step in C++ and know nothing of it in a checkpoint, so a
+    resumed run would differ by one ulp (deepspeed 0.19.8). tests/test_layouts.py, tests/test_stopping.py.
+    """
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+        nothing = [[torch.zeros(1)] for _ in range(4)]  # an update of step 0, after which the next is no step up
+        optimizer.multi_tensor_adam(1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
+        optimizer.ds_opt_adam.create_adam(
+            optimizer.opt_id, group["lr"], *group["betas"], group["eps"], group["weight_decay"], optimizer.adam_w_mode, False
+        )
 
 
 def mend_flops_profiler() -> None:

@@ -12,12 +12,18 @@ from wandistiller.config import WAN_NEGATIVE_PROMPT, ConfigError, problem, read_
 from wandistiller.engines import config_problems
 from wandistiller.export import FACTS
 from wandistiller.judge import Evaluation, Judge
+from wandistiller.kinds import kind_problems
 from wandistiller.placement import device_map_problems, read_placement, without_block
+from wandistiller.problems import folder_problems, readable
 from wandistiller.report import summary, write
-from wandistiller.sample import Sampling, read_prompts
+from wandistiller.sample import Sampling, number_problems, read_prompts
 from wandistiller.wan import WanFolder, open_wan, require_weights, top_modules
 
-POSITIVE = ("height", "width", "num_frames", "steps", "num_prompts", "batch")
+FACT_KINDS = {
+    "a positive integer": "height width num_frames steps", "a number, 0 or more": "guidance_scale guidance_scale_2",
+    "text": "teacher_path teacher_revision",
+}  # fmt: skip
+"""What is read of an exported student's facts."""
 
 
 def evaluate(wanted: Evaluation) -> dict[str, Any]:
@@ -38,14 +44,14 @@ def evaluate(wanted: Evaluation) -> dict[str, Any]:
     return result
 
 
+@readable()
 def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Evaluation:
     """Check the command's flags and both folders; what is left out is as the student was made.
 
     Raises:
         ConfigError: with every problem found; no weights were read.
     """
-    given = {k: flags[k] for k in POSITIVE if flags[k] is not None}
-    found = [problem("evaluate", k, v, "Write a positive number.") for k, v in given.items() if v <= 0]
+    found = number_problems("evaluate", flags)
     parts: dict[str, Any] = {}
     with collecting(found):
         facts = _facts(flags)
@@ -65,8 +71,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         found += _pair_problems(flags, parts["teacher"], parts["student"])
     beside = Path(flags["student"]).parent if Path(flags["student"]).is_dir() else Path("evaluation")
     output = flags["output"] or beside
-    if output.is_file():
-        found.append(problem("evaluate", "output", output, "It is a file. Name a folder."))
+    found += folder_problems("output", output)
     found += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
     if found:
         raise ConfigError(*found)
@@ -80,7 +85,13 @@ def _facts(flags: dict[str, Any]) -> dict[str, Any]:
     """What an exported student says of its making; nothing, for another pipeline whose teacher is named."""
     file = Path(flags["student"]) / FACTS
     if file.is_file():
-        return read_json(file)
+        facts = read_json(file)
+        found = kind_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_KINDS)
+        if not (facts.get("teacher_path") or flags["teacher_path"]):
+            found.append(f"{file}: `teacher_path` is missing. Say with --teacher_path what to compare it with.")
+        if found:
+            raise ConfigError(*found)
+        return facts
     if not flags["teacher_path"]:
         raise ConfigError(f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` wrote; "
                           "of any other Wan pipeline say with --teacher_path what to compare it with.")  # fmt: skip

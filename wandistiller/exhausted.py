@@ -28,12 +28,12 @@ LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure", re.IGNORECA
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error`, or what it came from, means that memory ran out."""
-    return any(_says_so(e) for e in _chain(error))
+    return any(_says_so(e) for e in chain(error))
 
 
 def what_ran_out(error: BaseException) -> Spent:
     """Which memory an error means for which `is_out_of_memory` is true."""
-    found = next(e for e in _chain(error) if _says_so(e))
+    found = next(e for e in chain(error) if _says_so(e))
     if isinstance(found, torch.OutOfMemoryError) or LIBRARIES.search(str(found)):
         return Spent.DEVICE
     # torch's allocator raises its own error; CUDA's is left for page-locked host memory, unless the device is full
@@ -49,7 +49,7 @@ def _says_so(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or SAID.search(str(error)) is not None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """`error`, what it was raised from, and what was being handled; each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

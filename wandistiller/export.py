@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from wandistiller import checkpoint, wan
+from wandistiller import checkpoint, manifest, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
 from wandistiller.config import ConfigError
 from wandistiller.files import link_or_copy, write_json
+from wandistiller.problems import folder_problems, readable
 from wandistiller.resume import find, read_state
 from wandistiller.tuning import Lora, adapter_state, add_lora
 from wandistiller.wan import WanFolder, open_wan
@@ -66,6 +67,7 @@ def export(
         ConfigError: no checkpoint there, or no average in it.
     """
     source, facts = _read(run_or_checkpoint, averaged)
+    _refuse_foreign(target)
     # .get: checkpoints made before `teacher_revision` have no such fact
     teacher = open_wan(facts["teacher_path"], weights=True, revision=facts.get("teacher_revision"))
     temporary = target.with_name(f".{target.name}.tmp")
@@ -95,6 +97,7 @@ def export_adapter(
         ConfigError: no checkpoint there, or one of a run without `lora`.
     """
     source, facts = _read(run_or_checkpoint, averaged)
+    _refuse_foreign(target)
     if not facts.get("lora"):
         raise ConfigError(f"{source}: its run had no `lora`, so it has no adapter. Leave out --adapter.")
     temporary = target.with_name(f".{target.name}.tmp")
@@ -114,6 +117,14 @@ def export_adapter(
     return _put_in_place(temporary, target)
 
 
+def _refuse_foreign(target: Path) -> None:
+    """An export takes the place of an earlier one, and of nothing else."""
+    if found := folder_problems("output", target):
+        raise ConfigError(*found)
+    if target.is_dir() and any(target.iterdir()) and not (target / FACTS).is_file():
+        raise ConfigError(f"--output {target}: is a folder with something else in it. Name a new one, or an earlier export.")
+
+
 def _put_in_place(temporary: Path, target: Path) -> Path:
     if target.exists():
         shutil.rmtree(target)
@@ -130,10 +141,13 @@ def _read(run_or_checkpoint: Path, averaged: bool | None) -> tuple[Path, dict[st
     return source, facts | {"averaged": "ema" in facts if averaged is None else averaged}
 
 
+@readable()
 def _checkpoint(folder: Path) -> Path:
     found = folder if (folder / checkpoint.STATE).is_file() else find(folder, "auto")
     if found is None or not (found / checkpoint.STATE).is_file():
         raise ConfigError(f"{folder}: no checkpoint there. Name the --output_dir of a run, or one checkpoints/step_... folder.")
+    if faults := manifest.faults(found):
+        raise ConfigError(f"{found}: {'; '.join(faults)}. Name another checkpoint.")
     return found
 
 

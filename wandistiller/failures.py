@@ -1,28 +1,25 @@
 """What the end of a run means to people: one message, an exit code, and word to the other ranks and to the launcher."""
 
 import gc
-import json
-import os
 import re
 import sys
-import time
 import traceback
-from pathlib import Path
 
 from torch.distributed import DistError
 
 from wandistiller import distributed
 from wandistiller.advice import advice
-from wandistiller.exhausted import Spent, is_out_of_memory, what_ran_out
+from wandistiller.exhausted import Spent, chain, is_out_of_memory, what_ran_out
+from wandistiller.files import system_error
 from wandistiller.job import Job
 from wandistiller.machine import memory_line
 from wandistiller.phase import now
-from wandistiller.problems import ConfigError, Problems, StorageError
-from wandistiller.watch import Notice
+from wandistiller.problems import ConfigError, NonFinite, Problems, StorageError
+from wandistiller.watch import Notice, tell_torchrun
 
-OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, STORAGE, AGAIN = 0, 1, 2, 3, 74, 75
+OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, NOT_FINITE, STORAGE, AGAIN = 0, 1, 2, 3, 4, 74, 75
 """Exit codes; the last two are EX_IOERR and EX_TEMPFAIL of sysexits.h."""
-CODES = {ConfigError: WRONG_INPUT, StorageError: STORAGE}
+CODES = {ConfigError: WRONG_INPUT, NonFinite: NOT_FINITE, StorageError: STORAGE}
 LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|socket", re.IGNORECASE)
 """What backends say when another rank is gone; some say it in a plain RuntimeError."""
 
@@ -36,14 +33,17 @@ class Failures:
 
     def report(self, error: BaseException) -> int:
         """Tell people, the launcher and the other ranks; returns the exit code."""
+        for_file = ""
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
             spoken = text if distributed.rank() == 0 else ""  # the others found the same, or rank 0's watch says it
+            for_file = f"exit code {code}; the lines above that begin with `error:` say why"  # torchrun repeats each rank's
         elif is_out_of_memory(error):
-            code, text = OUT_OF_MEMORY, self._memory(error)
-            spoken = text
-        elif isinstance(error, OSError):
-            code, text = STORAGE, f"error: rank {distributed.rank()}, {now.what}: {_in_words(error)}"
+            code, text, helps = OUT_OF_MEMORY, *self._memory(error)
+            spoken = "\n".join([text, *helps]) if distributed.rank() == 0 else text
+            for_file = "\n".join([text, *helps])
+        elif refused := system_error(error):
+            code, text = STORAGE, f"error: rank {distributed.rank()}, {now.what}: {_in_words(refused)}"
             spoken = text
         elif _lost_contact(error) and (notice := distributed.who_failed()):
             code, text = notice.code, distributed.followed(notice)
@@ -52,7 +52,7 @@ class Failures:
             code, text = FAULT, f"rank {distributed.rank()}, {now.what}: {type(error).__name__}: {error}"
             spoken = "".join(traceback.format_exception(error)) + text
         print(spoken, end="\n" if spoken else "", file=sys.stderr, flush=True)
-        _tell_torchrun(text)
+        tell_torchrun(for_file or text)
         distributed.leave(code, text)
         return code
 
@@ -62,22 +62,27 @@ class Failures:
         if notice.code != OUT_OF_MEMORY:
             return text
         spent = Spent.DEVICE if distributed.device().type == "cuda" else Spent.HOST
-        return "\n".join([text, memory_line(distributed.rank()), *self._advice(spent)])
+        helps = self._advice(spent) if distributed.rank() == 0 else []
+        return "\n".join([text, memory_line(distributed.rank()), *helps])
 
-    def _memory(self, error: BaseException) -> str:
+    def _memory(self, error: BaseException) -> tuple[str, list[str]]:
+        """What ran out where and how memory stands, and what would help."""
         said = str(error).strip().partition("\n")[0]
-        lines = [f"Out of memory on rank {distributed.rank()}, {now.what}: {said}"]
+        text = f"Out of memory on rank {distributed.rank()}, {now.what}: {said}"
         spent = what_ran_out(error)
-        while error is not None:  # let go of what the frames hold, or there is no room to say more
-            error.__traceback__, error = None, error.__context__
+        for held in chain(error):  # let go of what the frames hold, or there is no room to say more
+            held.__traceback__ = None
         gc.collect()
-        return "\n".join([*lines, memory_line(distributed.rank()), *self._advice(spent)])
+        return f"{text}\n{memory_line(distributed.rank())}", self._advice(spent)
 
     def _advice(self, spent: Spent) -> list[str]:
-        """On rank 0, what would help."""
-        if distributed.rank() or not self.job:
+        if not self.job:
             return []
-        return ["What helps, in order of cost:", *(f"  {line}" for line in advice(self.job, spent))]
+        try:
+            lines = advice(self.job, spent, preparing=now.preparing)
+        except MemoryError:
+            return ["There is no room left to work out what helps."]
+        return ["What helps, in order of cost:", *(f"  {line}" for line in lines)]
 
 
 def _lost_contact(error: BaseException) -> bool:
@@ -89,14 +94,3 @@ def _in_words(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     return (f"{where}{error.strerror or error}. A disk is full, or a file or folder went away or was changed while the run used "
             "it. Mend that; the same command then goes on from the last checkpoint.")  # fmt: skip
-
-
-def _tell_torchrun(text: str) -> None:
-    """torchrun ends with what each rank leaves in this file, else with a line that says nothing."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
-        try:
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text(json.dumps({"message": about}))
-        except OSError:
-            return  # it was said on stderr

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,22 +14,55 @@ from typing import IO, Any
 
 from wandistiller.problems import ConfigError
 
+SAID_IN_RUST = re.compile(r"\(os error (\d+)\)")
+
+
+def system_error(error: BaseException, path: Path | None = None) -> OSError | None:
+    """What the system refused, also where a library says so in an error of its own (safetensors 0.8); None if it is no such.
+
+    Args:
+        path: the file that it was about, for an error that does not say.
+    """
+    if isinstance(error, OSError):
+        if path and error.errno and not error.filename:  # one that is words alone would lose them
+            error.filename = str(path)
+        return error
+    if found := SAID_IN_RUST.search(str(error)):
+        return OSError(int(found[1]), os.strerror(int(found[1])), path and str(path))
+    return None
+
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Give a temporary name beside `path`; rename it to `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_this_machine()}.{os.getpid()}.tmp")
     try:
         yield temporary
         if temporary.is_file():
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+    except Exception as error:
+        if refused := system_error(error, path):
+            raise refused from None
+        raise
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what processes of this machine that are gone left half-written anywhere in `folder`; others may share it."""
+    for half in folder.rglob(".*.tmp"):
+        *_, machine, pid, _ = ("", "", *half.name.split("."))
+        if machine == _this_machine() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(half) if half.is_dir() else half.unlink(missing_ok=True)
+
+
+def _this_machine() -> str:
+    return digest(platform.node())[:8]
 
 
 def lock(folder: Path) -> IO[str]:

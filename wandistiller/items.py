@@ -16,11 +16,13 @@ import ftfy
 import numpy as np
 
 from wandistiller import shapes
-from wandistiller.config import ConfigError
+from wandistiller.problems import ConfigError, is_text, readable
 
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
 EMBEDDED = {"tiny": shapes.seen_prompts, "tiny:held_out": shapes.held_out_prompts}
+LONGEST_LINE = 2**16
+"""Bytes; of a prompt 512 tokens are used."""
 SHOWN = 20
 """Problems told one by one; of the others, their number."""
 
@@ -88,6 +90,7 @@ class Items(Sequence[Item]):
         return len(self) - made + made * per_prompt
 
 
+@readable()
 def read_items(data_path: str) -> Items:
     """Index the data: `tiny`, `tiny:held_out`, a .txt of prompts, a .jsonl, or a folder.
 
@@ -103,6 +106,8 @@ def read_items(data_path: str) -> Items:
         return Items(lambda row: Item(prompts[row]), [Kind.PROMPT] * len(prompts), [_hash(p) for p in prompts])
     if not path.exists():
         raise ConfigError(f"{data_path}: no such file or folder. Give prompts (.txt, .jsonl), a folder of media, or `tiny`.")
+    if not (path.is_dir() or (path.is_file() and path.suffix in (".txt", ".jsonl"))):
+        raise ConfigError(f"{data_path}: is no .txt, .jsonl or folder. Write prompts into a .txt, one a line, or give a folder.")
     index = _Index(path if path.is_dir() else path.parent)
     if path.is_dir():
         index.add_folder()
@@ -158,6 +163,10 @@ class _Index:
     def _add_medium(self, name: str) -> None:
         media = self._root / name
         text = media.with_suffix(".txt")
+        if not is_text(name):
+            return self._complain(f"{media}: its name is not UTF-8. Rename it.")
+        if text.is_file() and text.stat().st_size > LONGEST_LINE:
+            return self._complain(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
         try:
             prompt = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else ""
         except UnicodeDecodeError as error:
@@ -172,7 +181,10 @@ class _Index:
         path, offset = self._root / name, 0
         self._add_file(name)
         with path.open("rb") as stream:
-            for number, raw in enumerate(stream, 1):  # by b"\n": JSON strings may hold what else ends a line for Python
+            # by b"\n": JSON strings may hold what else ends a line for Python
+            for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
+                if len(raw) > LONGEST_LINE:
+                    return self._complain(f"{path}, line {number}: over {LONGEST_LINE} bytes. Write one prompt a line.")
                 try:
                     line = raw.decode("utf-8-sig" if offset == 0 else "utf-8").strip()
                     if line and line[0] != "#":
@@ -187,7 +199,7 @@ class _Index:
         if path.suffix == ".jsonl":
             prompt, medium = _parse(line)
             if medium and not (path.parent / medium).is_file():
-                raise ValueError(f"no such file: {path.parent / medium}.")
+                raise ValueError(f"no such file: {path.parent / medium}. Mend the name.")
             self._add(offset, prompt, medium)
         elif _has_prompt(line):
             self._add(offset, line, None)
@@ -225,12 +237,19 @@ def _holds(names: list[str], name: str) -> bool:
     return place < len(names) and names[place] == name
 
 
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
 def _parse(line: str) -> tuple[str, str | None]:
     """Prompt and medium's name of one line of a .jsonl. Raises ValueError with what is wrong."""
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}.") from None
+        entry = json.loads(line, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not _has_prompt(entry["prompt"]):
         raise ValueError('no prompt. Write {"prompt": "...", "image": "file.png"}; image, video and id may be left out.')
     if unknown := sorted(set(entry) - {"prompt", "image", "video", "id"}):

@@ -49,6 +49,10 @@ class Job:
     def samples(self) -> Path:
         return Path(self.run.sample_dir or self.output / "samples")
 
+    def picture(self, step: int) -> Path:
+        """Of the student after so many steps."""
+        return self.samples / f"step_{step:08d}.png"
+
     @property
     def size(self) -> Size:
         return Size(self.run.height, self.run.width, self.run.num_frames)
@@ -126,17 +130,23 @@ class Job:
             **self._tuning,
         }  # fmt: skip
 
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """What really runs, as one recipe that needs no other file of settings."""
+        student = {k: v for k, v in dataclasses.asdict(self.student).items() if v is not None}
+        given = as_dict(self.run) | {"deepspeed_config": self.student_ds, "teacher_deepspeed_config": self.teacher_ds,
+                                     "student_config": student}  # fmt: skip
+        return {k: v for k, v in given.items() if v is not None and k != "dry_run"}
+
     def write_resolved(self) -> None:
         """Write what really runs to OUTPUT/resolved; each file can be passed back in."""
-        folder = self.output / "resolved"
-        files = {"student_deepspeed": self.student_ds, "teacher_deepspeed": self.teacher_ds,
-                 "student": {k: v for k, v in dataclasses.asdict(self.student).items() if v is not None}}  # fmt: skip
-        for name, content in files.items():
-            write_json(folder / f"{name}.json", content)
+        folder, recipe = self.output / "resolved", self.resolved
         paths = {"deepspeed_config": "student_deepspeed", "teacher_deepspeed_config": "teacher_deepspeed",
                  "student_config": "student"}  # fmt: skip
-        recipe = as_dict(self.run) | {key: str(folder / f"{name}.json") for key, name in paths.items()}
-        write_json(folder / "run.json", {k: v for k, v in recipe.items() if v is not None and k != "dry_run"})
+        for key, name in paths.items():
+            write_json(folder / f"{name}.json", recipe[key])
+            recipe[key] = str(folder / f"{name}.json")
+        write_json(folder / "run.json", recipe)
 
     def summary(self) -> list[str]:
         """The run in a few lines, for people."""

@@ -18,7 +18,9 @@ from wandistiller.items import Item
 from wandistiller.media import MediaError, Size, load_media, stamp
 from wandistiller.metrics import Progress
 from wandistiller.noise import TRAIN_TIMESTEPS, expert_at, keyed_normal
+from wandistiller.problems import ConfigError
 from wandistiller.shards import Shards
+from wandistiller.stopping import stopping
 from wandistiller.wan import WanFolder
 
 
@@ -27,6 +29,7 @@ class Vae:
 
     def __init__(self, folder: WanFolder, device: torch.device):
         self._vae = AutoencoderKLWan.from_pretrained(folder.path / "vae", dtype=torch.float32).eval().to(device)
+        self._where = folder.path / "vae"
         self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
         self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
 
@@ -34,6 +37,8 @@ class Vae:
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:
         """Pixels in [-1, 1] -> normalised latents x0_BCFHW: (z - latents_mean) / latents_std, z the posterior's mode."""
         z_BCFHW = self._vae.encode(pixels_BCFHW).latent_dist.mode()
+        if not z_BCFHW.isfinite().all():
+            raise ConfigError(f"{self._where}: its answers are not finite. Fetch its weights again.")
         return (z_BCFHW - self._mean_C111) / self._std_C111
 
     @torch.no_grad()
@@ -147,7 +152,7 @@ class LatentCache:
         Returns:
             key -> file and reason of each sample that cannot be used; the same on all ranks, and remembered.
         """
-        known = distributed.from_rank_0(read_json(self._unusable) if self._unusable.is_file() else {})
+        known = distributed.from_rank_0(self._known_unusable())
         missing = self._media.find(key for key in samples if key not in known)
         files = []
         for size in dict.fromkeys(samples[key].size for key in missing):
@@ -155,16 +160,28 @@ class LatentCache:
             files += [of_size[i : i + self._shard_size] for i in range(0, len(of_size), self._shard_size)]
         mine = files[distributed.rank() :: distributed.world_size()]
         found: dict[str, str] = {}
-        if mine:
-            vae, progress = Vae(self.folder, device), Progress("latents from media", len(mine))
+        with distributed.same_problems():
+            if mine:
+                vae, progress = Vae(self.folder, device), Progress("latents from media", len(mine))
             for keys in mine:
+                if stopping.reason:
+                    break
                 found |= self._encode({key: samples[key] for key in keys}, vae, device)
                 progress.advance()
+        distributed.stop_if_asked("while encoding media; those that are done are kept")
         unusable = {key: why for theirs in distributed.gather_objects(found) for key, why in theirs.items()}
         if unusable and distributed.rank() == 0:
             write_json(self._unusable, known | unusable)
         self._media.find(missing)
         return {key: why for key, why in (known | unusable).items() if key in samples}
+
+    def _known_unusable(self) -> dict[str, str]:
+        """Key -> file and reason, as runs before this one found; nothing, of a file that is damaged."""
+        try:
+            return read_json(self._unusable) if self._unusable.is_file() else {}
+        except ConfigError as error:
+            distributed.log0("cache     damaged and made anew: %s", error)
+            return {}
 
     def _encode(self, samples: dict[str, Sample], vae: Vae, device: torch.device) -> dict[str, str]:
         """Write one file of samples of one size; returns what is wrong with those that cannot be used."""
@@ -194,6 +211,7 @@ class LatentCache:
         rounds = -(-len(files) // world)
         progress = Progress("latents from the teacher", rounds)
         for i in range(rounds):
+            distributed.stop_if_asked("while the teacher was sampling; what it made is kept")
             turn = i * world + distributed.rank()
             keys = files[min(turn, len(files) - 1)]  # a rank without work repeats the last: collectives must match
             tensors = self._roll_out({key: samples[key] for key in keys}, velocity, text, device)

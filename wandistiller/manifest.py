@@ -15,6 +15,8 @@ from wandistiller.stream import Stamp, flush, stamp_of
 MANIFEST = "manifest.json"
 STEP = "step_"
 POLL_SECONDS = 0.05
+SMALL_BYTES = 2**20
+"""A file up to here is always read: all JSON is, which says what a checkpoint is."""
 
 
 def part_file(folder: Path, rank: int) -> Path:
@@ -63,15 +65,13 @@ def publish(folder: Path, target: Path, ranks: int, stopped: Callable[[], bool])
         flush(inner)
     os.replace(folder, target)
     flush(target.parent)
-    with atomic(target.parent / "latest") as latest:
-        latest.write_text(target.name + "\n")
 
 
 def faults(folder: Path, *, share: tuple[int, int] | None = None) -> list[str]:
-    """What is wrong with a published folder: files that are missing or cut off and, with `share`, changed.
+    """What is wrong with a published folder: files that are missing or cut off, small ones and, with `share`, any changed.
 
     Args:
-        share: (i, n): also read every n-th file from the i-th on.
+        share: (i, n): also read every n-th large file from the i-th on.
     """
     try:
         files = {k: Stamp(**v) for k, v in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()}
@@ -84,11 +84,12 @@ def faults(folder: Path, *, share: tuple[int, int] | None = None) -> list[str]:
         try:
             if (size := (folder / name).stat().st_size) != stamp.bytes:
                 found.append(f"{name} has {size} bytes of {stamp.bytes}")
-            elif share and i % share[1] == share[0] and stamp_of(folder / name) != stamp:
+            elif (size <= SMALL_BYTES or share and i % share[1] == share[0]) and stamp_of(folder / name) != stamp:
                 found.append(f"{name} is not as it was written (another checksum)")
         except OSError as error:
             found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+    extra = {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")} - files.keys()
+    return found + [f"{name} is none of its files" for name in sorted(extra)]
 
 
 def steps(checkpoints: Path) -> list[Path]:
@@ -102,9 +103,11 @@ def number(folder: Path) -> int:
     return int(folder.name.removeprefix(STEP))
 
 
-def rotate(checkpoints: Path, keep: int) -> None:
-    """Delete all but the newest `keep`."""
-    for old in steps(checkpoints)[keep:]:
+def settle(newest: Path, keep: int) -> None:
+    """Let `latest` name a folder that is known to be whole, and delete all but `keep` counted from it back."""
+    with atomic(newest.parent / "latest") as latest:
+        latest.write_text(newest.name + "\n")
+    for old in [folder for folder in steps(newest.parent) if number(folder) <= number(newest)][keep:]:
         shutil.rmtree(old.rename(_aside(old)), ignore_errors=True)  # never half a folder under its name
 
 

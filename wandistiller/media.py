@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
@@ -20,8 +21,11 @@ from wandistiller.files import atomic, digest
 from wandistiller.items import VIDEOS
 from wandistiller.metrics import Progress
 
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError)
+UNREADABLE = (ArithmeticError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error,
+              zlib.error, Image.DecompressionBombError)  # fmt: skip
 """What Pillow and imageio-ffmpeg raise for files they cannot read."""
+MOST_ENLARGED = 16
+"""Times that a picture is enlarged, at most; a sliver would fill gigabytes, a dot is no picture."""
 WIDEST = 2.0
 """Longer over shorter side, at most, of the buckets that we make."""
 
@@ -61,6 +65,8 @@ def _fit(image: Image.Image, size: Size) -> Image.Image:
     """Scale to cover, with Lanczos, and cut out the middle. Source: Wan2.2, wan/textimage2video.py, `i2v`."""
     width, height = image.size
     scale = max(size.width / width, size.height / height)
+    if scale > MOST_ENLARGED:
+        raise MediaError(f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {size.width} x {size.height}")
     image = image.convert("RGB").resize((round(width * scale), round(height * scale)), Image.Resampling.LANCZOS)
     left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
     return image.crop((left, top, left + size.width, top + size.height))
@@ -95,6 +101,8 @@ def _every(frames: Iterable[Image.Image], given_fps: float, fps: float) -> Itera
 def _upright(path: Path) -> Image.Image:
     """An image turned as its camera says."""
     with Image.open(path) as image:
+        if getattr(image, "is_animated", False):
+            raise MediaError("is animated; save one picture of it, or the whole as .gif or .mp4")
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -147,7 +155,7 @@ def pixel_sizes(path_of: Callable[[int], Path], number: int, table: Path) -> np.
     Args:
         table: a file that remembers what was seen, whatever the data's order.
     """
-    known = load_file(table) if table.is_file() else {"stamp": np.zeros(0, np.uint64), "size": np.zeros((0, 2), np.int32)}
+    known = _seen(table)
     mine = range(distributed.rank(), number, distributed.world_size())
     stamps = np.array([int(stamp(path_of(i)), 16) for i in mine], np.uint64)
     sizes, unseen = np.zeros((len(mine), 2), np.int32), ~np.isin(stamps, known["stamp"])
@@ -165,6 +173,17 @@ def pixel_sizes(path_of: Callable[[int], Path], number: int, table: Path) -> np.
         with atomic(table) as temporary:
             save_file({"stamp": first, "size": np.concatenate([known["size"], *(x for _, x, _ in all_ranks)])[row]}, temporary)
     return together
+
+
+def _seen(table: Path) -> dict[str, np.ndarray]:
+    """What `pixel_sizes` remembers; nothing, of a file that is damaged."""
+    try:
+        known = load_file(table) if table.is_file() else {}
+        if known and len(known["stamp"]) == len(known["size"]):
+            return known
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
+        distributed.log0("cache     %s is damaged and made anew: %s", table, error)
+    return {"stamp": np.zeros(0, np.uint64), "size": np.zeros((0, 2), np.int32)}
 
 
 def _pixel_size(path: Path) -> tuple[int, int]:

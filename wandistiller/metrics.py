@@ -11,6 +11,7 @@ import torch
 
 from wandistiller.distributed import log0, rank
 from wandistiller.files import atomic
+from wandistiller.phase import alive, doing
 from wandistiller.stream import flush
 
 
@@ -27,8 +28,10 @@ class Progress:
     def __init__(self, what: str, total: int, every_seconds: float = 5.0):
         self._what, self._total, self._every = what, total, every_seconds
         self._done, self._started, self._spoke = 0, time.monotonic(), 0.0
+        doing(what)
 
     def advance(self) -> None:
+        alive()
         self._done += 1
         now = time.monotonic()
         if self._done == self._total or now - self._spoke >= self._every:
@@ -43,6 +46,13 @@ def memory_gib() -> dict[str, float]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.max_memory_allocated() / 2**30
     return {k: round(v, 3) for k, v in found.items()}
+
+
+def finite_or_none(value: Any) -> Any:
+    """A JSON value with null for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(line: str) -> float:
@@ -66,11 +76,7 @@ class Metrics:
                 temporary.write_text("".join(f"{line}\n" for line in kept))
 
     def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, **more: Any) -> None:
-        """Record one finished optimizer step, counted from 1.
-
-        Raises:
-            FloatingPointError: the loss is not finite; on every rank, since all are given the same loss.
-        """
+        """Record one finished optimizer step, counted from 1; numbers that are not finite as null, which JSON has."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         left = (now - self._began) / (step - self._start) * (self._max_steps - step)
@@ -78,11 +84,9 @@ class Metrics:
                  "samples_per_second": self._global_batch / seconds, "memory_gib": memory_gib(), **more}  # fmt: skip
         if rank() == 0:
             with self._file.open("a") as out:
-                out.write(json.dumps(entry) + "\n")
-        log0("step %d/%d  loss %.5f  lr %.2e  %.1f samples/s  %s left", step, self._max_steps, loss, lr,
-             self._global_batch / seconds, clock(left))  # fmt: skip
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"The loss of step {step} is {loss}. Lower the learning rate; see {self._file}.")
+                out.write(json.dumps(finite_or_none(entry)) + "\n")
+        log0("step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %s left", step, self._max_steps,
+             "SKIPPED  " if more.get("skipped") else "", loss, lr, self._global_batch / seconds, clock(left))  # fmt: skip
 
     def flush(self) -> None:
         """Have all lines on the disk, as a checkpoint that stands for them is about to be."""

@@ -14,18 +14,8 @@ from wandistiller.job import Job
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size, nearest_buckets, pixel_sizes
 from wandistiller.objectives import Teacher
-from wandistiller.stopping import Stopped, stopping
+from wandistiller.phase import now
 from wandistiller.teacher import Guidance, build_teacher
-
-
-def stop_if_asked(when: str) -> None:
-    """End the run here if any rank was asked to stop. Collective.
-
-    Raises:
-        Stopped: on all ranks.
-    """
-    if any(distributed.gather_objects(stopping.reason)):
-        raise Stopped(when)
 
 
 def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
@@ -40,6 +30,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if any(other != job.identity for other in distributed.gather_objects(job.identity)):
         raise ConfigError("The ranks read different settings or data: a file changed while the run started, or the nodes do not "
                           "see the same files. Start again.")  # fmt: skip
+    now.preparing = True
     device = distributed.device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     latents = LatentCache(
@@ -55,6 +46,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
+    now.preparing = False
     distributed.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     return CachedData(selection, samples, latents, text, device), text, teacher
 

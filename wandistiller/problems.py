@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -32,6 +33,10 @@ class Problems(Exception):
 
 class ConfigError(Problems):
     """Wrong input."""
+
+
+class NonFinite(Problems):
+    """A step whose loss or gradient is not finite, of which nothing was learned."""
 
 
 class StorageError(Problems):
@@ -71,6 +76,21 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
     except OSError as error:
         why = REFUSALS.get(error.errno, f"it cannot be read: {error.strerror or error}. Name another.")
         raise ConfigError(f"{path or error.filename}: {why}") from None
+
+
+def folder_problems(key: str, folder: str | Path) -> list[str]:
+    """What keeps a folder from being made, or written to."""
+    try:
+        path = Path(folder).absolute()
+        above = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        path.is_dir()  # raises where the name is too long
+    except OSError as error:
+        return [f"`{key}` is {folder}: {REFUSALS.get(error.errno, error.strerror)}"]
+    if not above.is_dir():
+        return [f"`{key}` is {folder}, but {above} is a file. Name a folder."]
+    if not os.access(above, os.W_OK):
+        return [f"`{key}` is {folder}, but {above} may not be written to. Change its permissions, or name another folder."]
+    return []
 
 
 def impossible_values(path: str | Path, value: Any, key: str = "", depth: int = 0) -> list[str]:

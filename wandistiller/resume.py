@@ -5,6 +5,7 @@ from typing import Any
 
 from wandistiller import distributed, manifest
 from wandistiller.checkpoint import STATE, read_state
+from wandistiller.data import CachedData
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError
 
@@ -78,6 +79,20 @@ def changed_keys(folder: Path, identity: dict[str, Any], allowed: list[str]) -> 
     if wrong := sorted(differ - set(allowed)):
         raise ConfigError(*(_difference(folder, k, saved.get(k), identity.get(k)) for k in wrong))
     return differ
+
+
+def check_cache(folder: Path, cache: Path, data: CachedData, allowed: list[str]) -> None:
+    """Compare some samples with what the checkpoint's run learned from. Collective.
+
+    Raises:
+        ConfigError: on all ranks; they hold other numbers, and "cache" is not `allowed` to differ.
+    """
+    saved = read_state(folder).get("cache", {})
+    now = data.stamps(saved)
+    if "cache" not in allowed and (other := [name for name in now if now[name] != saved[name]]):
+        raise ConfigError(f"{cache}: {len(other)} of {len(now)} samples looked at hold other numbers than those that {folder} "
+                          "learned from: the cache was changed, or made anew where numbers come out otherwise. Bring the old "
+                          "one back, --allow_changed cache to go on all the same, or --resume never to start anew.")  # fmt: skip
 
 
 def _difference(folder: Path, key: str, saved: object, now: object) -> str:

@@ -1,8 +1,10 @@
 """`wandistiller sample`: a pipeline folder and prompts -> PNG (or MP4) files and one grid."""
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +15,18 @@ from torch import Tensor
 from wandistiller.config import ConfigError, problem
 from wandistiller.distributed import device
 from wandistiller.files import atomic
-from wandistiller.items import EMBEDDED, read_items
+from wandistiller.items import EMBEDDED, clean, read_items
 from wandistiller.metrics import Progress
+from wandistiller.noise import TRAIN_TIMESTEPS
 from wandistiller.pictures import save_grid, to_pil
-from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan
+from wandistiller.problems import impossible_values
+from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan, require_weights
+
+RANGES = [
+    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch")), ("steps", 1, int(TRAIN_TIMESTEPS)),
+    ("seed", 0, 10**18), ("guidance_scale", 0, 1000), ("guidance_scale_2", 0, 1000),
+]  # fmt: skip
+"""Setting, the least that it can be, the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +40,16 @@ class Sampling:
     guidance_scale: float = 1.0
     guidance_scale_2: float | None = None
     negative_prompt: str | None = None
+
+
+def number_problems(where: str, given: dict[str, Any]) -> list[str]:
+    """What is wrong with the numbers that a pipeline is asked with; None is left out."""
+    found = impossible_values(where, given)
+    for key, least, most in RANGES:
+        if (value := given.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
+            found.append(problem(where, key, value, f"Write a positive number, at most {most}." if least else
+                                 f"Write a number from 0 to {most}."))  # fmt: skip
+    return found
 
 
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
@@ -50,6 +70,8 @@ def read_prompts(given: list[str]) -> list[str]:
     """Texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
     if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
         return [item.prompt for item in read_items(given[0])]
+    if empty := [prompt for prompt in given if not clean(prompt)]:
+        raise ConfigError(problem("command line", "prompts", empty[0], "Write some text, or name a .txt or .jsonl of prompts."))
     return given
 
 
@@ -73,6 +95,7 @@ def sample(model: str, prompts: list[str], output: Path, how: Sampling, seed: in
     folder = open_wan(model, weights=True)
     if found := _problems(folder, how):
         raise ConfigError(*found)
+    require_weights(folder)
     pipeline = open_pipeline(folder.path, dtype)
     files, images, progress = [], [], Progress("samples", len(prompts))
     for i, prompt in enumerate(prompts):

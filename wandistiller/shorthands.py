@@ -11,12 +11,20 @@ TEACHER_JSON = "ds_configs/teacher/{}.json"
 
 
 def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
+    """The run of a recipe's file and the flags beside it; as `merged`."""
+    return merged(read_json(recipe) if recipe else {}, flags, recipe)
+
+
+def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) -> RunConfig:
     """`read_run_config` once the shorthands are written out; what a flag stands for wins over the recipe, as flags do.
 
+    Args:
+        values: the recipe's.
+        recipe: its name, if there is one.
     Raises:
         ConfigError: with all problems, among them a shorthand beside a JSON that says something else.
     """
-    values, flags = read_json(recipe) if recipe else {}, dict(flags)
+    values, flags = dict(values), dict(flags)
     if "teacher_deepspeed_config" in flags:  # and with it its precision
         values.pop("teacher_dtype", None)
     found = _write_out(recipe or "recipe", values) + _write_out("command line", flags)

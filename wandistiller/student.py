@@ -13,7 +13,7 @@ from wandistiller.batch import Answer, Batch, Expert
 from wandistiller.blocks import Blocks
 from wandistiller.deepspeed_json import on_nvme
 from wandistiller.ema import Ema
-from wandistiller.engines import forget_trial_step, mend_flops_profiler
+from wandistiller.engines import forget_powers, forget_trial_step, mend_flops_profiler, skip_bad_gradients
 from wandistiller.fragments import Trained
 from wandistiller.placement import without_block
 from wandistiller.recompute import read_recompute
@@ -38,6 +38,8 @@ class Student:
         self._blocks = {expert: Blocks(model, again) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()}
         self.trained = {expert: Trained(engine) for expert, engine in self.engines.items()}
+        for optimizer in {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}.values():
+            optimizer.register_step_pre_hook(lambda optimizer, *_: forget_powers(optimizer))
         self.averages = {expert: Ema(t, ema, ema_start) for expert, t in self.trained.items() if ema is not None}
 
     def engine(self, expert: Expert) -> Any:
@@ -55,19 +57,22 @@ class Student:
                 average.update(done)
 
     def state(self, expert: Expert) -> dict[str, Any]:
-        """What a person wants to know of the engine after a step: gradient norm, learning rate; in fp16 the loss scale too."""
+        """What a person wants to know of the engine after a step: gradient norm, learning rate, loss scale, if it was skipped."""
         engine = self.engine(expert)
         norm = engine.get_global_grad_norm()
         found = {"grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None, "lr": engine.get_lr()[0]}
         if engine.fp16_enabled():  # a gradient beyond its range skips the step and lowers the scale
-            found |= {"loss_scale": engine.optimizer.loss_scale, "skipped": not engine.was_step_applied()}
+            found["loss_scale"] = engine.optimizer.loss_scale
+        if not engine.was_step_applied():
+            found["skipped"] = True
         return found
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV); DeepSpeed itself writes the learning rate."""
         monitor = self.engine(Expert.HIGH_NOISE).monitor
         if monitor.enabled and distributed.rank() == 0:
-            monitor.write_events([(f"Train/{name}", value, step) for name, value in values.items() if value is not None])
+            known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+            monitor.write_events([(f"Train/{name}", value, step) for name, value in known.items()])
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""
@@ -93,5 +98,6 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: di
         ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}")
     engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     forget_trial_step(engine)
+    skip_bad_gradients(engine)
     model.rope = wan.fresh_rope(model).to(distributed.device())  # data_types.buffer_dtype would have cast its tables
     return engine

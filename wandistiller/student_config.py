@@ -7,7 +7,8 @@ from typing import Any
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json, unknown_keys
 from wandistiller.prune import fits_rope
-from wandistiller.wan import WanFolder
+from wandistiller.wan import WanFolder, skeleton_problems, weight_problems
+from wandistiller.wan_configs import transformer_problems
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 SIZE_KEYS = ("num_layers", *WIDTH_KEYS)
@@ -69,9 +70,19 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
         config = {**folder.config, **given}
-    if found := _shape_problems(where, student, config, folder):
+    named = where if student.init in ("teacher", "random") else f"{where}: {student.init}"
+    found = transformer_problems(named, config) or _shape_problems(where, student, config, folder)
+    if found := found or skeleton_problems(named, config) or _weight_problems(student, config):
         raise ConfigError(*found)
     return student, config
+
+
+def _weight_problems(student: StudentConfig, config: dict[str, Any]) -> list[str]:
+    """What is wrong with the weights in the folder that the student starts from; reads headers only."""
+    if student.init in ("teacher", "random"):
+        return []
+    experts = Expert if student.experts == "two" else (Expert.HIGH_NOISE,)
+    return [p for e in experts for p in weight_problems(transformer_folder(student.init, e), config)]
 
 
 def _shares(student: StudentConfig, teacher: dict[str, Any]) -> dict[str, int]:

@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+from torch import nn
+
 from wandistiller import begin, checkpoint, distributed, resume, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
@@ -12,10 +14,10 @@ from wandistiller.data import CachedData
 from wandistiller.export import export
 from wandistiller.files import write_json
 from wandistiller.job import Job
-from wandistiller.manifest import sweep
+from wandistiller.manifest import settle, sweep
 from wandistiller.objectives import Teacher
 from wandistiller.phase import doing
-from wandistiller.prepare import guided_teacher, prepare, stop_if_asked
+from wandistiller.prepare import guided_teacher, prepare
 from wandistiller.start import blank_model, start_model
 from wandistiller.student import Student
 from wandistiller.trainer import Trainer
@@ -36,25 +38,33 @@ def run(job: Job) -> None:
     for line in job.summary():
         distributed.log0(line)
     job = dataclasses.replace(job, resume_from=resume.verified(job.output, job.run.resume))
-    if job.resume_from and checkpoint.read_state(job.resume_from)["step"] >= job.run.max_steps:
+    if job.resume_from and job.run.resume == "auto" and distributed.rank() == 0:
+        settle(job.resume_from, job.run.keep_checkpoints)  # a run may have been killed between publishing it and this
+    if _is_complete(job):
         distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
         data, text, teacher = prepare(job)
-        stop_if_asked("before the first step")
+        distributed.stop_if_asked("before the first step")
         if job.objective.needs_teacher or begin.needs_measuring(job):
             teacher = teacher or guided_teacher(job, text)
         job, student = _started(job, data, teacher)
-        stop_if_asked("before the first step")
+        distributed.stop_if_asked("before the first step")
         teacher = teacher if job.objective.needs_teacher else None
         Trainer(job, data, text, teacher, student).train()
     distributed.finish()
     if distributed.rank() == 0:
         doing("exporting the student")
         finished = export(job.output, job.output / "student")
-        newest = max(job.samples.glob("step_*.png"))
+        newest = max(job.samples.glob("step_*.png"), default=job.samples)
         for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
             distributed.log0("%-9s %s", what, where)
         write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
+
+
+def _is_complete(job: Job) -> bool:
+    """Whether all steps are done, and the last is drawn. Collective."""
+    done = checkpoint.read_state(job.resume_from)["step"] if job.resume_from else 0
+    return done > job.run.max_steps or done == job.run.max_steps and distributed.from_rank_0(job.picture(done).is_file())
 
 
 def _started(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
@@ -75,6 +85,14 @@ def build_student(job: Job, cuts: dict[Expert, Cuts] | None = None) -> Student:
     Args:
         cuts: how each network is cut from the teacher, if it is narrower.
     """
+    doing("building the student")
+    models = student_models(job, cuts)
+    checkpoint.keep_frozen(models, job.output, job.resume_from)
+    return in_engines(job, models)
+
+
+def student_models(job: Job, cuts: dict[Expert, Cuts] | None = None) -> dict[Expert, nn.Module]:
+    """The student's networks, before engines have them; what a checkpoint trains is blank, what it froze is there."""
     config = job.student_transformer
     models = {
         expert: blank_model(config) if job.resume_from else
@@ -85,7 +103,13 @@ def build_student(job: Job, cuts: dict[Expert, Cuts] | None = None) -> Student:
         tune(model, job.run)
         if term := job.objectives[expert].feature_term:
             add_projections(model, term.blocks, wan.width(job.folder.config))
-    checkpoint.keep_frozen(models, job.output, job.resume_from)
+    if job.resume_from:
+        checkpoint.load_frozen(models, job.resume_from)
+    return models
+
+
+def in_engines(job: Job, models: dict[Expert, nn.Module]) -> Student:
+    """The networks as the student that learns. Collective."""
     return Student(models, job.student_ds, learning_rates=job.run.learning_rates, ema=job.run.ema,
                    ema_start=job.run.ema_start)  # fmt: skip
 

@@ -1,27 +1,48 @@
 """The training loop: data -> noise -> teacher -> student -> loss -> step, then what a person wants to see."""
 
+import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wandistiller import distributed
-from wandistiller.batch import Batch, Expert, join, split
-from wandistiller.checkpoint import Saver, load
+from wandistiller.batch import Answer, Batch, Expert, join, split
+from wandistiller.checkpoint import Saver, load, read_state
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
+from wandistiller.engines import forget_step, scales_itself
 from wandistiller.job import Job
 from wandistiller.latents import Vae, denoise
 from wandistiller.manifest import set_aside_newer
 from wandistiller.metrics import Metrics
 from wandistiller.noise import keyed_normal
+from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
 from wandistiller.phase import doing
 from wandistiller.pictures import save_grid
-from wandistiller.resume import changed_keys
+from wandistiller.problems import NonFinite
+from wandistiller.resume import changed_keys, check_cache
 from wandistiller.stopping import Stopped, stopping
 from wandistiller.student import Student
+
+
+class Pass(NamedTuple):
+    """A forward pass over this rank's samples of one micro-step."""
+
+    batches: dict[str, Batch]
+    target: Answer | None
+    """The teacher's."""
+    answers: dict[str, Answer]
+    """The student's, by kind of states."""
+    loss_TB: Tensor
+
+    @property
+    def expert(self) -> Expert:
+        return next(iter(self.batches.values())).expert
 
 
 class Trainer:
@@ -35,15 +56,21 @@ class Trainer:
         self._teacher_row: dict[str, list[Tensor]] = {}
         self._saver = Saver(job.output, job.run.keep_checkpoints)
         self._asked_to_stop = False
+        self._skipped = 0
+        self._metrics: Metrics | None = None
+        self._cache: dict[str, str] = {}
 
     def train(self) -> None:
         """Run from the last checkpoint, if there is one, to the last step.
 
         Raises:
             Stopped: on all ranks, after a checkpoint, if any of them was asked to stop.
+            NonFinite: on all ranks, after a checkpoint of the steps before, if a step's loss or gradient is not finite.
         """
         job, start = self.job, self._resumed()
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
+        self._metrics = metrics
+        self._cache = self.data.stamps()
         if start and not self._is_drawn(start):
             self._show(start)
         for step in range(start, job.run.max_steps):
@@ -52,8 +79,7 @@ class Trainer:
             metrics.step(step + 1, loss=loss, expert=expert.value, **state, **terms)
             self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {})})
             if self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps:
-                metrics.flush()
-                self._saver.save(self.student, step + 1, {"identity": job.identity, "facts": job.facts})
+                self._save(step + 1)
             if self._asked_to_stop:
                 self._saver.finish()
                 raise Stopped(f"after step {step + 1} of {job.run.max_steps}")
@@ -61,13 +87,22 @@ class Trainer:
             metrics.pause()
         self._saver.finish()
 
+    def _save(self, done: int) -> Path:
+        """Write the checkpoint after `done` steps, behind the lines of metrics.jsonl that it stands for."""
+        if self._metrics:
+            self._metrics.flush()
+        state = {"identity": self.job.identity, "facts": self.job.facts, "cache": self._cache, "skipped_steps": self._skipped}
+        return self._saver.save(self.student, done, state)
+
     def _resumed(self) -> int:
         """Load the checkpoint that the run goes on from, if there is one; the steps that are done."""
         job = self.job
         if not job.resume_from:
             return 0
         doing(f"loading {job.resume_from}")
+        check_cache(job.resume_from, job.cache, self.data, job.run.allow_changed or [])
         start = load(self.student, job.resume_from, changed_keys(job.resume_from, job.identity, job.run.allow_changed or []))
+        self._skipped = read_state(job.resume_from).get("skipped_steps", 0)
         distributed.log0("resumed   %s: %d of %d steps are done", job.resume_from, start, job.run.max_steps)
         if distributed.rank() == 0:
             for folder in set_aside_newer(job.output / "checkpoints", start):
@@ -76,38 +111,90 @@ class Trainer:
         return start
 
     def optimizer_step(self, step: int) -> tuple[list[float], Expert]:
-        """All micro-steps of one optimizer step; returns each term's mean loss over all ranks, and the last expert used."""
+        """All micro-steps of one optimizer step; returns each term's mean loss over all ranks, and the last expert used.
+
+        Raises:
+            NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
+        """
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         doing(f"finishing step {step + 1}")
         expert = results[-1][1]
+        losses = self._mean_over_ranks([loss_TB for loss_TB, _ in results], expert)
+        learned = self.student.engine(expert)
+        if not (all(map(math.isfinite, losses)) and (learned.was_step_applied() or scales_itself(learned))):
+            self._not_finite(step, expert, [loss_TB for loss_TB, _ in results])
         for engine in self.student.engines.values():  # learning rates follow the run, not the expert's own turns
-            if engine is not self.student.engine(expert) and engine.lr_scheduler is not None:
+            if not (engine is learned and engine.was_step_applied()) and engine.lr_scheduler is not None:
                 engine.lr_scheduler.step()
         self.student.average(expert, step + 1)
-        return self._mean_over_ranks([loss_TB for loss_TB, _ in results], expert), expert
+        return losses, expert
+
+    def _not_finite(self, step: int, expert: Expert, losses: list[Tensor]) -> None:
+        """Keep what repeats the step, of which its engine has taken nothing; then stop, unless it may be skipped.
+
+        Args:
+            losses: this rank's loss_TB of each micro-step.
+        """
+        job = self.job
+        if not self.student.engine(expert).was_step_applied():
+            forget_step(self.student.engine(expert))
+        mine = [seen for micro, loss_TB in enumerate(losses) for seen in self.see(step, micro, loss_TB)]
+        samples = sorted(seen for theirs in distributed.gather_objects(mine) for seen in theirs)
+        checkpoint = str(self._save(step).resolve())
+        case = Case(step + 1, distributed.world_size(), checkpoint, job.resolved, samples)
+        file = case.file(job.output)
+        if distributed.rank() == 0:
+            case.write(file)
+        if job.run.on_nonfinite == "stop" or self._skipped >= job.run.nonfinite_limit:
+            self._saver.finish()
+            raise NonFinite(*case.told(file), *case.remedies(job, file))
+        self._skipped += 1
+        for line in case.told(file):
+            distributed.log0("skipped   %s", line)
+
+    def see(self, step: int, micro: int, loss_TB: Tensor) -> list[Seen]:
+        """What a person wants to know of this rank's samples of a micro-step."""
+        index_B, terms = self.sample_indices(step, micro), self.job.objective.terms
+        losses = {term.name: loss_B for term, loss_B in zip(terms, loss_TB, strict=True)}
+        items = [self.data.item_at(i) for i in index_B]
+        return see(self.batches(step, micro), items, index_B, losses, distributed.rank(), micro)
 
     def micro_step(self, step: int, micro: int) -> tuple[Tensor, Expert]:
         """One forward and backward pass on this rank's samples; returns each term's loss_TB, detached, and the expert."""
+        done = self.forward(step, micro)
+        engine = self.backward(step, done)
+        doing(f"step {step + 1}, the optimizer's step")
+        engine.step()  # updates on the last micro-step only
+        return done.loss_TB.detach(), done.expert
+
+    def forward(self, step: int, micro: int) -> Pass:
+        """Ask teacher and student, and compare."""
         doing(f"step {step + 1}, reading the data")
         batches = self.batches(step, micro)
         batch = join(batches)  # one forward pass for all: engines count a backward pass by its forward (deepspeed 0.19.8)
-        objective, engine = self.objectives[batch.expert], self.student.engine(batch.expert)
+        objective = self.objectives[batch.expert]
         doing(f"step {step + 1}, the teacher's forward pass")
         target = objective.target(self.teacher, batches)
         doing(f"step {step + 1}, the student's forward pass")
         answers = split(self.student.answer(batch), batches)
-        loss_TB = objective.losses(answers, target, batches)
-        doing(f"step {step + 1}, the student's backward pass")
-        engine.backward(objective.total(loss_TB).mean())  # scaled by 1 / accumulation inside
-        doing(f"step {step + 1}, the optimizer's step")
-        engine.step()  # updates on the last micro-step only
-        return loss_TB.detach(), batch.expert
+        return Pass(batches, target, answers, objective.losses(answers, target, batches))
 
-    def batches(self, step: int, micro: int) -> dict[str, Batch]:
-        """This rank's samples, consecutive global indices cut by micro-step and then by rank, at each kind of states."""
+    def backward(self, step: int, done: Pass) -> Any:
+        """Add to the gradients of the engine that learns; returns it."""
+        doing(f"step {step + 1}, the student's backward pass")
+        engine = self.student.engine(done.expert)
+        engine.backward(poisoned(self.job.objective.total(done.loss_TB).mean()))  # scaled by 1 / accumulation inside
+        return engine
+
+    def sample_indices(self, step: int, micro: int) -> list[int]:
+        """This rank's samples: consecutive global indices cut by micro-step and then by rank."""
         b = self.job.batch
         first = step * b.total + (micro * distributed.world_size() + distributed.rank()) * b.micro
-        sample_index_B = list(range(first, first + b.micro))
+        return list(range(first, first + b.micro))
+
+    def batches(self, step: int, micro: int) -> dict[str, Batch]:
+        """This rank's samples at each kind of states."""
+        sample_index_B = self.sample_indices(step, micro)
         x0_BCFHW, text_BLD = self.data.batch(sample_index_B)
         found = {}
         if NOISED in self.job.objective.states:
@@ -142,7 +229,7 @@ class Trainer:
 
     def _is_drawn(self, done: int) -> bool:
         """Whether the pictures are there, as rank 0 sees it."""
-        return distributed.from_rank_0((self.job.samples / f"step_{done:08d}.png").is_file())
+        return distributed.from_rank_0(self.job.picture(done).is_file())
 
     def draw(self, done: int) -> str:
         """Write a grid, teacher beside student, fixed prompts and noise; the ranks share the work. Collective."""
@@ -151,7 +238,7 @@ class Trainer:
         if not self._teacher_row:
             self._teacher_row = self._first_row(vae)
         rows = self._teacher_row | {"student": self._pictures(partial(self._sampled, self.student), vae)}
-        file = job.samples / f"step_{done:08d}.png"
+        file = job.picture(done)
         if distributed.rank() == 0:
             save_grid(file, rows, job.run.sample_prompts)
         return str(file)

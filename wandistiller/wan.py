@@ -24,6 +24,8 @@ from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json
 from wandistiller.kinds import KINDS
 from wandistiller.noise import timestep
+from wandistiller.pipeline_parts import UNFIT, part_problems, unfit
+from wandistiller.problems import readable
 from wandistiller.wan_configs import pipeline_problems
 from wandistiller.weights import WeightReader
 
@@ -36,8 +38,6 @@ WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
     f"{part}/{stem}{end}" for part, stem in PARTS.items()
     for end in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
 ]  # fmt: skip
-UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What diffusers raises for settings that do not fit together."""
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
 
 
@@ -87,17 +87,23 @@ class WanFolder:
     def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
         """What keeps a size from being made of whole latents and whole patches."""
         patch = self.config["patch_size"]
-        found = []
+        found, rope = [], self.config["rope_max_seq_len"]
         for key, value, multiple in (("height", height, self.spatial * patch[1]), ("width", width, self.spatial * patch[2])):
-            if value % multiple:
+            if value > rope * multiple:
+                found.append(problem(self.name, key, value, f"This teacher knows places up to {rope * multiple}. Write less."))
+            elif value % multiple:
                 near = max(multiple, round(value / multiple) * multiple)
                 found.append(problem(self.name, key, value, f"This teacher needs a multiple of {multiple}, e.g. {near}."))
-        if (num_frames - 1) % self.temporal:
+        if num_frames > (rope * patch[0] - 1) * self.temporal + 1:
+            most = (rope * patch[0] - 1) * self.temporal + 1
+            found.append(problem(self.name, "num_frames", num_frames, f"This teacher knows places up to {most}. Write less."))
+        elif (num_frames - 1) % self.temporal:
             near = (num_frames - 1) // self.temporal * self.temporal + 1
             found.append(problem(self.name, "num_frames", num_frames, f"Write {self.temporal}k + 1, e.g. {near}."))
         return found
 
 
+@readable()
 def require_weights(folder: WanFolder) -> None:
     """Make sure that all weights are here and fit their configs, before any is loaded; those of a hub id are fetched.
 
@@ -115,6 +121,7 @@ def require_weights(folder: WanFolder) -> None:
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             found += weight_problems(folder.path / expert.value, config)
+    found += part_problems(folder.path, folder.vae, folder.config["text_dim"]) if not {"vae", "text_encoder"} & {*empty} else []
     if found:
         raise ConfigError(*found)
 
@@ -130,6 +137,7 @@ def weight_problems(source: Path, config: dict[str, Any]) -> list[str]:
     return reader.problems(source, shapes, model._keys_to_ignore_on_load_unexpected)
 
 
+@readable()
 def open_wan(name: str, weights: bool = False, revision: str | None = None) -> WanFolder:
     """Describe a diffusers Wan pipeline: a folder, a hub id, or `tiny`.
 
@@ -174,8 +182,7 @@ def skeleton_problems(where: str, config: dict[str, Any]) -> list[str]:
     try:
         skeleton(config)
     except UNFIT as error:
-        return [f"{where}: diffusers cannot make this network: {error or type(error).__name__}. Fetch this file again, or mend "
-                "it."]  # fmt: skip
+        return [unfit(where, error)]
     return []
 
 
@@ -184,10 +191,11 @@ def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         return [problem(where, "_class_name", config["_class_name"], "Name a scheduler of diffusers: UniPCMultistepScheduler.")]
     try:
-        kind.from_config(config).set_timesteps(2)
+        scheduler, nothing = kind.from_config(config), torch.zeros(1, 1, 1, 1, 1)
+        scheduler.set_timesteps(2)
+        scheduler.step(nothing, scheduler.timesteps[0], nothing)
     except UNFIT as error:
-        return [f"{where}: diffusers cannot make this scheduler: {error or type(error).__name__}. Fetch this file again, or mend "
-                "it."]  # fmt: skip
+        return [unfit(where, error)]
     return []
 
 

@@ -16,11 +16,13 @@ TRANSFORMER = {
 NEEDED = ("num_layers num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels rope_max_seq_len "
           "patch_size cross_attn_norm").split()  # fmt: skip
 VAE = {
-    "an integer from 1 to 1024": "z_dim base_dim scale_factor_spatial scale_factor_temporal",
+    "an integer from 1 to 1024": "z_dim base_dim num_res_blocks in_channels out_channels scale_factor_spatial "
+    "scale_factor_temporal",
     "a list of numbers": "latents_mean",
     "a list of positive numbers": "latents_std",
 }
-SCHEDULER = {"a positive number up to 1000": "flow_shift shift", "text": "_class_name"}
+SCHEDULER = {"a positive number up to 1000": "flow_shift shift", "an integer from 1 to 1024": "solver_order",
+             "text": "_class_name"}  # fmt: skip
 
 
 def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
@@ -40,7 +42,7 @@ def pipeline_problems(name: str, experts: dict[str, dict[str, Any]], vae: dict[s
     first, vae_file = next(iter(experts)), f"{name}/vae/config.json"
     found = [p for folder, config in experts.items() for p in transformer_problems(f"{name}/{folder}/config.json", config)]
     found += _missing(vae_file, vae, ["latents_mean", "latents_std", "z_dim"]) + kind_problems(vae_file, vae, VAE)
-    given = {key: value for key, value in scheduler.items() if value is not None}
+    given = {key: value for key, value in scheduler.items() if value is not None or key not in ("flow_shift", "shift")}
     scheduler_file = f"{name}/scheduler/scheduler_config.json"
     found += _missing(scheduler_file, scheduler, ["_class_name"]) + kind_problems(scheduler_file, given, SCHEDULER)
     if found:

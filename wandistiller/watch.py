@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
@@ -60,7 +61,10 @@ class Watch:
         self._ended.set()
 
     def leave(self, code: int, text: str) -> None:
-        """Tell the others that this rank leaves, and let them say so before a launcher ends them. No collective."""
+        """Tell the others that this rank leaves, and let them say so before a launcher ends them. No collective.
+
+        A rank that is gone has been counted by rank 0 when it said so.
+        """
         if self._store is None or self._ended.is_set():
             return
         self.stop()
@@ -86,8 +90,8 @@ class Watch:
             except RuntimeError:
                 return self._lost(0)
             for rank, beat in self._beats.items():
-                if rank != self.rank and beat["host"] == platform.node() and not os.path.exists(f"/proc/{beat['pid']}"):
-                    return self._lost(rank)
+                if rank != self.rank and beat["host"] == platform.node() and not is_alive(beat["pid"]):
+                    return self._tell(self._lost(rank)) if self.rank == 0 else self._lost(rank)
             time.sleep(0.2)
         return None
 
@@ -154,7 +158,9 @@ class Watch:
 
     def _end(self, notice: Notice) -> None:
         """Leave from beside a main thread that cannot."""
-        print(self.followed(notice), file=sys.stderr, flush=True)
+        text = self.followed(notice)
+        print(text, file=sys.stderr, flush=True)
+        tell_torchrun(text)
         os._exit(notice.code)
 
     def followed(self, notice: Notice) -> str:
@@ -162,6 +168,25 @@ class Watch:
         return f"rank {self.rank}: stopped in: {now.what}; because of rank {notice.rank}. {self.explain(notice)}"
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine still runs; one that its parent has not yet buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def open_store(rank: int, world: int, host: str, port: int) -> TCPStore:
     """Rank 0 keeps it, at any free port if `port` is 0."""
     return TCPStore(host, port, world, rank == 0, timedelta(seconds=LOST_SECONDS), wait_for_workers=False)
+
+
+def tell_torchrun(text: str) -> None:
+    """torchrun ends with what each rank leaves in this file, else with a line that says nothing."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        try:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(json.dumps({"message": about}))
+        except OSError:
+            return  # it was said on stderr

@@ -1,6 +1,7 @@
 """Reads safetensors straight into place: the header says where each tensor lies, and only the bytes asked for are read."""
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.config import ConfigError
+from wandistiller.config import read_json
+from wandistiller.problems import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
+HEADER_BYTES = 100_000_000  # the format allows no more
 CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
 NAMED = 5  # tensors named in one message
 
@@ -38,9 +41,11 @@ class WeightReader:
     Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, stem: str = "diffusion_pytorch_model"):
         """Read the headers, no data.
 
+        Args:
+            stem: of the file names; transformers' is `model`.
         Raises:
             ConfigError: files are missing, truncated, or no safetensors.
         """
@@ -49,9 +54,8 @@ class WeightReader:
         """What `read` met: unreadable bytes, numbers that are not finite. For `agree_on_problems` when all is loaded."""
         self.stored: dict[str, Stored] = {}
         problems: list[str] = []
-        index = folder / "diffusion_pytorch_model.safetensors.index.json"
-        single = folder / "diffusion_pytorch_model.safetensors"
-        weight_map = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        weight_map = _weight_map(index) if index.is_file() else {}
         for file in sorted({folder / name for name in weight_map.values()} or {single}):
             try:
                 self.stored |= _header(file)
@@ -71,12 +75,12 @@ class WeightReader:
                 shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 found.append(f"{where}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its weights do "
-                             "not belong together.")  # fmt: skip
+                             "not belong together. Fetch the folder again.")  # fmt: skip
         for name in sorted(expected.keys() & self.stored.keys()):
             has = self.stored[name]
             if has.shape != expected[name]:
                 found.append(f"{has.file}: tensor `{name}` has the shape {list(has.shape)}; config.json asks for "
-                             f"{list(expected[name])}.")  # fmt: skip
+                             f"{list(expected[name])}. Fetch the folder again.")  # fmt: skip
         return found
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:
@@ -114,8 +118,16 @@ class WeightReader:
                 self.found_bad.append(text)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file name."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or any(not isinstance(name, str) or Path(name).name != name for name in found.values()):
+        raise ConfigError(f"{index}: `weight_map` does not name a file beside it for each tensor. Fetch this file again.")
+    return found
+
+
 def _header(file: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file, after checking that its data is all there."""
+    """Every tensor of a safetensors file, after checking that its data is all there. Raises ValueError with what is wrong."""
     if not file.is_file():
         raise ValueError("there is no such file.")
     size = file.stat().st_size
@@ -124,21 +136,38 @@ def _header(file: Path) -> dict[str, Stored]:
         if size < 8 + length:
             raise ValueError(f"its header should end at byte {8 + length}, but the file has {size}.")
         try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-        except ValueError:
-            raise ValueError("it is no safetensors file.") from None
+            header: Any = json.loads(opened.read(length)) if length <= HEADER_BYTES else None
+        except (ValueError, RecursionError):
+            header = None
+    if not isinstance(header, dict):
+        raise ValueError("it is no safetensors file.")
     header.pop("__metadata__", None)
-    unknown = sorted({t["dtype"] for t in header.values()} - DTYPES.keys())
-    if unknown:
-        raise ValueError(f"it holds numbers of the kind {unknown[0]}; known are {', '.join(DTYPES)}.")
-    stored = {
-        name: Stored(file, DTYPES[t["dtype"]], torch.Size(t["shape"]), 8 + length + t["data_offsets"][0])
-        for name, t in header.items()
-    }
-    end = max((t.end for t in stored.values()), default=0)
-    if size < end:
-        raise ValueError(f"it is cut off: its tensors end at byte {end}, but the file has {size}.")
+    stored = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for tensor in sorted(stored.values(), key=lambda t: (t.begin, t.end)):
+        if tensor.begin != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {min(end, tensor.begin)}.")
+        end = tensor.end
+    if size != end:
+        what = "cut off" if size < end else "too long"
+        raise ValueError(f"it is {what}: its tensors end at byte {end}, but the file has {size}.")
     return stored
+
+
+def _stored(file: Path, name: str, entry: Any, data: int) -> Stored:
+    """One tensor as a header describes it; `data` is the byte where the header ends."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"its header does not say where and of what kind `{name}` is.")
+    if dtype not in DTYPES:
+        raise ValueError(f"it holds numbers of the kind {dtype}; known are {', '.join(DTYPES)}.")
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"`{name}` has {end - begin} bytes, which its shape {shape} and kind {dtype} do not need.")
+    return Stored(file, DTYPES[dtype], torch.Size(shape), data + begin)
 
 
 def _fill(out_N: Tensor, file: Any) -> None:

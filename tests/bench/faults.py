@@ -1,0 +1,104 @@
+"""The fault campaign: runs killed at random moments, each started again until it ends, compared with one that was not.
+
+    python tests/bench/faults.py                                  # 50 runs on one and two ranks, in float32 and bf16
+    python tests/bench/faults.py --runs 8 --ranks 2 --folder DIR  # goes on from what DIR holds
+
+Each run is killed with SIGKILL in a phase drawn in turn, some again at any moment, on one rank, on all, or at its launcher.
+Every byte of its output must be that of the run that nobody disturbed, but for times. Prints a line a launch, then a table.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+from faults import PHASES, RESUMING, Campaign, Outcome  # noqa: E402
+
+AGAIN = (0.5, 0.3)
+"""Chances of a second and of a third kill."""
+
+CUT = "drawing"
+"""A phase after the first checkpoint, for a run that is to be killed while it loads one."""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--runs", type=int, default=50)
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--folder", type=Path, help="kept, with the outputs of the runs that went wrong")
+    asked = options.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        found = campaign(asked.folder or Path(temporary), asked.runs, asked.ranks, asked.precision, asked.seed)
+    print(table(found), flush=True)
+    return int(any(row["wrong"] for row in found))
+
+
+def campaign(folder: Path, runs: int, ranks: list[int], precisions: list[str], seed: int) -> list[dict]:
+    """What became of each run: {"kills", "wrong", ...}; those that are in `folder` already are not made again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / f"results_{seed}.jsonl"
+    found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    kinds = list(itertools.product(ranks, precisions))
+    phases = [*PHASES, RESUMING]
+    made: dict[tuple[int, str], Campaign] = {}
+    for number in range(len(found), runs):
+        kind, phase = kinds[(number + number // len(phases)) % len(kinds)], phases[number % len(phases)]
+        if kind not in made:
+            made[kind] = Campaign(folder / f"{kind[1]}_{kind[0]}", *kind)
+            made[kind].measure()
+        print(f"run {number + 1} of {runs}: {phase}", flush=True)
+        outcome = one(made[kind], f"{seed}_{number}", phase, random.Random(f"{seed} {number}"))
+        for wrong in outcome.wrong:
+            print(f"    WRONG: {wrong}", flush=True)
+        found.append({"kills": outcome.kills(), "wrong": outcome.wrong, "kind": kind, "phase": phase})
+        with results.open("a") as out:
+            out.write(json.dumps(found[-1]) + "\n")
+    return found
+
+
+def one(small: Campaign, name: str, phase: str, draw: random.Random) -> Outcome:
+    """A run that is killed in `phase`, and may be again; its folder is kept only if something went wrong."""
+    while True:
+        shutil.rmtree(small.folder / name, ignore_errors=True)
+        kills = [small.kill_in(p, draw) for p in ((CUT, RESUMING) if phase == RESUMING else (phase,))]
+        for chance in AGAIN:
+            if draw.random() < chance:
+                kills.append(small.kill_anywhere(draw))
+        outcome = small.run(name, kills, draw, say=lambda text: print(text, flush=True))
+        if outcome.kills() or outcome.wrong:
+            break
+        print("    it ended before the kill; once more", flush=True)
+    if not outcome.wrong:
+        shutil.rmtree(small.folder / name)
+    return outcome
+
+
+def table(found: list[dict]) -> str:
+    """By phase in which a kill fell: faults, runs that ended equal of those so hit, most steps lost, seconds to resume."""
+    lines = ["| killed in | faults | runs hit | of them equal | most steps lost | s to first new step, median (worst) |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for phase in [*PHASES, RESUMING, "all"]:
+        hits = [(run, kill) for run in found for kill in run["kills"] if phase in (kill[0], "all")]
+        if not hits:
+            continue
+        runs = {id(run): run for run, _ in hits}.values()
+        seconds = [kill[2] for _, kill in hits if kill[2] is not None]
+        times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "-"
+        equal = sum(not run["wrong"] for run in runs)
+        lines.append(f"| {phase} | {len(hits)} | {len(runs)} | {equal} | {max(kill[1] for _, kill in hits)} | {times} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Wrong input of every kind: exit code 2, messages that name place and remedy, nothing written; on one rank and on two."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bad_files import TRANSFORMER, linked, of_data, of_paths, of_weights
+from bad_inputs import ENGINE, Case, Outcome, faults, of_recipes, of_texts, outcome, silent_faults
+from bad_jsons import of_commands, of_jsons
+from ranks import launcher, run
+
+CASES = [*of_texts(), *of_recipes(), *of_jsons(), *of_commands(), *of_data(), *of_paths(), *of_weights()]
+
+
+def only_on_rank_1(file: Path, wan: Path) -> None:
+    """Two teachers, `0` and `1`; the weights of the second are cut off."""
+    linked(wan, file / "0", without=TRANSFORMER)
+    cut = linked(wan, file / "1", without=TRANSFORMER)
+    cut.write_bytes(cut.read_bytes()[:-8])
+
+
+SEEN_BY_RANK_1 = [
+    Case("its student", ("{here}/1.json: `num_layers` is 9...Write at most that",), {"0.json": {}, "1.json": {"num_layers": 9}},
+         {"student_config": "{here}/{rank}.json"}),
+    Case("its engine is not there", ("{here}/1.json: no such file. Mend the path.",), {"0.json": ENGINE},
+         {"deepspeed_config": "{here}/{rank}.json"}),
+    Case("its recipe", ("{here}/1.json: `seeed` is 1...Did you mean `seed`?",), {"0.json": {}, "1.json": {"seeed": 1}},
+         argv=("train", "--recipe", "{here}/{rank}.json", "--teacher_path", "{wan}", "--data_path", "tiny", "--output_dir", "{here}/out")),
+    Case("its prompts", ("{here}/1.txt: no prompt in it. Write one prompt a line.",), {"0.txt": "a red circle", "1.txt": "#"},
+         {"data_path": "{here}/{rank}.txt"}),
+    Case("its output is a file", ("`output_dir` is {here}/1, but {here}/1 is a file. Name a folder.",), {"1": ""},
+         {"output_dir": "{here}/{rank}"}),
+    Case("its weights", ("{here}/t/1/transformer/...it is cut off...Fetch this file again.",), {"t": only_on_rank_1},
+         {"teacher_path": "{here}/t/{rank}"}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def quiet_logging() -> Iterator[None]:
+    """A command sets up logging for its process; put back what was there."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+def test_there_are_over_two_hundred_cases_and_no_two_alike() -> None:
+    alike = [case.name for case in CASES if sum(other == case for other in CASES) > 1]
+    assert len(CASES) >= 200 and alike == []
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:60].encode("ascii", "backslashreplace").decode())
+def test_a_wrong_input_is_told_with_its_place_and_remedy(case: Case, tmp_path: Path, wan2: Path) -> None:
+    words = case.write(tmp_path / "case", wan2)
+    found = outcome(words, tmp_path / "case")
+    assert faults(case, found, tmp_path / "case", wan2) == [], found.printed
+
+
+def test_two_ranks_stop_together_and_only_rank_0_speaks(tmp_path: Path, wan2: Path) -> None:
+    cases = [*CASES, *SEEN_BY_RANK_1]
+    folders = [tmp_path / str(i) for i in range(len(cases))]
+    lines = [[str(here), case.write(here, wan2)] for case, here in zip(cases, folders, strict=True)]
+    (tmp_path / "cases.json").write_text(json.dumps(lines))
+    program = Path(__file__).with_name("bad_inputs_on_ranks.py")
+    run([*launcher(2), str(program), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    speaks, silent = ([Outcome(**o) for o in theirs] for theirs in json.loads((tmp_path / "results.json").read_text()))
+    wrong = {}
+    for case, here, first, second in zip(cases, folders, speaks, silent, strict=True):
+        said = [f"rank 1 says {second.printed}"] if second.errors else []
+        wrong[case.name] = faults(case, first, here, wan2) + silent_faults(second) + said
+    assert {name: found for name, found in wrong.items() if found} == {}
