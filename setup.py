@@ -28,7 +28,7 @@ setup(
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],
         "lora": ["peft>=0.21"],
-        "test": ["pytest", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg"],
+        "test": ["pytest", "hypothesis", "pytest-xdist", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg"],
     },
     entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:command"]},
 )

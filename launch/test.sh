@@ -8,4 +8,4 @@ else
 fi
 export OMP_NUM_THREADS=1 # two ranks must not fight for two cores
 ruff check .
-python -m pytest -q "$@"
+python -m pytest -q -n 2 --dist loadfile "$@"

@@ -109,9 +109,9 @@ def silent_faults(found: Outcome) -> list[str]:
 
 def holds(message: str, said: str) -> bool:
     """Whether the parts of `said`, between `...`, stand in `message` in their order."""
-    for part in said.split("..."):
+    for part in filter(None, said.split("...")):
         before, found, message = message.partition(part)
-        if part and not found:
+        if not found:
             return False
     return True
 

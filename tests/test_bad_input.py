@@ -23,17 +23,18 @@ def only_on_rank_1(file: Path, wan: Path) -> None:
 
 SEEN_BY_RANK_1 = [
     Case("its student", ("{here}/1.json: `num_layers` is 9...Write at most that",), {"0.json": {}, "1.json": {"num_layers": 9}},
-         {"student_config": "{here}/{rank}.json"}),
+         flags=("--student_config", "{here}/{rank}.json")),
     Case("its engine is not there", ("{here}/1.json: no such file. Mend the path.",), {"0.json": ENGINE},
-         {"deepspeed_config": "{here}/{rank}.json"}),
+         flags=("--deepspeed_config", "{here}/{rank}.json")),
     Case("its recipe", ("{here}/1.json: `seeed` is 1...Did you mean `seed`?",), {"0.json": {}, "1.json": {"seeed": 1}},
-         argv=("train", "--recipe", "{here}/{rank}.json", "--teacher_path", "{wan}", "--data_path", "tiny", "--output_dir", "{here}/out")),
+         argv=("train", "--recipe", "{here}/{rank}.json", "--teacher_path", "{wan}", "--data_path", "tiny", "--output_dir",
+               "{here}/out")),
     Case("its prompts", ("{here}/1.txt: no prompt in it. Write one prompt a line.",), {"0.txt": "a red circle", "1.txt": "#"},
-         {"data_path": "{here}/{rank}.txt"}),
+         flags=("--data_path", "{here}/{rank}.txt")),
     Case("its output is a file", ("`output_dir` is {here}/1, but {here}/1 is a file. Name a folder.",), {"1": ""},
-         {"output_dir": "{here}/{rank}"}),
+         flags=("--output_dir", "{here}/{rank}")),
     Case("its weights", ("{here}/t/1/transformer/...it is cut off...Fetch this file again.",), {"t": only_on_rank_1},
-         {"teacher_path": "{here}/t/{rank}"}),
+         flags=("--teacher_path", "{here}/t/{rank}")),
 ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_two_experts_start_from_a_folder_s_two(wan2: Path) -> None:
      ({"keep_layers": []}, "`keep_layers` is []. Write rising layer numbers from 0 to 3."),
      ({"keep_layers": [0, "1"]}, '`keep_layers` is [0, "1"]. Write rising layer numbers from 0 to 3.'),
      ({"keep_layers": [0, 1], "num_layers": 3}, "`num_layers` is 3. keep_layers names 2; leave one out."),
-     ({"init": "random", "attention_head_dim": 15}, "`attention_head_dim` is 15. Rope needs an even number."),
+     ({"init": "random", "attention_head_dim": 15}, "`attention_head_dim` is 15. Write an even integer from 2 to 1024."),
      ({"init": "nowhere"}, '`init` is "nowhere". Write teacher, random, or a folder with a Wan transformer.')],
 )  # fmt: skip
 def test_a_wrong_value_says_what_to_write(wan2: Path, values: dict, said: str) -> None:
@@ -195,7 +195,7 @@ def test_shares_fit_any_teacher(wan2: Path) -> None:
      ({"init": "random", "keep_layers": "importance"}, "`keep_layers` is \"importance\". It chooses what is kept"),
      ({"width_basis": "pca"}, "`width_basis` is \"pca\". Write channels or principal or truncate."),
      ({"ffn_units": "size"}, "`ffn_units` is \"size\". Write activation or weight."),
-     ({"attention_head_dim": 15}, "`attention_head_dim` is 15. Rope needs an even number.")],
+     ({"attention_head_dim": 15}, "`attention_head_dim` is 15. Write an even integer from 2 to 1024.")],
 )  # fmt: skip
 def test_keys_that_contradict_are_refused(wan2: Path, values: dict, said: str) -> None:
     assert any(p.startswith(f"s.json: {said}") for p in refused(wan2, **values))

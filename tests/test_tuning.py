@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT, run, wandistiller, write_json
+from ranks import ROOT, launcher, run, wandistiller, write_json
 from recipes import ADAM, recipe, student_engine
 from safetensors.torch import load_file
 from small_wan import transformer
@@ -159,8 +159,7 @@ def test_a_checkpoint_holds_what_plain_pytorch_says(
 
 
 def test_a_checkpoint_of_two_ranks_holds_what_plain_pytorch_says(tmp_path: Path) -> None:
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
-    run([*start, str(ROOT / "tests" / "tuning_on_ranks.py"), str(tmp_path)])
+    run([*launcher(2), str(ROOT / "tests" / "tuning_on_ranks.py"), str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results) == len(CASES)
     for found in results.values():

@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
-            super().error(message)
+            super().error(f"{message}. See {self.prog} --help.")
         self.exit(2)
 
 
@@ -169,6 +169,8 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         return failures.report(error)
+    finally:
+        stopping.release()
     return OK
 
 
@@ -209,6 +211,7 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     first = distributed.rank() == 0
     with distributed.same_problems():
         require_weights(job.folder)
+    with distributed.same_problems():  # once no rank finds anything wrong
         held = lock(job.output) if first else None
     for folder in (job.output, job.cache) if first else ():
         sweep(folder)

@@ -57,7 +57,10 @@ def read_json(path: str | Path) -> dict[str, Any]:
         return found
 
     with readable(path):
-        raw = shipped(str(path)).read_bytes()
+        file = shipped(str(path))
+        if file.stat() and not (file.is_file() or file.is_dir()):  # a pipe would be read by one rank, and keep it waiting
+            raise ConfigError(f"{path}: is no plain file, which every rank could read. Name one.")
+        raw = file.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=once, parse_int=lambda n: int(n) if len(n) < 19 else float(n))

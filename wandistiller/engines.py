@@ -19,6 +19,8 @@ from wandistiller.config import problem
 from wandistiller.deepspeed_json import dtype_name, on_nvme
 from wandistiller.deepspeed_keys import BATCH_KEYS
 
+SECTION_OF = {"DeepSpeedZeroConfig": ("zero_optimization",), "DeepSpeedFP16Config": ("fp16",), "DeepSpeedBF16Config": ("bf16",)}
+"""What DeepSpeed calls its checked sections -> where they stand."""
 MONITORS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml")}
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 
@@ -29,9 +31,10 @@ def config_problems(where: str, ds: dict[str, Any]) -> list[str]:
     try:
         DeepSpeedConfig(probe)
     except ValidationError as error:
-        return [f"{where}: `{'.'.join(map(str, e['loc']))}` is {e['input']!r}. {e['msg']}." for e in error.errors()]
+        section = SECTION_OF.get(error.title, ())
+        return [problem(where, ".".join(map(str, (*section, *e["loc"]))), e["input"], f"{e['msg']}.") for e in error.errors()]
     except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
-        return [f"{where}: DeepSpeed refuses it: {error}"]
+        return [f"{where}: DeepSpeed refuses it: {error}. Change or remove what it names."]
     if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
         return [problem(where, f"zero_optimization.{key}.device", "nvme", "DeepSpeed's async_io cannot be built here. "
                         "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++).")]  # fmt: skip

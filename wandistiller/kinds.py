@@ -24,6 +24,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number from 1 to 10000000000": lambda v: _whole(v) and 0 < v <= 10**10,
     "a positive integer": lambda v: type(v) is int and v > 0,
     "an integer from 1 to 1024": lambda v: type(v) is int and 1 <= v <= 1024,
+    "an even integer from 2 to 1024": lambda v: type(v) is int and 2 <= v <= 1024 and v % 2 == 0,
     "an integer from 1 to 1000000": lambda v: type(v) is int and 1 <= v <= 10**6,
     "three positive integers": lambda v: isinstance(v, list) and len(v) == 3 and all(type(n) is int and n > 0 for n in v),
     "a number, 0 or more": lambda v: _number(v) and v >= 0,

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what Slurm's `--signal=USR1@120` sends before a pre-emption or the end of the time limit."""
@@ -27,6 +28,7 @@ class Stopping:
         self._since = 0.0
         self._stop_file: Path | None = None
         self._launchers: list[tuple[int, str]] = []
+        self._before: dict[signal.Signals, Any] = {}
 
     def install(self, stop_file: Path | None) -> None:
         """Listen from here on; a second signal ends the process at once.
@@ -40,7 +42,13 @@ class Stopping:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, self._on_signal)
+                    self._before[number] = signal.signal(number, self._on_signal)
+
+    def release(self) -> None:
+        """Listen no more, and forget what was asked: the run has ended, the process may go on."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.__init__()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.reason and time.monotonic() - self._since > SAME_REQUEST_SECONDS:

@@ -7,7 +7,7 @@ from typing import Any
 from wandistiller.batch import Expert
 from wandistiller.config import ConfigError, problem, read_json, unknown_keys
 from wandistiller.prune import fits_rope
-from wandistiller.wan import WanFolder, skeleton_problems, weight_problems
+from wandistiller.wan import WanFolder, weight_problems
 from wandistiller.wan_configs import transformer_problems
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
@@ -72,7 +72,7 @@ def read_student_config(where: str, values: dict[str, Any], folder: WanFolder) -
         config = {**folder.config, **given}
     named = where if student.init in ("teacher", "random") else f"{where}: {student.init}"
     found = transformer_problems(named, config) or _shape_problems(where, student, config, folder)
-    if found := found or skeleton_problems(named, config) or _weight_problems(student, config):
+    if found := found or _weight_problems(student, config):
         raise ConfigError(*found)
     return student, config
 
@@ -122,8 +122,6 @@ def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> li
 
 def _shape_problems(where: str, student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[str]:
     teacher, found = folder.config, []
-    if config["attention_head_dim"] % 2:
-        found.append(problem(where, "attention_head_dim", config["attention_head_dim"], "Rope needs an even number."))
     for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
         if config[key] != teacher[key]:
             found.append(problem(f"{where}: {student.init}", key, config[key], f"The teacher has {teacher[key]}; a student "

@@ -91,7 +91,10 @@ class Trainer:
         """Write the checkpoint after `done` steps, behind the lines of metrics.jsonl that it stands for."""
         if self._metrics:
             self._metrics.flush()
-        state = {"identity": self.job.identity, "facts": self.job.facts, "cache": self._cache, "skipped_steps": self._skipped}
+        job = self.job
+        run = {key: value for key, value in job.resolved.items() if not key.endswith("_dir")}  # wherever it lies
+        state = {"identity": job.identity, "facts": job.facts, "run": run, "cache": self._cache,
+                 "skipped_steps": self._skipped}  # fmt: skip
         return self._saver.save(self.student, done, state)
 
     def _resumed(self) -> int:

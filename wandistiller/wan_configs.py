@@ -6,7 +6,8 @@ from wandistiller.kinds import kind_problems
 from wandistiller.problems import problem
 
 TRANSFORMER = {
-    "an integer from 1 to 1024": "num_layers num_attention_heads attention_head_dim",
+    "an integer from 1 to 1024": "num_layers num_attention_heads",
+    "an even integer from 2 to 1024": "attention_head_dim",  # for rope
     "an integer from 1 to 1000000": "ffn_dim freq_dim text_dim in_channels out_channels rope_max_seq_len",
     "three positive integers": "patch_size",
     "true or false": "cross_attn_norm",
