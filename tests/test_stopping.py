@@ -117,6 +117,20 @@ def test_a_second_signal_stops_at_once(folder: Path, wan1: Path) -> None:
         assert run.end() == -signal.SIGTERM, run.said()
 
 
+@pytest.mark.parametrize("launch", [torchrun, deepspeed])
+def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
+    launch: Callable[[], list[str]], folder: Path, wan1: Path
+) -> None:
+    output = folder / f"orphans_{launch.__name__}"
+    file = write_json(folder / "orphans.json", recipe(folder, wan1, output_dir=str(output), **SETTINGS))
+    with live([*launch(), "wandistiller", "train", "--recipe", file], folder / f"orphans_{launch.__name__}.log") as run:
+        while not any("torch.distributed" not in w and "bin/deepspeed" not in w for w in run.processes().values()):
+            assert run.still_runs_after(0.02)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.end()
+    assert "step 1/" not in run.said()
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder: Path, wan1: Path) -> None:
     output = folder / f"killed{gone}"

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from wandistiller.config import RunConfig
 from wandistiller.problems import ConfigError
+from wandistiller.stopping import STOP, Stopped, stopping
 
 if typing.TYPE_CHECKING:
     from wandistiller.failures import Failures
@@ -153,7 +154,6 @@ def main(argv: list[str] | None = None) -> int:
            "evaluate": _evaluate}[command]  # fmt: skip
     from wandistiller import distributed  # here, so that --help and a wrong flag take no seconds
     from wandistiller.failures import AGAIN, OK, Failures, tell_torchrun
-    from wandistiller.stopping import Stopped, stopping
 
     failures = Failures()
     try:
@@ -180,6 +180,7 @@ def command() -> None:
     It leaves without the interpreter's own teardown: beside a rank that failed, or while another tears down, libraries' threads
     were seen to abort or to hang there (torch 2.13, deepspeed 0.19.8).
     """
+    stopping.remember_launchers()
     code = main()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -194,7 +195,6 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     from wandistiller.check import read_job
     from wandistiller.files import lock, sweep
     from wandistiller.shorthands import read_run
-    from wandistiller.stopping import STOP, stopping
     from wandistiller.wan import require_weights
 
     with distributed.same_problems():

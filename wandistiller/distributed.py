@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError, Problems
@@ -64,6 +65,7 @@ def start_log(log_level: str) -> None:
 
 def init(log_level: str = "info") -> None:
     """Join the other ranks; without a launcher be the only one. Collective."""
+    global _watch
     start_log(log_level)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if log_level != "debug" else logging.INFO)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deepspeed 0.19.8's calls
@@ -77,20 +79,19 @@ def init(log_level: str = "info") -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         doing(f"waiting for all {world_size()} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+        _watch = Watch(rank(), world_size(), TIMEOUT_SECONDS)
+        _watch.start()
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=COLLECTIVE_TIMEOUT)
-        _start_watch()
+        if world_size() > 1:
+            _watch.join(_common_store())
 
 
-def _start_watch() -> None:
-    global _watch
-    _watch = Watch(rank(), world_size(), TIMEOUT_SECONDS)
-    store = None
-    if world_size() > 1:
-        host = os.environ["MASTER_ADDR"]
-        kept = open_store(0, world_size(), host, 0) if rank() == 0 else None
-        port = from_rank_0(kept.port if kept else None)
-        store = kept or open_store(rank(), world_size(), host, port)
-    _watch.start(store)
+def _common_store() -> TCPStore:
+    """This rank's way to the store of all watches, which rank 0 keeps. Collective."""
+    host = os.environ["MASTER_ADDR"]
+    kept = open_store(0, world_size(), host, 0) if rank() == 0 else None
+    port = from_rank_0(kept.port if kept else None)
+    return kept or open_store(rank(), world_size(), host, port)
 
 
 def set_timeout(seconds: float) -> None:

@@ -13,6 +13,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 3.0
 """Launchers pass a signal on that the terminal sent to all; only one that comes later means `at once`."""
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "torch/distributed/run")
+STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
+"""Variables that torchrun and deepspeed's launcher give to what they start."""
 STOP = "STOP"
 
 
@@ -30,13 +32,21 @@ class Stopping:
         self._launchers: list[tuple[int, str]] = []
         self._before: dict[signal.Signals, Any] = {}
 
+    def remember_launchers(self) -> None:
+        """Know those that started this process, to see when they end; to be called before anything takes time."""
+        self._launchers = _launchers()
+        first = self._launchers[-1:]  # deepspeed has two, of which the first starts the second
+        lost = any("deepspeed.launcher.launch" in words and _parent(pid) == 1 for pid, words in first)
+        if lost or not first and STARTED_BY & os.environ.keys():
+            self.ask("the end of its launcher")
+
     def install(self, stop_file: Path | None) -> None:
         """Listen from here on; a second signal ends the process at once.
 
         Args:
             stop_file: where a person may put a file; None on ranks that need not look.
         """
-        self._stop_file, self._launchers = stop_file, _launchers()
+        self._stop_file = stop_file
         if stop_file:
             stop_file.unlink(missing_ok=True)  # meant for an earlier run
         if threading.current_thread() is threading.main_thread():
@@ -77,16 +87,21 @@ stopping = Stopping()
 def _launchers() -> list[tuple[int, str]]:
     """The processes above this one that are launchers, with their command lines, by which they are known."""
     found, pid = [], os.getppid()
-    while pid > 1:
+    while pid > 0:  # in a container a launcher may be process 1
         words = _words(pid)
         program = words.partition("\0")[0].rpartition("/")[2]
         if program.startswith(("python", *LAUNCHERS)) and any(name in words for name in LAUNCHERS):  # no shell that names one
             found.append((pid, words))
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            break
+        pid = _parent(pid)
     return found
+
+
+def _parent(pid: int) -> int:
+    """The process that started another, or took it over; 0 if that has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _words(pid: int) -> str:

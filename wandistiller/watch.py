@@ -26,7 +26,7 @@ LOST_SECONDS = 60.0
 """Without a sign of a rank's process for so long, it is taken for dead."""
 LEAVE_SECONDS = 5.0
 """What the other ranks have to leave by themselves after one has failed."""
-FAULT = 1
+FAULT, AGAIN = 1, 75
 
 
 class Notice(NamedTuple):
@@ -51,10 +51,13 @@ class Watch:
         self.explain: Callable[[Notice], str] = lambda notice: notice.text if rank == 0 else notice.text.partition("\n")[0]
         """What this rank says of another's failure."""
 
-    def start(self, store: TCPStore | None) -> None:
-        """Begin; `store` is the thread's own, None for one rank."""
-        self._store = store
+    def start(self) -> None:
+        """Begin, before the ranks know each other: one whose launcher is gone would wait for the others for ever."""
         threading.Thread(target=self._run, daemon=True).start()
+
+    def join(self, store: TCPStore) -> None:
+        """All ranks are there; `store` is this thread's own way to what they say."""
+        self._store = store
 
     def stop(self) -> None:
         """The work is done; the others may leave as they like."""
@@ -100,6 +103,8 @@ class Watch:
         while not self._ended.wait(LOOK_SECONDS):
             stopping.look()
             if self._store is None:
+                if self.world > 1 and stopping.reason:
+                    self._end(Notice(self.rank, AGAIN, f"Stopped before all ranks were there, by {stopping.reason}."))
                 continue
             try:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
