@@ -17,6 +17,8 @@ TEACHER_REFUSES = {
     "zero_hpz_partition_size": "DeepSpeed allows it for one engine in a process, and the student's may be it; remove it.",
     "zero_quantized_weights": "It would change the teacher's answers; remove it.",
     "zero_quantized_nontrainable_weights": "It would change the teacher's answers; remove it.",
+    "legacy_stage1": "DeepSpeed has removed it; remove it.",
+    "zenflow": "A frozen teacher has no optimizer; remove it.",
 }
 
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}

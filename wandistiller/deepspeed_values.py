@@ -31,7 +31,8 @@ VALUES: dict[str, dict[str, str]] = {
         "stage3_model_persistence_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size "
         "stage3_module_granularity_threshold",
         "a positive whole number": "sub_group_size zero_hpz_partition_size",
-        "a whole number from 1 to 10000000000": "reduce_bucket_size allgather_bucket_size",
+        "a whole number from 1 to 10000000000": "reduce_bucket_size",
+        "an even whole number from 2 to 10000000000": "allgather_bucket_size",
         "an object, {...}": "offload_param offload_optimizer zenflow leaf_module",
     },
     "zero_optimization.offload_param": {

@@ -22,6 +22,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number, 0 or more": lambda v: _whole(v) and v >= 0,
     "a positive whole number": lambda v: _whole(v) and v > 0,
     "a whole number from 1 to 10000000000": lambda v: _whole(v) and 0 < v <= 10**10,
+    "an even whole number from 2 to 10000000000": lambda v: _whole(v) and 0 < v <= 10**10 and v % 2 == 0,
     "a positive integer": lambda v: type(v) is int and v > 0,
     "an integer from 1 to 1024": lambda v: type(v) is int and 1 <= v <= 1024,
     "an even integer from 2 to 1024": lambda v: type(v) is int and 2 <= v <= 1024 and v % 2 == 0,
