@@ -46,8 +46,11 @@ def lay_out(folder: Path) -> None:
     """The JSON files of the real pipelines, under their hub names, without weights; and a file of prompts."""
     for name, (sizes, spatial, experts) in HUB.items():
         config = {"patch_size": [1, 2, 2], "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256,
-                  "rope_max_seq_len": 1024, "_class_name": "WanTransformer3DModel", **sizes}  # fmt: skip
-        parts = {"vae/config.json": {"scale_factor_spatial": spatial, "scale_factor_temporal": 4},
+                  "rope_max_seq_len": 1024, "cross_attn_norm": True, "_class_name": "WanTransformer3DModel",
+                  **sizes}  # fmt: skip
+        channels = sizes.get("in_channels", 16)
+        parts = {"vae/config.json": {"scale_factor_spatial": spatial, "scale_factor_temporal": 4, "z_dim": channels,
+                                     "latents_mean": [0.0] * channels, "latents_std": [1.0] * channels},
                  "scheduler/scheduler_config.json": {"_class_name": "UniPCMultistepScheduler", "flow_shift": 3.0},
                  "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": 0.875 if experts == 2 else None},
                  "transformer/config.json": config} | ({"transformer_2/config.json": config} if experts == 2 else {})  # fmt: skip
