@@ -1,5 +1,6 @@
 """What all tests share: the environment, two small random pipelines, and one rank to run collectives on."""
 
+import logging
 import os
 import shutil
 import sys
@@ -77,3 +78,12 @@ def one_rank() -> Iterator[torch.device]:
     distributed.finish()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def quiet_logging() -> Iterator[None]:
+    """A command sets up logging for its process; put back what was there."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)

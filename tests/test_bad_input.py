@@ -1,8 +1,6 @@
 """Wrong input of every kind: exit code 2, messages that name place and remedy, nothing written; on one rank and on two."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,15 +34,6 @@ SEEN_BY_RANK_1 = [
     Case("its weights", ("{here}/t/1/transformer/...it is cut off...Fetch this file again.",), {"t": only_on_rank_1},
          flags=("--teacher_path", "{here}/t/{rank}")),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def quiet_logging() -> Iterator[None]:
-    """A command sets up logging for its process; put back what was there."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
 
 
 def test_there_are_over_two_hundred_cases_and_no_two_alike() -> None:

@@ -1,12 +1,11 @@
 """Wrong input: exit code 2, one message on stderr, no traceback, nothing written."""
 
 import json
-import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, wan2: Path) -> Run:
     return Run(tmp_path, wan2)
-
-
-@pytest.fixture
-def quiet_logging() -> Iterator[None]:
-    """A command sets up logging for its process; put back what was there."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
 
 
 @pytest.fixture
