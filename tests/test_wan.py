@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from small_wan import transformer
 from torch import Tensor, nn
 
@@ -302,3 +302,13 @@ def test_each_expert_has_its_own_guidance_scale(wan1: Path) -> None:
     for expert, scale in both.guidance.scales.items():
         only = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
         assert torch.equal(both.velocity(some_batch(expert)), only.velocity(some_batch(expert)))
+
+
+def test_what_a_config_leaves_to_diffusers_is_diffusers_default(wan1: Path, copy_of: Callable[..., Path]) -> None:
+    folder = copy_of(wan1)
+    for part, keys in (("transformer", ["cross_attn_norm"]), ("vae", ["latents_mean", "latents_std"])):
+        file = folder / part / "config.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in keys}))
+    found = wan.open_wan(str(folder))
+    assert found.config["cross_attn_norm"] is True
+    assert found.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]

@@ -1,5 +1,6 @@
 """The only file that knows diffusers' Wan: what a pipeline folder holds, how its weights are read, what it answers."""
 
+import inspect
 import math
 import re
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -161,8 +162,10 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
-    configs = {e: _read(path / e.value / "config.json", name) for e in experts}
-    vae, scheduler = _read(path / "vae" / "config.json", name), _read(path / "scheduler" / "scheduler_config.json", name)
+    usual = _defaults(WanTransformer3DModel, "cross_attn_norm")
+    configs = {e: usual | _read(path / e.value / "config.json", name) for e in experts}
+    vae = _defaults(AutoencoderKLWan, "latents_mean", "latents_std") | _read(path / "vae" / "config.json", name)
+    scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
     boundary = index.get("boundary_ratio") if len(experts) == 2 else None
     found = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
     if len(experts) == 2 and not KINDS["a number between 0 and 1"](boundary):
@@ -209,6 +212,12 @@ def _why_not(error: Exception, hub_id: str, revision: str) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"that hub id has no revision `{revision}`. Give one of its branches, tags or commits."
     return f"the hub did not give it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+
+
+def _defaults(model: type, *keys: str) -> dict[str, Any]:
+    """What diffusers takes where a config leaves these out, as those of some conversions do."""
+    parameters = inspect.signature(model.__init__).parameters
+    return {key: parameters[key].default for key in keys}
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
