@@ -80,6 +80,13 @@ def one_rank() -> Iterator[torch.device]:
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """A teacher in CPU memory takes all cores, and the last bit of a sum depends on how many threads share it."""
+    yield
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 @pytest.fixture
 def quiet_logging() -> Iterator[None]:
     """A command sets up logging for its process; put back what was there."""

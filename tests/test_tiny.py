@@ -25,7 +25,6 @@ ASKED = chosen(shapes.seen_prompts(), 24) + chosen(shapes.held_out_prompts(), 24
 
 @pytest.fixture(scope="module")
 def pipeline() -> WanPipeline:
-    torch.set_num_threads(2)
     return open_pipeline(TINY)
 
 
