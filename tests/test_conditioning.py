@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from wandistiller import conditioning
 from wandistiller.conditioning import Encoder, TextCache, text_stamp
-from wandistiller.config import ConfigError
 from wandistiller.items import Item, clean, read_items
+from wandistiller.problems import ConfigError
 from wandistiller.wan import TEXT_TOKENS
 
 NASTY = (

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wandistiller.config import ConfigError, RunConfig, as_dict, read_json, shipped, unknown_keys
+from wandistiller.config import RunConfig, as_dict, read_json, shipped
+from wandistiller.problems import ConfigError, unknown_keys
 from wandistiller.shorthands import read_run
 
 PATHS = {"teacher_path": "t", "data_path": "d", "output_dir": "o"}

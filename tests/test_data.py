@@ -14,11 +14,12 @@ from recipes import recipe
 from safetensors import safe_open
 
 from wandistiller.check import read_job
-from wandistiller.config import ConfigError, RunConfig
+from wandistiller.config import RunConfig
 from wandistiller.data import Samples, Selection
 from wandistiller.items import Items, Kind, read_items
 from wandistiller.media import Size
 from wandistiller.prepare import prepare
+from wandistiller.problems import ConfigError
 
 BUCKETS = [[32, 32], [32, 64], [64, 32]]
 SHAPES = [(40, 40), (30, 80), (90, 30), (200, 201), (50, 100)]  # height and width of the media, in turn

@@ -16,7 +16,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 from wandistiller import deepspeed_json as dsj
-from wandistiller.config import SHIPPED, ConfigError
+from wandistiller.config import SHIPPED
+from wandistiller.problems import ConfigError
 from wandistiller.student_json import fill_steps
 
 CLASSES = {

@@ -17,11 +17,11 @@ from wandistiller import shapes
 from wandistiller.__main__ import parser
 from wandistiller.batch import Expert
 from wandistiller.clip import Clip
-from wandistiller.config import ConfigError
 from wandistiller.contenders import Meter
 from wandistiller.evaluate import evaluate, read_evaluation
 from wandistiller.judge import Evaluation, bands
 from wandistiller.pictures import to_pil
+from wandistiller.problems import ConfigError
 
 HIGH, LOW = Expert
 PROMPTS = ["a red circle", "a blue square", "a green circle on red", "red , blue", "a top left square", "a square"]

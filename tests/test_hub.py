@@ -13,7 +13,7 @@ from recipes import recipe
 from small_wan import FORMS, make_wan
 
 from wandistiller.__main__ import main
-from wandistiller.config import ConfigError
+from wandistiller.problems import ConfigError
 from wandistiller.wan import WanFolder, open_wan, require_weights
 
 ID = "org/wan"
@@ -23,7 +23,7 @@ NOT_NEEDED = ("README.md", "Wan2.1_VAE.pth", "assets/cat.mp4", "text_encoder/pyt
               "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors")  # fmt: skip
 ASK = """
 import json
-from wandistiller.config import ConfigError
+from wandistiller.problems import ConfigError
 from wandistiller.wan import open_wan, require_weights
 
 def files():

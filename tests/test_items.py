@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from wandistiller.config import ConfigError
 from wandistiller.items import Item, Items, Kind, read_items
+from wandistiller.problems import ConfigError
 
 
 def items_of(file: Path, content: str) -> Items:

@@ -18,11 +18,12 @@ from torch import nn
 
 from wandistiller import distributed
 from wandistiller.batch import Expert
-from wandistiller.config import SHIPPED, ConfigError, read_json
+from wandistiller.config import SHIPPED, read_json
 from wandistiller.deepspeed_json import student_engine, teacher_engine
 from wandistiller.loading import load_sharded, load_shared, load_whole
 from wandistiller.machine import GIB, Choice, Machine, candidates, choose, disk_free, host_free, placed, this_machine
 from wandistiller.memory import DEFAULTS, Bytes, numels, student_bytes, teacher_bytes
+from wandistiller.problems import ConfigError
 from wandistiller.student import Student
 from wandistiller.student_json import fill_steps
 from wandistiller.teacher import build_teacher

@@ -19,11 +19,11 @@ from tuning_on_ranks import batch, build, engine
 from wandistiller import checkpoint, replay
 from wandistiller.batch import Expert
 from wandistiller.check import read_job
-from wandistiller.config import ConfigError, RunConfig, read_run_config
+from wandistiller.config import RunConfig, read_run_config
 from wandistiller.engines import forget_step
 from wandistiller.nonfinite import NOT_A_CASE, poisoned
 from wandistiller.prepare import guided_teacher, prepare
-from wandistiller.problems import NonFinite
+from wandistiller.problems import ConfigError, NonFinite
 from wandistiller.replay import read_case
 from wandistiller.student import Student
 from wandistiller.train import build_student

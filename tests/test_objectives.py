@@ -13,7 +13,6 @@ from torch import Tensor
 from wandistiller import wan
 from wandistiller.batch import Answer, Batch, Expert, join, split
 from wandistiller.blocks import add_projections
-from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import student_engine
 from wandistiller.noise import FlowSchedule, keyed_normal, path
 from wandistiller.objectives import (
@@ -30,6 +29,7 @@ from wandistiller.objectives import (
     objective_keys,
     read_objective,
 )
+from wandistiller.problems import ConfigError
 from wandistiller.student import Student
 from wandistiller.student_config import lineage, read_student_config
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher

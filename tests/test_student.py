@@ -10,8 +10,8 @@ from diffusers import WanTransformer3DModel
 
 from wandistiller import checkpoint, wan
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import student_engine
+from wandistiller.problems import ConfigError
 from wandistiller.start import start_model
 from wandistiller.student import Student
 from wandistiller.student_config import StudentConfig, kept_layers, lineage, read_student_config

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from wandistiller.check import read_job
-from wandistiller.config import ConfigError
 from wandistiller.job import Job
+from wandistiller.problems import ConfigError
 from wandistiller.shorthands import read_run
 from wandistiller.student_json import fill_auto, fill_steps
 

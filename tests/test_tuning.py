@@ -18,8 +18,9 @@ from tuning_on_ranks import CASES, PARTLY, batch, build, engine, learn, masters,
 from wandistiller import checkpoint
 from wandistiller.batch import Expert
 from wandistiller.check import read_job
-from wandistiller.config import ConfigError, RunConfig
+from wandistiller.config import RunConfig
 from wandistiller.parts import factor, names_part
+from wandistiller.problems import ConfigError
 
 LORA = RunConfig(lora={"rank": 2, "alpha": 4, "targets": ["attn1", "blocks.1-.ffn"]})
 

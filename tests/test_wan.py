@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from wandistiller import deepspeed_json, distributed, wan
 from wandistiller.batch import Batch, Expert
-from wandistiller.config import SHIPPED, ConfigError, read_json
+from wandistiller.config import SHIPPED, read_json
 from wandistiller.loading import load_sharded, load_whole
 from wandistiller.noise import keyed_normal
+from wandistiller.problems import ConfigError
 from wandistiller.student import Student
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, build_teacher
 from wandistiller.weights import WeightReader

@@ -14,9 +14,9 @@ from test_wan import edit
 
 from wandistiller import wan
 from wandistiller.batch import Batch, Expert
-from wandistiller.config import ConfigError
 from wandistiller.latents import Vae, denoise
 from wandistiller.noise import FlowSchedule, keyed_normal
+from wandistiller.problems import ConfigError
 from wandistiller.sample import Sampling, sample
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan import open_wan

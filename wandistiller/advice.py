@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wandistiller.config import STRATEGIES, ConfigError, read_json
+from wandistiller.config import STRATEGIES, read_json
 from wandistiller.deepspeed_json import BatchSize, dtype_name, student_engine, teacher_engine, with_dtype
 from wandistiller.engines import config_problems
 from wandistiller.exhausted import Spent
@@ -17,6 +17,7 @@ from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, candidates, machine_now, placed
 from wandistiller.memory import Bytes, student_bytes, teacher_bytes
 from wandistiller.placement import BLOCK, Placement, read_placement, without_block
+from wandistiller.problems import ConfigError
 from wandistiller.recompute import SECTION, Recompute, read_recompute
 from wandistiller.student_json import ACCUMULATION, MICRO
 from wandistiller.tuning import tuning_problems

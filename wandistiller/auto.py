@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 
 from wandistiller import distributed
-from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import dtype_name, teacher_engine
 from wandistiller.engines import config_problems
 from wandistiller.job import Job
 from wandistiller.machine import choose, placed, this_machine
 from wandistiller.memory import student_bytes
 from wandistiller.placement import BLOCK, read_placement, without_block
+from wandistiller.problems import ConfigError
 
 
 def settle(job: Job) -> Job:

@@ -9,7 +9,7 @@ from typing import Any
 
 from wandistiller import deepspeed_json, distributed, resume
 from wandistiller.checkpoint import read_state
-from wandistiller.config import ConfigError, RunConfig, problem, read_json
+from wandistiller.config import RunConfig, read_json
 from wandistiller.deepspeed_json import BatchSize
 from wandistiller.engines import config_problems
 from wandistiller.items import Items, Kind, read_items
@@ -19,7 +19,7 @@ from wandistiller.media import video_problem
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import PATH, read_objective
 from wandistiller.placement import device_map_problems, read_placement, without_block
-from wandistiller.problems import folder_problems, readable
+from wandistiller.problems import ConfigError, folder_problems, problem, readable
 from wandistiller.recompute import SECTION, recompute_problems, with_number
 from wandistiller.student_config import IMPORTANCE, read_student_config
 from wandistiller.student_json import Asked, fill_auto, fill_steps, write_in

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel, CLIPProcessor
 
-from wandistiller.config import problem, read_json
+from wandistiller.config import read_json
 from wandistiller.pictures import to_pil
+from wandistiller.problems import problem
 
 
 def clip_problems(folder: Path) -> list[str]:

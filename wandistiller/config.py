@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.problems import DEEP, ConfigError, impossible_values, nearest, problem, readable, unknown_keys
-from wandistiller.problems import StorageError as StorageError
 
 SHIPPED = next(p for p in (Path(__file__).parent / "ds_configs", Path(__file__).parent.parent / "ds_configs") if p.is_dir())
 STRATEGIES = {

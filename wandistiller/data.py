@@ -9,11 +9,11 @@ from torch import Tensor
 
 from wandistiller import distributed
 from wandistiller.conditioning import TextCache
-from wandistiller.config import ConfigError
 from wandistiller.items import Item, Items, Kind
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size
 from wandistiller.order import Order, Permutation
+from wandistiller.problems import ConfigError
 
 STAMPED = 16
 """Samples that stand for a cache."""

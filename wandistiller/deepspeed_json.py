@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wandistiller.config import ConfigError, nearest, problem, read_json, unknown_keys
+from wandistiller.config import read_json
 from wandistiller.deepspeed_keys import BATCH_KEYS, OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULER_KEYS, SECTION_KEYS, TOP_KEYS
 from wandistiller.deepspeed_values import REQUIRED, inner, value_problems
 from wandistiller.placement import BLOCK, placement_problems
+from wandistiller.problems import ConfigError, nearest, problem, unknown_keys
 from wandistiller.recompute import recompute_problems
 from wandistiller.refused import student_problems
 

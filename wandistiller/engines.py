@@ -15,9 +15,9 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from pydantic import ValidationError
 
-from wandistiller.config import problem
 from wandistiller.deepspeed_json import dtype_name, on_nvme
 from wandistiller.deepspeed_keys import BATCH_KEYS
+from wandistiller.problems import problem
 
 SECTION_OF = {"DeepSpeedZeroConfig": ("zero_optimization",), "DeepSpeedFP16Config": ("fp16",), "DeepSpeedBF16Config": ("bf16",)}
 """What DeepSpeed calls its checked sections -> where they stand."""

@@ -8,13 +8,13 @@ import torch
 from wandistiller import deepspeed_json, distributed
 from wandistiller.check import collecting, usual_for
 from wandistiller.clip import clip_problems
-from wandistiller.config import WAN_NEGATIVE_PROMPT, ConfigError, problem, read_json
+from wandistiller.config import WAN_NEGATIVE_PROMPT, read_json
 from wandistiller.engines import config_problems
 from wandistiller.export import FACTS
 from wandistiller.judge import Evaluation, Judge
 from wandistiller.kinds import kind_problems
 from wandistiller.placement import device_map_problems, read_placement, without_block
-from wandistiller.problems import folder_problems, readable
+from wandistiller.problems import ConfigError, folder_problems, problem, readable
 from wandistiller.report import summary, write
 from wandistiller.sample import Sampling, number_problems, read_prompts
 from wandistiller.wan import WanFolder, open_wan, require_weights, top_modules

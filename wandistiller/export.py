@@ -11,9 +11,8 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from wandistiller import checkpoint, manifest, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
-from wandistiller.config import ConfigError
 from wandistiller.files import link_or_copy, write_json
-from wandistiller.problems import folder_problems, readable
+from wandistiller.problems import ConfigError, folder_problems, readable
 from wandistiller.resume import find, read_state
 from wandistiller.tuning import Lora, adapter_state, add_lora
 from wandistiller.wan import WanFolder, open_wan

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from wandistiller import distributed
-from wandistiller.config import ConfigError, read_json
+from wandistiller.config import read_json
 from wandistiller.deepspeed_json import with_dtype
 from wandistiller.memory import Bytes, teacher_bytes
+from wandistiller.problems import ConfigError
 from wandistiller.wan import WanFolder
 
 GIB = 2**30

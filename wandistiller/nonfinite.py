@@ -9,11 +9,12 @@ from torch import Tensor
 
 from wandistiller.batch import Batch
 from wandistiller.checkpoint import STATE
-from wandistiller.config import ConfigError, problem, read_json
+from wandistiller.config import read_json
 from wandistiller.files import write_json
 from wandistiller.items import Item
 from wandistiller.job import Job
 from wandistiller.metrics import finite_or_none
+from wandistiller.problems import ConfigError, problem
 
 FOLDER = "nonfinite"
 """In the output folder: a file for each such step."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Answer, Batch
-from wandistiller.config import ConfigError, problem, unknown_keys
+from wandistiller.problems import ConfigError, problem, unknown_keys
 
 NOISED, PATH = "noised", "path"
 """The two kinds of states: clean latents with noise added, and the teacher's own states while it sampled."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from wandistiller.config import nearest, problem
+from wandistiller.problems import nearest, problem
 
 
 def names_part(pattern: str, name: str) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
-from wandistiller.config import nearest, problem, unknown_keys
 from wandistiller.parts import names_part
+from wandistiller.problems import nearest, problem, unknown_keys
 
 BLOCK = "wandistiller"
 

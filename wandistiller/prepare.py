@@ -5,7 +5,6 @@ import torch
 
 from wandistiller import distributed
 from wandistiller.conditioning import TextCache, text_stamp
-from wandistiller.config import ConfigError
 from wandistiller.data import CachedData, Samples, Selection
 from wandistiller.deepspeed_json import dtype_name
 from wandistiller.files import digest, fingerprint, write_json
@@ -15,6 +14,7 @@ from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size, nearest_buckets, pixel_sizes
 from wandistiller.objectives import Teacher
 from wandistiller.phase import now
+from wandistiller.problems import ConfigError
 from wandistiller.teacher import Guidance, build_teacher
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wandistiller.config import problem, unknown_keys
 from wandistiller.placement import BLOCK
+from wandistiller.problems import problem, unknown_keys
 
 SECTION = "activation_checkpointing"
 MODULES = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}

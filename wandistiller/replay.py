@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from wandistiller import checkpoint, distributed, resume
 from wandistiller.batch import Answer
-from wandistiller.config import ConfigError, RunConfig, problem
+from wandistiller.config import RunConfig
 from wandistiller.deepspeed_keys import BATCH_KEYS
 from wandistiller.job import Job
 from wandistiller.nonfinite import Case, Seen, not_finite_B
 from wandistiller.phase import doing
 from wandistiller.prepare import guided_teacher, prepare
+from wandistiller.problems import ConfigError, problem
 from wandistiller.shorthands import merged
 from wandistiller.student import Student
 from wandistiller.train import in_engines, student_models

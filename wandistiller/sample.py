@@ -12,14 +12,13 @@ from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from torch import Tensor
 
-from wandistiller.config import ConfigError, problem
 from wandistiller.distributed import device
 from wandistiller.files import atomic
 from wandistiller.items import EMBEDDED, clean, read_items
 from wandistiller.metrics import Progress
 from wandistiller.noise import TRAIN_TIMESTEPS
 from wandistiller.pictures import save_grid, to_pil
-from wandistiller.problems import impossible_values
+from wandistiller.problems import ConfigError, impossible_values, problem
 from wandistiller.wan import TEXT_TOKENS, WanFolder, open_wan, require_weights
 
 RANGES = [

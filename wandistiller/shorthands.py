@@ -4,7 +4,8 @@ from dataclasses import fields
 from typing import Any
 
 from wandistiller import deepspeed_json
-from wandistiller.config import STRATEGIES, ConfigError, RunConfig, problem, read_json, read_run_config
+from wandistiller.config import STRATEGIES, RunConfig, read_json, read_run_config
+from wandistiller.problems import ConfigError, problem
 from wandistiller.student_json import Asked, contradictions
 
 TEACHER_JSON = "ds_configs/teacher/{}.json"

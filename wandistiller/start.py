@@ -8,8 +8,8 @@ from torch import Tensor
 
 from wandistiller import distributed, prune, wan
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError
 from wandistiller.cuts import Cuts
+from wandistiller.problems import ConfigError
 from wandistiller.prune import Measured
 from wandistiller.student_config import StudentConfig, kept_layers, source_experts, transformer_folder
 from wandistiller.wan import WanFolder

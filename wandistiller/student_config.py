@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError, problem, read_json, unknown_keys
+from wandistiller.config import read_json
+from wandistiller.problems import ConfigError, problem, unknown_keys
 from wandistiller.prune import fits_rope
 from wandistiller.wan import WanFolder, weight_problems
 from wandistiller.wan_configs import transformer_problems

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from wandistiller import dispatch, distributed, loading, swap, wan
 from wandistiller.batch import Answer, Batch, Expert, join, split
-from wandistiller.config import ConfigError
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.objectives import Teacher
 from wandistiller.placement import read_placement, without_block
+from wandistiller.problems import ConfigError
 from wandistiller.wan import WanFolder
 from wandistiller.weights import WeightReader
 

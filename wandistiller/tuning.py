@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from wandistiller import wan
 from wandistiller.blocks import PROJECTIONS
-from wandistiller.config import RunConfig, problem, unknown_keys
+from wandistiller.config import RunConfig
 from wandistiller.parts import any_names, factor, unknown_parts
+from wandistiller.problems import problem, unknown_keys
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""

@@ -22,11 +22,11 @@ from huggingface_hub.errors import (
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert
-from wandistiller.config import ConfigError, problem, read_json
+from wandistiller.config import read_json
 from wandistiller.kinds import KINDS
 from wandistiller.noise import timestep
 from wandistiller.pipeline_parts import UNFIT, part_problems, unfit
-from wandistiller.problems import readable
+from wandistiller.problems import ConfigError, problem, readable
 from wandistiller.wan_configs import pipeline_problems
 from wandistiller.weights import WeightReader
 
