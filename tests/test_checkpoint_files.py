@@ -20,7 +20,6 @@ import torch
 from live import live
 from ranks import ROOT, environment, wandistiller, write_json
 from recipes import recipe
-from test_errors import quiet_logging  # noqa: F401  a fixture
 
 from wandistiller import checkpoint, manifest, resume
 from wandistiller.__main__ import main
@@ -143,7 +142,7 @@ def test_a_damaged_state_does_not_mislead_the_check_before_the_start(cut: Path, 
 
 
 def test_all_damaged_are_named_with_every_reason_and_the_command_ends_with_2(
-    cut: Path, wan1: Path, folder: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None  # noqa: F811
+    cut: Path, wan1: Path, folder: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
 ) -> None:
     for step, damage in ((2, "flipped"), (4, "no manifest"), (6, "cut off")):
         name, spoil, _ = DAMAGE[damage]
@@ -277,7 +276,7 @@ def test_a_full_disk_ends_the_run_with_74_and_the_same_command_goes_on(small_dis
 
 
 def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_is_killed(
-    cut: Path, folder: Path, wan1: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None  # noqa: F811
+    cut: Path, folder: Path, wan1: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
 ) -> None:
     words = "import sys, time; from pathlib import Path; from wandistiller.files import lock; " \
             "held = lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"  # fmt: skip
