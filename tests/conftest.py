@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
@@ -14,6 +15,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from wandistiller.wan import WanFolder
 
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -54,6 +58,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("transformer", "transformer_2")):
         transformer(seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024).save_pretrained(folder / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def wans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "WanFolder"]:
+    """The published pipelines without weights: 1.3B, 14B, 5B and A14B."""
+    from published_wan import PUBLISHED, write_published
+
+    from wandistiller.wan import open_wan
+
+    folder = tmp_path_factory.mktemp("published")
+    return {short: open_wan(str(write_published(folder, name)))
+            for short, name in zip(("1.3B", "14B", "5B", "A14B"), PUBLISHED, strict=True)}  # fmt: skip
 
 
 @pytest.fixture

@@ -2,51 +2,26 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from constant import BATCH, NOISE, X0, Constant
 from torch import Tensor
 
-from wandistiller import wan
 from wandistiller.batch import Answer, Batch, Expert, join, split
-from wandistiller.blocks import add_projections
-from wandistiller.deepspeed_json import student_engine
-from wandistiller.noise import FlowSchedule, keyed_normal, path
+from wandistiller.noise import keyed_normal, path
 from wandistiller.objectives import (
     NOISED,
     OBJECTIVES,
     PATH,
     SIGMA_WEIGHTS,
-    FeatureMatching,
-    Objective,
-    Teacher,
-    TrajectoryRegression,
     VelocityMatching,
     mean_square,
     objective_keys,
     read_objective,
 )
 from wandistiller.problems import ConfigError
-from wandistiller.student import Student
-from wandistiller.student_config import lineage, read_student_config
-from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher
-
-X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
-BATCH = Batch(X0, NOISE, X0, torch.tensor([0.5, 0.5]), torch.zeros(2, 1, 1), Expert.HIGH_NOISE)
-
-
-class Constant(Teacher):
-    """A teacher whose velocity is one number everywhere, and whose hidden states are the blocks' numbers."""
-
-    def __init__(self, value: float):
-        self.value = value
-
-    def answer(self, batch: Batch, blocks: tuple[int, ...]) -> Answer:
-        features = {k: torch.full((len(batch.sigma_B), 3, 2), float(k)) for k in blocks}
-        return Answer(torch.full_like(batch.x_t_BCFHW, self.value), features)
 
 
 def constant(*values: float) -> Tensor:
@@ -174,213 +149,6 @@ def test_a_teacher_with_the_closed_form_velocity_leaves_the_data_term_its_floor_
     v = slope * batch.x_t_BCFHW + offset
     blended = VelocityMatching(data_weight=0.1).loss(Answer(v), Answer(v), batch)
     assert blended.mean().item() == pytest.approx(0.1 * floor, rel=0.01)
-
-
-# trajectory
-
-STEPS_DOWN = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
-SCHEDULE = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=4)
-
-
-def states(v: Tensor, x0: Tensor) -> Tensor:
-    """x_BSCFHW of the straight line with velocity v that ends at x0."""
-    return torch.stack([x0 + sigma * v for sigma in STEPS_DOWN], dim=1)
-
-
-def on_path(x_BSCFHW: Tensor, step: int = 0, schedule: FlowSchedule = SCHEDULE) -> Batch:
-    indices = [4 * step + i for i in range(4)]
-    return schedule.on_path(STEPS_DOWN, x_BSCFHW, torch.zeros(4, 1, 1), indices, step)
-
-
-@pytest.fixture(scope="module")
-def line() -> tuple[Tensor, Tensor]:
-    return keyed_normal((4, 2, 1, 4, 4), "v"), keyed_normal((4, 2, 1, 4, 4), "end")
-
-
-@pytest.mark.parametrize("step", range(4))
-def test_the_target_on_a_straight_path_is_its_velocity(line: tuple[Tensor, Tensor], step: int) -> None:
-    batch = on_path(states(*line), step)
-    torch.testing.assert_close(batch.v_BCFHW, line[0], rtol=0, atol=5e-6)
-    torch.testing.assert_close(batch.x0_BCFHW, line[1], rtol=0, atol=5e-6)
-
-
-def test_the_true_velocity_of_a_straight_path_has_no_trajectory_loss(line: tuple[Tensor, Tensor]) -> None:
-    batch = on_path(states(*line))
-    assert TrajectoryRegression().loss(Answer(line[0]), None, batch).max() < 1e-11
-
-
-def test_the_target_on_a_bent_path_is_the_segment_s_own_slope() -> None:
-    x_BSCFHW = STEPS_DOWN.square().view(1, -1, 1, 1, 1, 1).expand(4, -1, 1, 1, 2, 2)
-    for step in range(10):
-        batch = on_path(x_BSCFHW, step)
-        below = {s: e for s, e in zip(STEPS_DOWN.tolist(), STEPS_DOWN[1:].tolist(), strict=False)}
-        for sigma, v in zip(batch.sigma_B.tolist(), batch.v_BCFHW, strict=True):
-            torch.testing.assert_close(v, torch.full_like(v, sigma + below[sigma]))  # (s^2 - e^2) / (s - e)
-
-
-def test_a_sample_on_a_path_stands_at_the_start_of_its_segment(line: tuple[Tensor, Tensor]) -> None:
-    x_BSCFHW = states(*line)
-    batch = on_path(x_BSCFHW)
-    for i, sigma in enumerate(batch.sigma_B):
-        assert torch.equal(batch.x_t_BCFHW[i], x_BSCFHW[i, STEPS_DOWN.tolist().index(sigma.item())])
-
-
-def test_a_path_s_segments_are_split_at_the_boundary() -> None:
-    assert SCHEDULE.segments(Expert.HIGH_NOISE, STEPS_DOWN.tolist()) == [0, 1]
-    assert SCHEDULE.segments(Expert.LOW_NOISE, STEPS_DOWN.tolist()) == [2, 3]
-    assert replace(SCHEDULE, boundary=None).segments(Expert.HIGH_NOISE, STEPS_DOWN.tolist()) == [0, 1, 2, 3]
-
-
-def test_noised_and_path_states_of_a_step_are_of_the_same_expert(line: tuple[Tensor, Tensor]) -> None:
-    for step in range(50):
-        noised = SCHEDULE.noised(line[1], torch.zeros(4, 1, 1), [4 * step + i for i in range(4)], step)
-        batch = on_path(states(*line), step)
-        assert batch.expert is noised.expert
-        assert ((batch.sigma_B >= 0.875) == (batch.expert is Expert.HIGH_NOISE)).all()
-
-
-def test_every_segment_is_drawn_as_often_as_its_expert_s_others(line: tuple[Tensor, Tensor]) -> None:
-    one = replace(SCHEDULE, boundary=None)
-    drawn = torch.cat([on_path(states(*line), step, one).sigma_B for step in range(400)])
-    counts = [(drawn == sigma).sum().item() for sigma in STEPS_DOWN[:-1]]
-    assert sum(counts) == 1600 and all(abs(c - 400) < 4 * math.sqrt(1600 * 0.25 * 0.75) for c in counts)
-
-
-def test_a_segment_depends_on_seed_step_and_sample_index_alone(line: tuple[Tensor, Tensor]) -> None:
-    whole, x_BSCFHW = on_path(states(*line), 3), states(*line)
-    torch.manual_seed(5)
-    for i in (3, 1, 0, 2):
-        alone = SCHEDULE.on_path(STEPS_DOWN, x_BSCFHW[i : i + 1], torch.zeros(1, 1, 1), [12 + i], 3)
-        assert alone.sigma_B[0] == whole.sigma_B[i] and torch.equal(alone.x_t_BCFHW[0], whole.x_t_BCFHW[i])
-
-
-# feature
-
-
-def test_the_feature_loss_is_the_share_of_the_teacher_s_square_mean_over_blocks() -> None:
-    term = FeatureMatching(blocks=[0, 1]).for_student([2, 4])
-    target = Constant(0.0).answer(BATCH, (2, 4))  # states of 2 and of 4
-    student = Answer(X0, {0: torch.full((2, 3, 2), 3.0), 1: torch.zeros(2, 3, 2)})
-    assert term.loss(student, target, BATCH).tolist() == pytest.approx([(1 / 4 + 16 / 16) / 2] * 2)
-
-
-def test_every_block_is_matched_with_the_one_it_stands_for_by_default() -> None:
-    term = FeatureMatching().for_student([1, 3, 5])
-    assert (term.blocks, term.teacher_blocks) == ([0, 1, 2], [1, 3, 5])
-
-
-def test_chosen_blocks_are_matched_with_those_they_stand_for_or_with_those_given() -> None:
-    assert FeatureMatching(blocks=[0, 2]).for_student([1, 3, 5]).teacher_blocks == [1, 5]
-    assert FeatureMatching(blocks=[0, 2], teacher_blocks=[0, 4]).for_student([1, 3, 5]).teacher_blocks == [0, 4]
-
-
-def test_the_teacher_is_asked_for_the_blocks_that_are_stood_for() -> None:
-    objective = read_objective(["velocity", {"name": "feature", "blocks": [0, 2]}]).for_student([1, 3, 5])
-    assert sorted(objective.target(Constant(1.0), {NOISED: BATCH}).features) == [1, 5]
-
-
-@pytest.mark.parametrize("layers", [1, 2, 4, 9, 40])
-def test_the_blocks_of_a_random_student_stand_for_rising_ones_up_to_the_last(wan2: Path, layers: int) -> None:
-    folder = wan.open_wan(str(wan2))
-    student, config = read_student_config("s.json", {"init": "random", "num_layers": layers}, folder)
-    blocks = lineage(student, config, folder)[Expert.HIGH_NOISE]
-    assert len(blocks) == layers and blocks == sorted(blocks) and blocks[0] >= 0 and blocks[-1] == 3
-
-
-def loaded(folder: Path) -> WanTransformer3DModel:
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.float32)
-    for p in model.parameters():
-        p.data = p.data.clone()  # not the file itself, which the session's other tests read
-    return model.requires_grad_(True)
-
-
-def batch_for(model: WanTransformer3DModel) -> Batch:
-    x_t = keyed_normal((2, model.config.in_channels, 1, 4, 4), "x")
-    text = keyed_normal((2, 512, model.config.text_dim), "text")
-    return Batch(x_t, x_t, x_t, torch.tensor([0.95, 0.2]), text, Expert.HIGH_NOISE)
-
-
-def engine(**more: Any) -> dict[str, Any]:
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    return student_engine("x.json", {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}, 1)[0]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan1: Path) -> None:
-    teacher, model = LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval())), loaded(wan1 / "transformer")
-    objective, batches = read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3]), {NOISED: batch_for(model)}
-    add_projections(model, range(4), wan.width(model.config))
-    student = Student({Expert.HIGH_NOISE: model}, engine())
-    answers = split(student.answer(join(batches)), batches)
-    assert objective.losses(answers, objective.target(teacher, batches), batches).count_nonzero() == 0
-
-
-def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teacher) -> dict[str, Tensor]:
-    """Of the feature loss by plain autograd."""
-    seen: dict[int, Tensor] = {}
-    for k in objective.feature_term.blocks:
-        project = model.feature_projections[str(k)]
-        model.blocks[k].register_forward_hook(lambda *a, k=k, p=project: seen.update({k: p(a[-1])}))
-    batches = {NOISED: batch_for(model)}
-    batch = batches[NOISED]
-    answer = Answer(wan.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD), seen)
-    objective.total(objective.losses({NOISED: answer}, objective.target(teacher, batches), batches)).mean().backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def narrow() -> WanTransformer3DModel:
-    """A student half as wide as the small teacher."""
-    from small_wan import transformer
-
-    model = transformer(5, 2, num_attention_heads=1)
-    add_projections(model, [0, 1], 64)
-    return model
-
-
-@pytest.mark.parametrize("again", [{}, {"activation_checkpointing": {"partition_activations": False}}], ids=["kept", "again"])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.usefixtures("one_rank")
-def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(wan1: Path, stage: int, again: dict) -> None:
-    from deepspeed.utils import safe_get_full_grad
-
-    teacher = LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
-    objective = read_objective(["velocity", {"name": "feature", "weight": 0.5}]).for_student([1, 3])
-    expected = gradients(narrow(), objective, teacher)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Student({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **again))
-    batches = {NOISED: batch_for(narrow())}
-    answers = split(student.answer(join(batches)), batches)
-    loss_TB = objective.losses(answers, objective.target(teacher, batches), batches)
-    student.engines[Expert.HIGH_NOISE].backward(objective.total(loss_TB).mean())
-    found = {n: safe_get_full_grad(p) for n, p in student.engines[Expert.HIGH_NOISE].module.named_parameters()}
-    assert found.keys() == expected.keys() and expected["feature_projections.0.weight"].abs().max() > 0
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9
-
-
-def test_projections_start_as_the_truncated_identity_and_widths_that_agree_need_none() -> None:
-    assert torch.equal(narrow().feature_projections["1"].weight, torch.eye(64, 32))
-    model = narrow()
-    add_projections(model, [0], 32)
-    assert list(model.feature_projections.parameters()) == []
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(wan1: Path, scale: float, passes: int) -> None:
-    inner = LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
-    batch = batch_for(inner.experts[Expert.HIGH_NOISE])
-    guided = GuidedTeacher(inner, Guidance(torch.ones(512, 32), dict.fromkeys(Expert, scale)), passes)
-    found, text = guided.answer(batch, (1, 3)), inner.answer(batch, (1, 3))
-    assert sorted(found.features) == [1, 3]
-    for k in (1, 3):
-        torch.testing.assert_close(found.features[k], text.features[k], rtol=0, atol=1e-5)
-
-
-def test_hooks_of_hidden_states_are_gone_after_the_answer(wan1: Path) -> None:
-    model = loaded(wan1 / "transformer").eval()
-    LocalTeacher(dict.fromkeys(Expert, model)).answer(batch_for(model), (0, 3))
-    assert [len(block._forward_hooks) for block in model.blocks] == [0] * 4
 
 
 # sums
