@@ -25,7 +25,6 @@ file, GIB = sys.argv[1], 2**30
 
 def torch_empty(): torch.empty(GIB)
 def torch_result(): torch.ones(2**13, 1) @ torch.ones(1, 2**16)
-def torch_shared(): torch.UntypedStorage._new_shared(2 * GIB)
 def torch_mapped(): torch.from_file(file, size=2**26)
 def numpy_zeros(): numpy.zeros(GIB)
 def python_bytes(): bytearray(2 * GIB)
@@ -41,8 +40,8 @@ def in_clean_up():
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + 2**27, pages + 2**27))
 found = {"limit": pages + 2**27, "line": memory_line(0)}
-for provoke in (torch_empty, torch_result, torch_shared, torch_mapped, numpy_zeros, python_bytes, safetensors_open,
-                safetensors_load, wrapped, in_clean_up):
+for provoke in (torch_empty, torch_result, torch_mapped, numpy_zeros, python_bytes, safetensors_open, safetensors_load,
+                wrapped, in_clean_up):
     try:
         provoke()
         found[provoke.__name__] = "no error"
@@ -65,7 +64,7 @@ def provoked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-CASES = ("torch_empty", "torch_result", "torch_shared", "torch_mapped", "numpy_zeros", "python_bytes", "safetensors_open",
+CASES = ("torch_empty", "torch_result", "torch_mapped", "numpy_zeros", "python_bytes", "safetensors_open",
          "safetensors_load", "wrapped", "in_clean_up")  # fmt: skip
 
 
