@@ -7,7 +7,7 @@ import pytest
 from bad_files import TRANSFORMER, linked, of_data, of_paths, of_weights
 from bad_inputs import ENGINE, Case, Outcome, faults, of_recipes, of_texts, outcome, silent_faults
 from bad_jsons import of_commands, of_jsons
-from ranks import launcher, run
+from ranks import ROOT, program
 
 CASES = [*of_texts(), *of_recipes(), *of_jsons(), *of_commands(), *of_data(), *of_paths(), *of_weights()]
 
@@ -54,8 +54,7 @@ def test_two_ranks_stop_together_and_only_rank_0_speaks(tmp_path: Path, wan2: Pa
     folders = [tmp_path / str(i) for i in range(len(cases))]
     lines = [[str(here), case.write(here, wan2)] for case, here in zip(cases, folders, strict=True)]
     (tmp_path / "cases.json").write_text(json.dumps(lines))
-    program = Path(__file__).with_name("bad_inputs_on_ranks.py")
-    run([*launcher(2), str(program), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    program(ROOT / "tests" / "bad_inputs_on_ranks.py", tmp_path / "cases.json", tmp_path / "results.json", ranks=2)
     speaks, silent = ([Outcome(**o) for o in theirs] for theirs in json.loads((tmp_path / "results.json").read_text()))
     wrong = {}
     for case, here, first, second in zip(cases, folders, speaks, silent, strict=True):

@@ -1,13 +1,12 @@
 """Swapping the student's JSON never changes what is learned."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from plain import plain_losses
-from ranks import ROOT, has_async_io, launcher, run
+from ranks import ROOT, has_async_io, program
 from recipes import recipe
 
 from wandistiller.check import read_job
@@ -31,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def curves(request: pytest.FixtureRequest, folder: Path, wan2: Path) -> dict[str, list[float]]:
     results = folder / f"{request.param}.json"
-    words = [*launcher(request.param)[1:], ROOT / "tests" / "curves_on_ranks.py", folder, wan2, STEPS, results]
-    run([sys.executable, *map(str, words), *filter(runs_here, NAMES)])
+    names = filter(runs_here, NAMES)
+    program(ROOT / "tests" / "curves_on_ranks.py", folder, wan2, str(STEPS), results, *names, ranks=request.param)
     return json.loads(results.read_text())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data_on_ranks import digest_of, given
 from PIL import Image
-from ranks import ROOT, launcher, run, wandistiller, write_json
+from ranks import ROOT, program, wandistiller, write_json
 from recipes import recipe
 from safetensors import safe_open
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_is_listed_and_others_take_its_place(media: Path, on
 
 
 def on_two_ranks(recipe_file: Path, results: Path) -> list:
-    run([*launcher(2), str(ROOT / "tests" / "data_on_ranks.py"), str(recipe_file), str(results)])
+    program(ROOT / "tests" / "data_on_ranks.py", recipe_file, results, ranks=2)
     return json.loads(results.read_text())
 
 

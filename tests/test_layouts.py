@@ -2,13 +2,12 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from layouts_on_ranks import CUT
-from ranks import ROOT, has_async_io, launcher, run
+from ranks import ROOT, has_async_io, program
 
 NAMES = sorted(p.stem for p in (ROOT / "ds_configs" / "student").glob("zero*.json"))
 HERE = [name for name in NAMES if name != "zero3_nvme" or has_async_io()]
@@ -19,8 +18,7 @@ TOLERANCE = 1e-5
 
 def on_ranks(ranks: int, folder: Path, wan: Path, tasks: list[str]) -> dict[str, Any]:
     results = folder / f"{ranks}_{len(tasks)}.json"
-    words = [*launcher(ranks)[1:], ROOT / "tests" / "layouts_on_ranks.py", folder, wan, results, *tasks]
-    run([sys.executable, *map(str, words)])
+    program(ROOT / "tests" / "layouts_on_ranks.py", folder, wan, results, *tasks, ranks=ranks)
     return json.loads(results.read_text())
 
 

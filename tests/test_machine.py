@@ -1,12 +1,11 @@
 """What machines have free, and which placement of the teacher fits into it."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import launcher, run
+from ranks import program
 
 from wandistiller import distributed
 from wandistiller.config import read_json
@@ -97,8 +96,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Machine]:
     """What two ranks of this machine measure."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "program.py").write_text(PROGRAM)
-    words = [*launcher(2)[1:], folder / "program.py", folder]
-    run([sys.executable, *map(str, words)])
+    program(folder / "program.py", folder, ranks=2)
     return [Machine(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(2)]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, has_async_io, launcher, run
+from ranks import ROOT, environment, has_async_io, program
 
 from wandistiller import deepspeed_json
 from wandistiller.config import SHIPPED, STRATEGIES, read_json
@@ -24,8 +24,7 @@ def runs_here(name: str) -> bool:
 
 
 def on_ranks(ranks: int, folder: Path, work: Path, *names: str) -> Results:
-    words = [*launcher(ranks)[1:], PROGRAM, folder, work]
-    run([sys.executable, *map(str, words), *names])
+    program(PROGRAM, folder, work, *names, ranks=ranks)
     return json.loads((work / "results.json").read_text())
 
 

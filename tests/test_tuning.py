@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT, launcher, run, wandistiller, write_json
+from ranks import ROOT, program, run, wandistiller, write_json
 from recipes import ADAM, recipe, student_engine
 from safetensors.torch import load_file
 from small_wan import transformer
@@ -160,7 +160,7 @@ def test_a_checkpoint_holds_what_plain_pytorch_says(
 
 
 def test_a_checkpoint_of_two_ranks_holds_what_plain_pytorch_says(tmp_path: Path) -> None:
-    run([*launcher(2), str(ROOT / "tests" / "tuning_on_ranks.py"), str(tmp_path)])
+    program(ROOT / "tests" / "tuning_on_ranks.py", tmp_path, ranks=2)
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results) == len(CASES)
     for found in results.values():

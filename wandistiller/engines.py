@@ -1,9 +1,11 @@
 """What DeepSpeed itself says of a JSON, before any weight is loaded, and what must be mended in its engines."""
 
 import copy
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import cpuinfo
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
@@ -18,6 +20,8 @@ from pydantic import ValidationError
 from wandistiller.deepspeed_json import dtype_name, on_nvme
 from wandistiller.deepspeed_keys import BATCH_KEYS
 from wandistiller.problems import problem
+
+cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second each; deepspeed 0.19.8 asks three times while it starts CPU Adam
 
 SECTION_OF = {"DeepSpeedZeroConfig": ("zero_optimization",), "DeepSpeedFP16Config": ("fp16",), "DeepSpeedBF16Config": ("bf16",)}
 """What DeepSpeed calls its checked sections -> where they stand."""
