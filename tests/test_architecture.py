@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
     problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute deepspeed_values refused
-    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase stopping stream manifest watch
-    distributed engines metrics pipeline_parts wan loading swap memory footprint machine dispatch
+    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping stream manifest watch
+    distributed engines metrics pipeline_parts wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job nonfinite advice failures check auto trainer
     probes importance begin prepare export train replay
@@ -22,7 +22,7 @@ ORDER = """
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
     problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute deepspeed_values refused
-    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase stopping
+    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping
 """.split()
 ALLOWED = {
     "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},

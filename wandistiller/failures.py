@@ -79,7 +79,7 @@ class Failures:
         if not self.job:
             return []
         try:
-            lines = advice(self.job, spent, preparing=now.preparing)
+            lines = advice(self.job, spent, preparing=now.phase == "prepare")
         except MemoryError:
             return ["There is no room left to work out what helps."]
         return ["What helps, in order of cost:", *(f"  {line}" for line in lines)]

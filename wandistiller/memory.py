@@ -130,21 +130,36 @@ def _swapped(sizes: list[Size], ds: dict[str, Any], ranks: int, item: int) -> By
 
 
 def student_bytes(config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool) -> Bytes:
-    """What the student takes of one rank: weights, gradients, optimizer, float32 weights, a bucket; no activations.
+    """What the student takes of one rank: the sum of `student_parts`, or where it starts, if that is more."""
+    made = sum(student_parts(config, experts, ds, ranks, accelerator=accelerator).values(), Bytes())
+    return replace(made, host=max(made.host, start_bytes(config, experts))) if accelerator else made
+
+
+def start_bytes(config: dict[str, Any], experts: int) -> int:
+    """What every rank starts from, all weights in float32; on a rank with an accelerator it is not where the engine will be."""
+    return 4 * sum(numels(config).values()) * experts
+
+
+def student_parts(
+    config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool
+) -> dict[str, Bytes]:
+    """What the student takes of one rank, by name; no activations.
 
     Args:
         ds: its JSON, checked by `student_engine`.
-        accelerator: with one, host memory may be page-locked, and what every rank starts from, all weights in float32,
-            is not where the engine will be.
+        accelerator: with one, host memory may be page-locked.
     """
     item = getattr(torch, dtype_name(ds)).itemsize
     sizes = [Size(name, numel, item) for name, numel in numels(config).items()]
-    made = one_at_a_time([(_partitioned if stage(ds) == 3 else _flat)(sizes, ds, ranks, accelerator)] * experts)
-    start = 4 * sum(s.numel for s in sizes) * experts
-    return replace(made, host=max(made.host, start)) if accelerator else made
+    one = (_partitioned if stage(ds) == 3 else _flat)(sizes, ds, ranks, accelerator)
+    return {name: one_at_a_time([part] * experts) for name, part in one.items()}
 
 
-def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> Bytes:
+WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and weights at work"
+"""The student's parts."""
+
+
+def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """ZeRO-1 and 2: all weights on every rank, of which it updates its part of `part` elements."""
     item, numel, states = sizes[0].item, sum(s.numel for s in sizes), _states(ds)
     part = _up(numel, 2 * ranks) // ranks
@@ -155,14 +170,18 @@ def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) 
     offload = _offload(ds, "optimizer")
     if offload["device"] == "none":
         step = 2 * item * part + (4 * part if item < 4 else 0)  # its own gradients as they came, flat, and in float32
-        return Bytes(device=weights + (4 + states) * part, live=max(gradients + bucket, step))
+        return {WEIGHTS: Bytes(device=weights), MASTERS: Bytes(device=(4 + states) * part),
+                GRADIENTS: Bytes(live=max(gradients + bucket, step))}  # fmt: skip
     lock = _lock(offload, accelerator)
-    host = 2 * lock(4 * part) + states * part + lock(item * part) + lock(largest)
-    host += sum(lock(item * s.numel) for s in sizes) // ranks if adds else 0
-    return Bytes(device=weights + largest, live=bucket + (gradients if stage(ds) == 1 else 0), host=host)
+    return {
+        WEIGHTS: Bytes(device=weights, host=lock(item * part)),
+        MASTERS: Bytes(host=lock(4 * part) + states * part),
+        GRADIENTS: Bytes(host=lock(4 * part) + (sum(lock(item * s.numel) for s in sizes) // ranks if adds else 0)),
+        WORKING: Bytes(device=largest, live=bucket + (gradients if stage(ds) == 1 else 0), host=lock(largest)),
+    }
 
 
-def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> Bytes:
+def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """ZeRO-3: a part of `part` elements of everything on each rank, updated in groups."""
     item, part, states = sizes[0].item, sum(s.part(ranks) // s.item for s in sizes), _states(ds)
     group = min(part, _zero(ds, "sub_group_size"))
@@ -181,15 +200,15 @@ def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator:
     }[offload_device(ds)]
     offload = _offload(ds, "optimizer")
     lock = _lock(offload, accelerator)
-    gradients = part // group * lock(4 * group) + lock(4 * (part % group))
-    buffers = 4 * group * offload.get("buffer_count", 4)
-    optimizer = {
-        "none": Bytes(device=(4 + states + item) * part, live=step),
-        "cpu": Bytes(host=(4 + states) * part + gradients + lock(item * part)),
-        "nvme": Bytes(host=lock(item * part) + buffers, disk=(8 + states) * part),
-    }[offload["device"]]
+    masters, gradients = {
+        "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
+        "cpu": (Bytes(host=(4 + states) * part),
+                Bytes(host=part // group * lock(4 * group) + lock(4 * (part % group)) + lock(item * part))),
+        "nvme": (Bytes(host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), Bytes(host=lock(item * part))),
+    }[offload["device"]]  # fmt: skip
     # what is reduced is there twice: in the bucket, and in the order of the ranks
-    return replace(weights + optimizer + Bytes(kept + bucket), live=max(live + bucket, optimizer.live))
+    working = Bytes(kept + bucket, live=max(live + bucket, step if offload["device"] == "none" else 0))
+    return {WEIGHTS: weights, MASTERS: masters, GRADIENTS: gradients, WORKING: working}
 
 
 def _states(ds: dict[str, Any]) -> int:

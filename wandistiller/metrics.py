@@ -2,17 +2,15 @@
 
 import json
 import math
-import resource
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from wandistiller.distributed import log0, rank
 from wandistiller.files import atomic
 from wandistiller.phase import alive, doing
 from wandistiller.stream import flush
+from wandistiller.usage import GIB, Usage, in_gib, worst
 
 
 def clock(seconds: float) -> str:
@@ -38,14 +36,6 @@ class Progress:
             self._spoke = now
             left = (now - self._started) / self._done * (self._total - self._done)
             log0("%s: %d/%d, %s left", self._what, self._done, self._total, clock(left))
-
-
-def memory_gib() -> dict[str, float]:
-    """Peak memory of this process so far, GiB: host, and the accelerator where there is one."""
-    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.max_memory_allocated() / 2**30
-    return {k: round(v, 3) for k, v in found.items()}
 
 
 def finite_or_none(value: Any) -> Any:
@@ -75,18 +65,26 @@ class Metrics:
             with atomic(file) as temporary:
                 temporary.write_text("".join(f"{line}\n" for line in kept))
 
-    def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, **more: Any) -> None:
-        """Record one finished optimizer step, counted from 1; numbers that are not finite as null, which JSON has."""
+    def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, memory: dict[str, list[Usage]],
+             **more: Any) -> None:  # fmt: skip
+        """Record one finished optimizer step, counted from 1; numbers that are not finite as null, which JSON has.
+
+        Args:
+            memory: of each rank, by phase; the step's own is that of `train`.
+        """
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         left = (now - self._began) / (step - self._start) * (self._max_steps - step)
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "seconds": seconds,
-                 "samples_per_second": self._global_batch / seconds, "memory_gib": memory_gib(), **more}  # fmt: skip
+                 "samples_per_second": self._global_batch / seconds,
+                 "memory_gib": {phase: in_gib(ranks) for phase, ranks in memory.items()}, **more}  # fmt: skip
         if rank() == 0:
             with self._file.open("a") as out:
                 out.write(json.dumps(finite_or_none(entry)) + "\n")
-        log0("step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %s left", step, self._max_steps,
-             "SKIPPED  " if more.get("skipped") else "", loss, lr, self._global_batch / seconds, clock(left))  # fmt: skip
+        holder, most = worst(memory["train"])
+        log0("step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %.2f GiB on rank %d  %s left", step, self._max_steps,
+             "SKIPPED  " if more.get("skipped") else "", loss, lr, self._global_batch / seconds, most / GIB, holder,
+             clock(left))  # fmt: skip
 
     def flush(self) -> None:
         """Have all lines on the disk, as a checkpoint that stands for them is about to be."""

@@ -12,8 +12,8 @@ class Phase:
     """Where the main thread is; only it writes, other threads may read."""
 
     what: str = "starting"
-    preparing: bool = False
-    """Filling the cache: no student is there yet."""
+    phase: str = "start"
+    """Of the run: start, prepare, load, train, checkpoint, draw, export."""
     moves: int = 0
     """Grows with every sign of life."""
     since: float = field(default_factory=time.monotonic)

@@ -13,11 +13,12 @@ from wandistiller.job import Job
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size, nearest_buckets, pixel_sizes
 from wandistiller.objectives import Teacher
-from wandistiller.phase import now
 from wandistiller.problems import ConfigError
 from wandistiller.teacher import Guidance, build_teacher
+from wandistiller.usage import within
 
 
+@within("prepare")
 def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     """Complete the cache with what the run will use. Collective.
 
@@ -30,7 +31,6 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if any(other != job.identity for other in distributed.gather_objects(job.identity)):
         raise ConfigError("The ranks read different settings or data: a file changed while the run started, or the nodes do not "
                           "see the same files. Start again.")  # fmt: skip
-    now.preparing = True
     device = distributed.device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     latents = LatentCache(
@@ -46,7 +46,6 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
-    now.preparing = False
     distributed.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     return CachedData(selection, samples, latents, text, device), text, teacher
 
@@ -96,6 +95,7 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 
+@within("load")
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """The teacher as it will be asked: placed by its JSON, guidance folded in. Collective."""
     return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))

@@ -22,6 +22,7 @@ from wandistiller.start import blank_model, start_model
 from wandistiller.student import Student
 from wandistiller.trainer import Trainer
 from wandistiller.tuning import tune
+from wandistiller.usage import within
 
 DONE = "DONE"
 """File in the output folder of a run that has come to its end: what a program that waits for it can rely on."""
@@ -43,22 +44,28 @@ def run(job: Job) -> None:
     if _is_complete(job):
         distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
-        data, text, teacher = prepare(job)
-        distributed.stop_if_asked("before the first step")
-        if job.objective.needs_teacher or begin.needs_measuring(job):
-            teacher = teacher or guided_teacher(job, text)
-        job, student = _started(job, data, teacher)
-        distributed.stop_if_asked("before the first step")
-        teacher = teacher if job.objective.needs_teacher else None
-        Trainer(job, data, text, teacher, student).train()
+        _distil(job)
     distributed.finish()
     if distributed.rank() == 0:
         doing("exporting the student")
-        finished = export(job.output, job.output / "student")
+        with within("export"):
+            finished = export(job.output, job.output / "student")
         newest = max(job.samples.glob("step_*.png"), default=job.samples)
         for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
             distributed.log0("%-9s %s", what, where)
         write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
+
+
+def _distil(job: Job) -> None:
+    """Prepare, load and train; nothing of it is held afterwards. Collective."""
+    data, text, teacher = prepare(job)
+    distributed.stop_if_asked("before the first step")
+    if job.objective.needs_teacher or begin.needs_measuring(job):
+        teacher = teacher or guided_teacher(job, text)
+    job, student = _started(job, data, teacher)
+    distributed.stop_if_asked("before the first step")
+    teacher = teacher if job.objective.needs_teacher else None
+    Trainer(job, data, text, teacher, student).train()
 
 
 def _is_complete(job: Job) -> bool:
@@ -67,6 +74,7 @@ def _is_complete(job: Job) -> bool:
     return done > job.run.max_steps or done == job.run.max_steps and distributed.from_rank_0(job.picture(done).is_file())
 
 
+@within("load")
 def _started(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
     """The student, at its start or where a checkpoint's weights will go, and the run with all chosen. Collective."""
     if job.resume_from:

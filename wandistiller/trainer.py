@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wandistiller import distributed
+from wandistiller import distributed, usage
 from wandistiller.batch import Answer, Batch, Expert, join, split
 from wandistiller.checkpoint import Saver, load, read_state
 from wandistiller.conditioning import TextCache
@@ -28,6 +28,7 @@ from wandistiller.problems import NonFinite
 from wandistiller.resume import changed_keys, check_cache
 from wandistiller.stopping import Stopped, stopping
 from wandistiller.student import Student
+from wandistiller.usage import Usage, within
 
 
 class Pass(NamedTuple):
@@ -59,7 +60,10 @@ class Trainer:
         self._skipped = 0
         self._metrics: Metrics | None = None
         self._cache: dict[str, str] = {}
+        self._memory: dict[str, list[Usage]] = {}
+        """By phase, of each rank: of the step, and of other phases that ended since the step before."""
 
+    @within("train")
     def train(self) -> None:
         """Run from the last checkpoint, if there is one, to the last step.
 
@@ -71,22 +75,35 @@ class Trainer:
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
         self._metrics = metrics
         self._cache = self.data.stamps()
+        self._note_phases()
         if start and not self._is_drawn(start):
             self._show(start)
         for step in range(start, job.run.max_steps):
             losses, expert = self.optimizer_step(step)
             loss, terms, state = job.objective.total(losses), job.objective.named(losses), self.student.state(expert)
-            metrics.step(step + 1, loss=loss, expert=expert.value, **state, **terms)
-            self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {})})
-            if self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps:
+            metrics.step(step + 1, loss=loss, memory=self._memory, expert=expert.value, **state, **terms)
+            self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {}),
+                                           **usage.scalars(self._memory)})  # fmt: skip
+            self._memory = {}
+            due = self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps
+            if due:
                 self._save(step + 1)
             if self._asked_to_stop:
                 self._saver.finish()
                 raise Stopped(f"after step {step + 1} of {job.run.max_steps}")
-            self._show(step + 1)
+            if self._show(step + 1) or due:
+                self._note_phases()
             metrics.pause()
         self._saver.finish()
 
+    def _note_phases(self) -> None:
+        """Learn what each rank took at most in the phases that have ended, and write it down."""
+        ranks = distributed.gather_objects(usage.peaks)
+        self._memory |= {phase: [peaks[phase] for peaks in ranks] for phase in usage.peaks}
+        if distributed.rank() == 0:
+            usage.write(self.job.output, self._memory)
+
+    @within("checkpoint")
     def _save(self, done: int) -> Path:
         """Write the checkpoint after `done` steps, behind the lines of metrics.jsonl that it stands for."""
         if self._metrics:
@@ -97,6 +114,7 @@ class Trainer:
                  "skipped_steps": self._skipped}  # fmt: skip
         return self._saver.save(self.student, done, state)
 
+    @within("load")
     def _resumed(self) -> int:
         """Load the checkpoint that the run goes on from, if there is one; the steps that are done."""
         job = self.job
@@ -209,31 +227,36 @@ class Trainer:
     def _mean_over_ranks(self, losses: list[Tensor], expert: Expert) -> list[float]:
         """Each term's mean over the global batch, summed in sample order whatever the ranks.
 
-        On the way it checks that the experts agree, and tells whether any rank was asked to stop.
+        On the way it checks that the experts agree, and learns whether any rank was asked to stop and how much memory each has.
 
         Args:
             losses: this rank's loss_TB of each micro-step M.
         """
         loss_MTB, world = torch.stack(losses).float(), distributed.world_size()
-        about = [list(Expert).index(expert), float(stopping.reason is not None)]
+        about = [list(Expert).index(expert), float(stopping.reason is not None), *usage.read()]
         mine = torch.cat([loss_MTB.flatten(), loss_MTB.new_tensor(about)])
         all_ranks = distributed.gather_tensor(mine).view(world, -1)
-        if (all_ranks[:, -2] != all_ranks[0, -2]).any():
-            raise RuntimeError(f"The ranks used different experts: {all_ranks[:, -2].tolist()}. Please report this.")
-        self._asked_to_stop = bool(all_ranks[:, -1].any())
-        loss_RMTB = all_ranks[:, :-2].view(world, *loss_MTB.shape)
+        loss_RMTB = all_ranks[:, : loss_MTB.numel()].view(world, *loss_MTB.shape)
+        expert_R, stop_R, *memory = all_ranks[:, loss_MTB.numel() :].T.tolist()
+        if len(set(expert_R)) > 1:
+            raise RuntimeError(f"The ranks used different experts: {expert_R}. Please report this.")
+        self._asked_to_stop = any(stop_R)
+        self._memory["train"] = [Usage(*map(int, rank)) for rank in zip(*memory, strict=True)]
         return loss_RMTB.permute(2, 1, 0, 3).flatten(1).double().mean(1).tolist()
 
-    def _show(self, done: int) -> None:
-        """Draw, if pictures are due after `done` steps."""
-        if done % self.job.run.sample_every == 0 or done == self.job.run.max_steps:
+    def _show(self, done: int) -> bool:
+        """Draw, if pictures are due after `done` steps; whether they were."""
+        due = done % self.job.run.sample_every == 0 or done == self.job.run.max_steps
+        if due:
             doing(f"drawing pictures after step {done}")
             distributed.log0("drew %s", self.draw(done))
+        return due
 
     def _is_drawn(self, done: int) -> bool:
         """Whether the pictures are there, as rank 0 sees it."""
         return distributed.from_rank_0(self.job.picture(done).is_file())
 
+    @within("draw")
     def draw(self, done: int) -> str:
         """Write a grid, teacher beside student, fixed prompts and noise; the ranks share the work. Collective."""
         job = self.job

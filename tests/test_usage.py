@@ -1,0 +1,123 @@
+"""The memory that a process says it holds, against memory that is taken and given back."""
+
+import json
+import mmap
+from pathlib import Path
+
+import pytest
+from ranks import wandistiller, write_json
+from recipes import recipe
+
+from wandistiller import phase, usage
+from wandistiller.usage import GIB, Usage, in_gib, read, scalars, within, worst
+
+BLOCK = 2**28
+
+
+class Held:
+    """Memory that is really touched, and gone when it is closed."""
+
+    def __enter__(self) -> None:
+        self.memory = mmap.mmap(-1, BLOCK)
+        for _ in range(256):
+            self.memory.write(b"1" * (BLOCK // 256))
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.close()
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "peaks", {})
+    monkeypatch.setattr(phase.now, "phase", "start")
+
+
+def test_what_is_held_is_counted_and_what_was_held_is_in_the_peak() -> None:
+    with within("before"):
+        before = read()
+        with Held():
+            during = read()
+        after = read()
+    assert during.host - before.host == pytest.approx(BLOCK, rel=0.05)
+    assert after.host - before.host < BLOCK / 10
+    assert after.host_peak - before.host == pytest.approx(BLOCK, rel=0.05)
+
+
+def test_each_phase_has_a_peak_of_its_own() -> None:
+    with within("first"), Held():
+        pass
+    with within("second"):
+        pass
+    first, second = usage.peaks["first"], usage.peaks["second"]
+    assert first.host_peak - second.host_peak == pytest.approx(BLOCK, rel=0.1)
+
+
+def test_a_phase_that_comes_again_keeps_the_greatest_and_the_one_around_it_goes_on() -> None:
+    with within("outer"):
+        with within("inner"), Held():
+            pass
+        with within("inner"):
+            pass
+        assert phase.now.phase == "outer"
+    assert usage.peaks["inner"].host_peak - usage.peaks["outer"].host_peak == pytest.approx(BLOCK, rel=0.1)
+
+
+def test_after_an_error_the_phase_is_still_named() -> None:
+    with pytest.raises(ValueError, match="inside"), within("prepare"):
+        raise ValueError("inside")
+    assert phase.now.phase == "prepare"
+
+
+RANKS = [Usage(host=GIB, host_peak=2 * GIB), Usage(host=GIB, host_peak=3 * GIB)]
+GPUS = [Usage(GIB, 9 * GIB, GIB, 2 * GIB, 5 * GIB), Usage(GIB, GIB, GIB, 2 * GIB, 4 * GIB)]
+
+
+def test_numbers_of_an_accelerator_are_left_out_where_there_is_none() -> None:
+    assert in_gib(RANKS) == {"host": [1, 1], "host_peak": [2, 3]}
+    assert in_gib(GPUS)["peak"] == [5, 4]
+
+
+def test_the_worst_rank_is_that_with_the_greatest_peak_of_the_accelerator_or_else_of_the_host() -> None:
+    assert worst(RANKS) == (1, 3 * GIB)
+    assert worst(GPUS) == (0, 5 * GIB)
+
+
+def test_monitors_get_each_number_by_phase_kind_and_rank() -> None:
+    assert scalars({"train": RANKS})["memory_gib/train/host_peak/rank_1"] == 3
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
+    """Of a run on two ranks: 4 steps, a checkpoint and pictures after the second."""
+    folder = tmp_path_factory.mktemp("usage")
+    given = recipe(folder, wan1, output_dir=str(folder / "run"), max_steps=4, save_every=2, sample_every=2)
+    wandistiller("train", "--recipe", write_json(folder / "r.json", given), ranks=2)
+    return folder / "run"
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line)["memory_gib"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_has_what_each_rank_holds_and_held_at_most(output: Path) -> None:
+    for memory in lines(output):
+        assert all(0.1 < now <= most for now, most in zip(memory["train"]["host"], memory["train"]["host_peak"], strict=True))
+        assert len(memory["train"]["host"]) == 2
+
+
+def test_other_phases_are_in_the_line_after_them(output: Path) -> None:
+    first, second, third, fourth = (set(memory) for memory in lines(output))
+    assert first == {"start", "prepare", "load", "train"} and second == fourth == {"train"}
+    assert third >= {"train", "checkpoint", "draw"}
+
+
+def test_the_run_leaves_the_peaks_of_its_phases(output: Path) -> None:
+    found = json.loads((output / "memory.json").read_text())
+    assert {"prepare", "load", "train", "checkpoint", "draw"} <= set(found)
+    assert all(len(kinds["host_peak"]) == 2 for kinds in found.values())
+
+
+def test_the_step_s_line_names_the_worst_rank(tmp_path: Path, wan1: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=1)
+    said = wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given)).stderr
+    assert " GiB on rank 0  " in next(line for line in said.splitlines() if line.startswith("step 1/1"))

@@ -1,0 +1,131 @@
+"""How fast a machine computes and moves bytes: as said, as known of its kind, or as measured here."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller import distributed
+from wandistiller.problems import ConfigError, problem, unknown_keys
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one rank reaches, unless it says otherwise."""
+
+    tflops: float
+    """10^12 operations a second in products of matrices, in the engine's precision, on the accelerator or the CPU."""
+    cpu_tflops: float
+    """The same of all cores of a node together."""
+    pcie: float
+    """10^9 bytes a second between CPU memory and the accelerator, one way."""
+    link: float
+    """10^9 bytes a second from one rank to another of its node."""
+    memory: float
+    """10^9 bytes a second of a node's CPU memory, read and written together."""
+    disk: float
+    """10^9 bytes a second read from a node's disk."""
+
+
+GPU = {
+    16: Rates(tflops=30, cpu_tflops=1, pcie=12, link=10, memory=50, disk=3),
+    24: Rates(tflops=100, cpu_tflops=1, pcie=24, link=20, memory=60, disk=5),
+    48: Rates(tflops=150, cpu_tflops=2, pcie=24, link=20, memory=150, disk=5),
+    40: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, memory=200, disk=5),
+    80: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, memory=200, disk=5),
+}
+"""By GiB of a GPU: what products of matrices reach in bf16 on a V100; RTX 4090; L40S or A6000 Ada; A100 40 and 80 GB. Round
+numbers below the makers' peak; `--measure` and `--rates` replace them."""
+CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, memory=20, disk=1)
+"""A few cores in float32."""
+MEASURED = 3
+"""Times that each rate is measured; the best counts."""
+
+
+def usual(device_bytes: int | None) -> Rates:
+    """Of the largest known kind of GPU that has no more memory; of a CPU for None."""
+    if device_bytes is None:
+        return CPU_ONLY
+    return GPU[max((gib for gib in GPU if gib <= 1.1 * device_bytes / GIB), default=min(GPU))]
+
+
+def given(base: Rates, said: dict[str, Any]) -> Rates:
+    """`base` with the rates that a user knows.
+
+    Raises:
+        ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
+    """
+    found = unknown_keys("command line", said, [f.name for f in fields(Rates)], "rates.")
+    found += [problem("command line", f"rates.{key}", value, "Write a number over 0.") for key, value in said.items()
+              if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9]  # fmt: skip
+    if found:
+        raise ConfigError(*found)
+    return replace(base, **said)
+
+
+def measured(base: Rates, folder: Path, dtype: torch.dtype) -> Rates:
+    """`base` with what this machine reaches; between ranks nothing is measured, as there is but one. Takes some seconds.
+
+    Args:
+        folder: on the disk to measure.
+    """
+    device = torch.device(distributed.device())
+    cpu = torch.device("cpu")
+    found = {"tflops": _products(device, dtype), "memory": _copies(cpu, cpu), "disk": _reads(folder)}
+    if device.type == "cuda":
+        found |= {"pcie": _copies(cpu, device), "cpu_tflops": _products(cpu, dtype)}
+    else:
+        found["cpu_tflops"] = found["tflops"]
+    return replace(base, **found)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The least time that `work` takes, after once without a clock."""
+    work()
+    taken = []
+    for _ in range(MEASURED):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> float:
+    """10^12 operations a second."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / _seconds(lambda: a @ a) / 1e12
+
+
+def _copies(source: torch.device, target: torch.device) -> float:
+    """10^9 bytes a second; within CPU memory each is read and written."""
+    locked = target.type == "cuda"
+    block = torch.ones(2**28, dtype=torch.uint8, device=source, pin_memory=locked)
+    into = torch.empty_like(block, device=target)
+    return (1 if locked else 2) * block.numel() / _seconds(lambda: into.copy_(block)) / 1e9
+
+
+def _reads(folder: Path) -> float:
+    """10^9 bytes a second of a file that the system has forgotten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(os.urandom(2**20) * 256)
+        file.flush()
+        os.fsync(file.fileno())
+
+        def read() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(2**24):
+                pass
+
+        return 2**28 / _seconds(read) / 1e9
