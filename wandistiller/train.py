@@ -56,6 +56,7 @@ def run(job: Job) -> None:
         write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
 
 
+@within("load")
 def _distil(job: Job) -> None:
     """Prepare, load and train; nothing of it is held afterwards. Collective."""
     data, text, teacher = prepare(job)
@@ -74,7 +75,6 @@ def _is_complete(job: Job) -> bool:
     return done > job.run.max_steps or done == job.run.max_steps and distributed.from_rank_0(job.picture(done).is_file())
 
 
-@within("load")
 def _started(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
     """The student, at its start or where a checkpoint's weights will go, and the run with all chosen. Collective."""
     if job.resume_from:

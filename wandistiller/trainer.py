@@ -1,8 +1,6 @@
 """The training loop: data -> noise -> teacher -> student -> loss -> step, then what a person wants to see."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,18 +10,16 @@ from torch import Tensor
 from wandistiller import distributed, usage
 from wandistiller.batch import Answer, Batch, Expert, join, split
 from wandistiller.checkpoint import Saver, load, read_state
+from wandistiller.comparison import Comparison
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.engines import forget_step, scales_itself
 from wandistiller.job import Job
-from wandistiller.latents import Vae, denoise
 from wandistiller.manifest import set_aside_newer
 from wandistiller.metrics import Metrics
-from wandistiller.noise import keyed_normal
 from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
 from wandistiller.phase import doing
-from wandistiller.pictures import save_grid
 from wandistiller.problems import NonFinite
 from wandistiller.resume import changed_keys, check_cache
 from wandistiller.stopping import Stopped, stopping
@@ -51,10 +47,10 @@ class Trainer:
 
     def __init__(self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student):
         """`teacher` is None for an objective that needs none."""
-        self.job, self.data, self.text = job, data, text
+        self.job, self.data = job, data
         self.teacher, self.student = teacher, student
         self.schedule, self.objectives = job.schedule, job.objectives
-        self._teacher_row: dict[str, list[Tensor]] = {}
+        self._comparison = Comparison(job, data, text, teacher, student)
         self._saver = Saver(job.output, job.run.keep_checkpoints)
         self._asked_to_stop = False
         self._skipped = 0
@@ -249,49 +245,10 @@ class Trainer:
         due = done % self.job.run.sample_every == 0 or done == self.job.run.max_steps
         if due:
             doing(f"drawing pictures after step {done}")
-            distributed.log0("drew %s", self.draw(done))
+            with within("draw"):
+                distributed.log0("drew %s", self._comparison.draw(done))
         return due
 
     def _is_drawn(self, done: int) -> bool:
         """Whether the pictures are there, as rank 0 sees it."""
         return distributed.from_rank_0(self.job.picture(done).is_file())
-
-    @within("draw")
-    def draw(self, done: int) -> str:
-        """Write a grid, teacher beside student, fixed prompts and noise; the ranks share the work. Collective."""
-        job = self.job
-        vae = Vae(job.folder, distributed.device())  # here for a moment only; training holds no VAE
-        if not self._teacher_row:
-            self._teacher_row = self._first_row(vae)
-        rows = self._teacher_row | {"student": self._pictures(partial(self._sampled, self.student), vae)}
-        file = job.picture(done)
-        if distributed.rank() == 0:
-            save_grid(file, rows, job.run.sample_prompts)
-        return str(file)
-
-    def _first_row(self, vae: Vae) -> dict[str, list[Tensor]]:
-        """What the student's pictures are to be like; without a teacher its cached ones, if all prompts are in the data."""
-        if self.teacher:
-            return {"teacher": self._pictures(partial(self._sampled, self.teacher), vae)}
-        if self.data.has_paths and self.data.knows(self.job.run.sample_prompts):
-            return {"teacher": self._pictures(self.data.x0_of, vae)}
-        return {}
-
-    def _pictures(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
-        """The middle frame, image_CHW in [0, 1] on the CPU, of `make(prompts)` for each sample prompt; on every rank."""
-        world, prompts = distributed.world_size(), self.job.run.sample_prompts
-        share = -(-len(prompts) // world)  # equal for all ranks, so that collectives match; the surplus is cut
-        mine = [prompts[i % len(prompts)] for i in range(distributed.rank() * share, (distributed.rank() + 1) * share)]
-        pixels_BCFHW = vae.decode(make(mine))
-        images_BCHW = distributed.gather_tensor(pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2])
-        return list(images_BCHW[: len(prompts)].cpu())
-
-    def _sampled(self, model: Teacher | Student, prompts: list[str]) -> Tensor:
-        """x0_BCFHW that `model` makes of `prompts`; without a teacher from the noise of its cached rollouts."""
-        job, device = self.job, distributed.device()
-        shape = job.folder.latent_shape(job.size.height, job.size.width, job.size.num_frames)
-        keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
-        noise_BCFHW = torch.stack([keyed_normal(shape, job.run.seed, *key) for key in keys]).to(device)
-        text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        return denoise(model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps)[0]
-
