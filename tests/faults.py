@@ -280,8 +280,8 @@ def _new_lines(log: Path) -> Iterator[str]:
                 yield ""
 
 
-APART = ("cache/", "resolved/", "metrics.jsonl", ".lock", "DONE")
-"""Files that hold times or the folder's own name, or metadata in any order; only that they are there is compared."""
+APART = ("cache/", "resolved/", "metrics.jsonl", "memory.json", ".lock", "DONE")
+"""Files that hold times, memory or the folder's own name, or metadata in any order; only that they are there is compared."""
 
 
 def differences(reference: Path, output: Path) -> list[str]:
