@@ -1,5 +1,7 @@
 """VAE, text encoder and tokenizer of a Wan pipeline: what their files say, before anything is loaded."""
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupErr
 """What diffusers and transformers raise for settings that do not fit together."""
 TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
+
+UMT5_XXL = {"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 256384}
+"""Wan's text encoder. Source: text_encoder/config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
 
 def unfit(where: str | Path, error: Exception) -> str:
@@ -73,3 +78,16 @@ def _weight_problems(folder: Path, stem: str, model: nn.Module) -> list[str]:
         if "shared.weight" not in reader.stored:
             del expected["shared.weight"]
     return reader.problems(folder, expected, model._keys_to_ignore_on_load_unexpected)
+
+
+def numels(folder: Path, vae: dict[str, Any]) -> tuple[int, int]:
+    """Parameters of the text encoder and of the VAE, from their configs; a text encoder without one is Wan's own."""
+    file = folder / "text_encoder" / "config.json"
+    return _numels(json.dumps(read_json(file) if file.is_file() else UMT5_XXL), json.dumps(vae))
+
+
+@cache
+def _numels(text: str, vae: str) -> tuple[int, int]:
+    with torch.device("meta"):
+        models = UMT5EncoderModel(UMT5Config.from_dict(json.loads(text))), AutoencoderKLWan.from_config(json.loads(vae))
+    return tuple(sum(p.numel() for p in model.parameters()) for model in models)

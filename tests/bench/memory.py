@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,6 +21,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from recipes import PROMPTS  # noqa: E402
 from small_wan import make_wan, transformer  # noqa: E402
+
+from wandistiller.check import read_job  # noqa: E402
+from wandistiller.config import RunConfig  # noqa: E402
+from wandistiller.machine import machine_now  # noqa: E402
+from wandistiller.planner import plan  # noqa: E402
 
 STUDENTS = ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_offload_all", "zero3_nvme"]
 TEACHERS = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
@@ -53,6 +59,13 @@ def run(output: Path, recipe: dict, ranks: int) -> dict[str, dict[str, list[floa
     return json.loads(found.read_text())
 
 
+def predicted(recipe: dict, ranks: int) -> dict[str, int]:
+    """MiB of CPU memory that a rank is said to take, by phase."""
+    job = read_job(RunConfig(**recipe), ranks)
+    peaks = {phase: p.peak() for phase, p in plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks)).items()}
+    return {phase: round((b.host + b.node) / 2**20) for phase, b in peaks.items()}
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_memory"))
@@ -76,7 +89,9 @@ def main() -> None:
                 "rollout_steps": 2, "sample_steps": 2, "save_every": 1, "sample_every": 1, "sample_prompts": ["a red circle"],
             }  # fmt: skip
             found = run(folder / name, recipe, args.ranks)
-            print(name, {phase: [round(1024 * gib) for gib in kinds["host_peak"]] for phase, kinds in found.items()}, flush=True)
+            said = predicted(recipe | {"output_dir": str(folder / name / "run")}, args.ranks)
+            print(name, {phase: [said.get(phase), *(round(1024 * gib) for gib in kinds["host_peak"])]
+                         for phase, kinds in found.items()}, flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,187 @@
+"""What a plan says of published Wans on machines that are not this one, against sums done by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_wan import PUBLISHED, write_published
+from recipes import PROMPTS
+
+from wandistiller.__main__ import main
+from wandistiller.check import read_job
+from wandistiller.config import read_json
+from wandistiller.costs import ADAM_BYTES, Costs
+from wandistiller.flops import flops
+from wandistiller.job import Job
+from wandistiller.machine import GIB, Machine, demands
+from wandistiller.memory import Bytes, numels
+from wandistiller.planner import CONTEXT, Phase, most, plan
+from wandistiller.rates import GPU, Rates, given, usual
+from wandistiller.recommend import choices
+from wandistiller.shorthands import merged
+
+RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, memory=100, disk=5)
+ONE_24 = Machine(24 * GIB, 128 * GIB, 1000 * GIB, 1, 1)
+EIGHT_80 = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "prompts.txt").write_text(PROMPTS)
+    for name in PUBLISHED:
+        write_published(folder, name)
+    return folder
+
+
+def job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", **more: Any) -> Job:
+    usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
+             "output_dir": str(folder / "out")}  # fmt: skip
+    return read_job(merged({}, usual | more, None), machine.ranks)
+
+
+# A phase
+
+
+def test_a_phase_takes_what_it_keeps_and_the_largest_turn() -> None:
+    phase = Phase({"a": Bytes(device=3, host=1)}, {"b": {"x": Bytes(live=5), "y": Bytes(device=1)}, "c": {"z": Bytes(host=7)}})
+    assert phase.peak() == Bytes(device=9, host=8)
+    assert list(phase.parts()) == ["a", "z"]
+
+
+def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
+    assert most({"a": Phase({"x": Bytes(device=2, host=9)}), "b": Phase({"x": Bytes(3, 1, 4)})}) == Bytes(device=4, host=9)
+
+
+def test_without_an_accelerator_all_is_cpu_memory(folder: Path) -> None:
+    machine = Machine(None, 256 * GIB, GIB, 2, 2)
+    assert all((p.peak().device, p.peak().live) == (0, 0) for p in plan(job(folder, machine), machine).values())
+
+
+# A run
+
+
+def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(folder: Path) -> None:
+    planned = plan(job(folder, ONE_24), ONE_24)
+    parts = planned["train"].kept
+    student = 2 * sum(numels(job(folder, ONE_24).student_transformer).values())
+    assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
+    assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=1e-3)
+    assert parts["libraries"].device == CONTEXT
+
+
+def test_wan_s_text_encoder_is_counted_though_its_config_is_not_there(folder: Path) -> None:
+    turn = plan(job(folder, ONE_24), ONE_24)["prepare"].turns["prompts"]
+    assert turn["text encoder"].live == pytest.approx(2 * 5.68e9, rel=0.01)
+
+
+def test_a_run_that_asks_no_teacher_holds_none_in_training(folder: Path) -> None:
+    planned = plan(job(folder, ONE_24, objective="trajectory"), ONE_24)
+    assert "teacher's weights" not in planned["train"].kept and "teacher's weights" in planned["prepare"].turns["rollouts"]
+
+
+def test_checkpointing_and_a_smaller_micro_batch_take_less(folder: Path) -> None:
+    def live(**zero: Any) -> int:
+        ds = read_json("ds_configs/student/zero2_offload.json") | zero
+        return plan(job(folder, ONE_24, deepspeed_config=ds, num_frames=17), ONE_24)["train"].peak().device
+
+    two = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    without = read_json("ds_configs/student/zero2_offload.json")
+    del without["activation_checkpointing"]
+    whole = plan(job(folder, ONE_24, deepspeed_config=without, num_frames=17), ONE_24)["train"].peak().device
+    assert live() < live(**two) and live() < whole
+
+
+# A step
+
+
+def test_one_gpu_streams_the_whole_teacher_each_call(folder: Path) -> None:
+    costs = Costs(job(folder, ONE_24), ONE_24, RATES)
+    call = costs.all()[0]
+    parameters = sum(numels(job(folder, ONE_24).folder.config).values())
+    assert call.times == 8 and sum(m.nbytes for m in call.moves) == 2 * parameters
+    assert call.moving(RATES) == pytest.approx(8 * 2 * parameters / 20e9)
+
+
+def test_eight_gpus_each_bring_an_eighth_and_send_it_to_the_others(folder: Path) -> None:
+    moves = {m.way: m.nbytes for m in Costs(job(folder, EIGHT_80), EIGHT_80, RATES).all()[0].moves}
+    whole = 2 * sum(numels(job(folder, EIGHT_80).folder.config).values())
+    assert moves == {"pcie": whole // 8, "link": whole * 7 // 8}
+
+
+def test_guidance_asks_for_two_samples_and_a_scale_of_1_for_one(folder: Path) -> None:
+    one = flops(job(folder, ONE_24).folder.config, 1560).forward / 1e12
+    both, text = (Costs(job(folder, ONE_24, guidance_scale=w), ONE_24, RATES).all()[0].tflop for w in (5.0, 1.0))
+    assert (both, text) == (pytest.approx(2 * one), pytest.approx(one))
+
+
+def test_the_micro_batch_that_hides_the_streaming_computes_for_as_long(folder: Path) -> None:
+    costs = Costs(job(folder, ONE_24, guidance_scale=1.0), ONE_24, RATES)
+    call, micro = costs.all()[0], costs.micro_batch_that_hides_streaming()
+    assert (micro - 1) * call.computing() < call.moving(RATES) <= micro * call.computing()
+
+
+def test_adam_on_the_cpu_goes_as_fast_as_memory(folder: Path) -> None:
+    step = Costs(job(folder, ONE_24), ONE_24, RATES).all()[-1]
+    elements = sum(numels(job(folder, ONE_24).student_transformer).values())
+    assert step.moving(RATES) == pytest.approx(ADAM_BYTES * elements / 100e9)
+
+
+# The recommendation
+
+
+@pytest.mark.parametrize("wan", ["Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"])
+def test_what_is_recommended_fits_and_nothing_faster_does(folder: Path, wan: str) -> None:
+    asked = job(folder, EIGHT_80, wan)
+    found = choices(asked, EIGHT_80, usual(EIGHT_80.device_free))
+    assert found and all(d.is_met for d in demands(found[0].takes, EIGHT_80))
+    assert found[0].seconds <= min(c.seconds for c in found) + 1e-3
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_the_recommended_recipe_is_the_run_with_other_jsons_at_its_batch(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    file = folder / "recommended.json"
+    said = told(folder, capsys, "--max_steps 77 --gpus 8 --gpu_memory 80 --host_memory 1000", "--recommend", str(file))
+    assert "fastest of the shipped JSONs that fit:" in said and f"wrote {file}" in said
+    recipe = json.loads(file.read_text())
+    planned = read_job(merged(recipe, {"output_dir": str(folder / "out")}, str(file)), 8)
+    assert (planned.run.max_steps, planned.batch.total) == (77, job(folder, EIGHT_80).batch.total)
+
+
+# The command
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture, machine: str, *more: str, wan: str = "Wan2.1-T2V-14B") -> str:
+    """What the command says of a machine."""
+    words = ["--teacher_path", str(folder / f"Wan-AI/{wan}-Diffusers"), "--data_path", str(folder / "prompts.txt")]
+    assert main(["plan", *words, *machine.split(), *more]) == 0
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_a_machine_that_is_not_this_one_can_be_described(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    said = told(folder, capsys, "--gpus 8 --nodes 2 --gpu_memory 80 --host_memory 2000 --disk 300", wan="Wan2.2-T2V-A14B")
+    assert "2 node(s), each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 300 GiB of disk; 16 rank(s)" in said
+    assert "fits: " in said and "a step takes at least" in said
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_what_does_not_fit_is_said_with_how_much_is_missing(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "does NOT fit: it needs " in told(folder, capsys, "--gpus 1 --gpu_memory 24 --host_memory 16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--gpus", "-1"], "`gpus` is -1"), (["--gpu_memory", "0"], "`gpu_memory` is 0.0"), (["--nodes", "0"], "`nodes` is 0"),
+     (["--rates", '{"tflop": 1}'], "`rates.tflop`"), (["--rates", '{"pcie": "fast"}'], "`rates.pcie`")],
+)  # fmt: skip
+@pytest.mark.usefixtures("quiet_logging")
+def test_a_machine_that_cannot_be_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_rates_that_are_given_replace_the_usual_ones_of_such_a_gpu() -> None:
+    assert usual(int(23.5 * GIB)) == GPU[24] and usual(int(79.1 * GIB)) == GPU[80] and usual(4 * GIB) == GPU[16]
+    assert given(GPU[24], {"pcie": 12}).pcie == 12 and given(GPU[24], {"pcie": 12}).tflops == GPU[24].tflops

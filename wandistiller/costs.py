@@ -1,0 +1,146 @@
+"""The least time of a step: what is computed, and what is moved at the same time, at given rates."""
+
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from wandistiller.deepspeed_json import dtype_name, offload_device, stage
+from wandistiller.flops import flops
+from wandistiller.job import Job
+from wandistiller.machine import Machine
+from wandistiller.memory import numels
+from wandistiller.placement import read_placement
+from wandistiller.rates import Rates
+from wandistiller.recompute import read_recompute
+
+ADAM_BYTES = 30
+"""CPU memory read and written for an element of a step of Adam: weight, gradient, moments; weight, moments, a copy in bf16."""
+
+
+class Move(NamedTuple):
+    """Bytes that go one way for one call or step."""
+
+    what: str
+    nbytes: int
+    way: str
+    """The rate that it goes at: pcie, link, memory or disk."""
+
+    def seconds(self, rates: Rates) -> float:
+        return self.nbytes / (1e9 * getattr(rates, self.way))
+
+
+class Cost(NamedTuple):
+    """One kind of work of an optimizer step on one rank."""
+
+    what: str
+    times: int
+    """In one step."""
+    tflop: float
+    """10^12 operations each time."""
+    tflops: float
+    """10^12 operations a second that it is done at."""
+    moves: tuple[Move, ...]
+    """While it computes."""
+
+    def computing(self) -> float:
+        """Seconds of arithmetic, all times."""
+        return self.times * self.tflop / self.tflops
+
+    def moving(self, rates: Rates) -> float:
+        """Seconds of the slowest way, all times."""
+        ways = {m.way for m in self.moves}
+        return self.times * max((sum(m.seconds(rates) for m in self.moves if m.way == way) for way in ways), default=0.0)
+
+    def seconds(self, rates: Rates) -> float:
+        """At least."""
+        return max(self.computing(), self.moving(rates))
+
+
+class Costs:
+    """The arithmetic of a step of `job` on a rank of `machine`."""
+
+    def __init__(self, job: Job, machine: Machine, rates: Rates):
+        self.job, self.machine, self.rates = job, machine, rates
+        self.tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+
+    def all(self) -> list[Cost]:
+        """What a step consists of, one after the other."""
+        return [*(self._teacher() if self.job.objective.needs_teacher else ()), self._student(), self._optimizer()]
+
+    def floor(self) -> float:
+        """Seconds that a step takes at least."""
+        return sum(cost.seconds(self.rates) for cost in self.all())
+
+    def _teacher(self) -> Iterator[Cost]:
+        """The calls of a step; those of an owner wait for each other."""
+        j, asked, m = self.job, read_placement(self.job.teacher_ds), self.machine
+        branches = 2 if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
+        tflop = branches * j.batch.micro * flops(j.folder.config, self.tokens).forward / 1e12
+        times, tflops = j.batch.accumulation, self.rates.tflops
+        if asked.on_one_rank:
+            tflop *= m.ranks
+        if asked.placement == "host_cpu" and m.device_free is not None:
+            tflops = self.rates.cpu_tflops / m.ranks_on_node
+        moves = tuple(self._streamed()) * (asked.guidance_passes if branches == 2 else 1)
+        yield Cost("the teacher's call", times, tflop, tflops, moves)
+
+    def _streamed(self) -> Iterator[Move]:
+        """The teacher's weights on their way to one call, of one expert."""
+        j, m, ds = self.job, self.machine, self.job.teacher_ds
+        if read_placement(ds).placement != "engine" or stage(ds) == 0:
+            return
+        whole = sum(numels(j.folder.config).values()) * getattr(torch, dtype_name(ds)).itemsize
+        home = offload_device(ds)
+        if home == "nvme":
+            yield Move("its weights from disk", whole * m.ranks_on_node // m.ranks, "disk")
+        if home != "none" and m.device_free is not None:
+            yield Move("its weights over PCIe", whole // m.ranks, "pcie")
+        if m.ranks > 1:
+            yield Move("its weights from the other ranks", whole * (m.ranks - 1) // m.ranks, "link")
+
+    def _student(self) -> Cost:
+        """A micro-step's forward and backward pass."""
+        j, m, ds = self.job, self.machine, self.job.student_ds
+        again = read_recompute(ds)
+        tflop = j.batch.micro * flops(j.student_transformer, self.tokens).step(again) / 1e12
+        whole = sum(numels(j.student_transformer).values()) * getattr(torch, dtype_name(ds)).itemsize
+        others = whole * (m.ranks - 1) // m.ranks
+        moves = [Move("gradients to the other ranks", others, "link")] if m.ranks > 1 else []
+        if stage(ds) == 3:
+            passes = 2  # forward and backward; what is computed again is still there
+            if m.ranks > 1:
+                moves.append(Move("weights from the other ranks", passes * others, "link"))
+            if offload_device(ds) != "none" and m.device_free is not None:
+                moves.append(Move("weights over PCIe", passes * whole // m.ranks, "pcie"))
+            if offload_device(ds) == "nvme":
+                moves.append(Move("weights from disk", passes * whole * m.ranks_on_node // m.ranks, "disk"))
+        if self._home("offload_optimizer") != "none" and m.device_free is not None:
+            moves.append(Move("gradients over PCIe", whole // m.ranks, "pcie"))
+        return Cost("the student's passes", j.batch.accumulation, tflop, self.rates.tflops, tuple(moves))
+
+    def _optimizer(self) -> Cost:
+        """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
+        m = self.machine
+        part, home = sum(numels(self.job.student_transformer).values()) // m.ranks, self._home("offload_optimizer")
+        moves = []
+        if home != "none" or m.device_free is None:
+            moves.append(Move("weights and moments in CPU memory", ADAM_BYTES * part * m.ranks_on_node, "memory"))
+            if m.device_free is not None:
+                moves.append(Move("new weights over PCIe", 2 * part, "pcie"))
+        if home == "nvme":
+            moves.append(Move("weights and moments from and to disk", 32 * part * m.ranks_on_node, "disk"))
+        return Cost("the optimizer's step", 1, 0.0, self.rates.tflops, tuple(moves))
+
+    def _home(self, section: str) -> str:
+        return self.job.student_ds["zero_optimization"].get(section, {}).get("device", "none")
+
+    def micro_batch_that_hides_streaming(self) -> int | None:
+        """Samples of a micro-step from which on the teacher computes for longer than its weights are on their way."""
+        if not self.job.objective.needs_teacher:
+            return None
+        (call,) = self._teacher()
+        if not call.moves:
+            return None
+        return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))

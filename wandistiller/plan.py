@@ -1,0 +1,151 @@
+"""`wandistiller plan`: what a run will take of a machine, phase by phase, and how long a step lasts at least."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller import rates as known
+from wandistiller.check import read_job
+from wandistiller.config import read_json
+from wandistiller.costs import Costs
+from wandistiller.deepspeed_json import dtype_name
+from wandistiller.files import write_json
+from wandistiller.job import Job
+from wandistiller.machine import GIB, Demand, Machine, demands, this_machine
+from wandistiller.memory import Bytes
+from wandistiller.planner import Phase, most, plan
+from wandistiller.problems import ConfigError, problem
+from wandistiller.rates import Rates
+from wandistiller.recommend import choices
+from wandistiller.shorthands import merged
+
+HEAD = ("GPU", "CPU", "of a node", "disk")
+
+
+SHOWN = 5
+"""Combinations that are told."""
+
+
+def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
+    """What the command says, after writing the recipe that was asked for. Collective.
+
+    Args:
+        own: the flags of the machine, of the rates, and `recommend`.
+        flags: those of `train`, and `recipe`.
+    Raises:
+        ConfigError: with every problem of the run, or where nothing fits that could be recommended.
+    """
+    if found := _problems(own):
+        raise ConfigError(*found)
+    recipe = flags.pop("recipe", None)
+    values = read_json(recipe) if recipe else {}
+    machine = described(own, Path())
+    usual = {} if "output_dir" in values else {"output_dir": "runs/plan"}
+    job = read_job(merged(values, usual | flags | {"resume": "never"}, recipe), machine.ranks)
+    rates = known.given(known.usual(machine.device_free), own["rates"])
+    if own["measure"]:
+        rates = known.measured(rates, Path(), getattr(torch, dtype_name(job.student_ds)))
+    found = lines(job, machine, rates)
+    best = choices(job, machine, rates)
+    found += ["", "fastest of the shipped JSONs that fit:" if best else "no combination of the shipped JSONs fits"]
+    found += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:SHOWN]]
+    if file := own["recommend"]:
+        if not best:
+            raise ConfigError("Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, more "
+                              "CPU memory, fewer frames, or a teacher in bfloat16.")  # fmt: skip
+        write_json(file, values | flags | best[0].settings)
+        found.append(f"wrote {file}")
+    return found
+
+
+def _problems(own: dict[str, Any]) -> list[str]:
+    least = {"gpus": 0, "nodes": 1}
+    found = [problem("command line", key, own[key], f"Write {n} or more.") for key, n in least.items()
+             if own[key] is not None and own[key] < n]  # fmt: skip
+    return found + [problem("command line", key, own[key], "Write GiB over 0.") for key in ("gpu_memory", "host_memory", "disk")
+                    if own[key] is not None and not 0 < own[key] < 1e7]  # fmt: skip
+
+
+def described(given: dict[str, Any], swap_path: Path) -> Machine:
+    """The machine that the flags describe; what they leave out is as here. Collective.
+
+    Args:
+        given: gpus, gpu_memory, host_memory, disk (GiB, of a node) and nodes; None where it was left out.
+    """
+    here = this_machine(swap_path)
+    if given["gpus"] is None:
+        gpus, free = here.ranks_on_node, here.device_free
+    else:
+        gpus, free = max(1, given["gpus"]), here.device_free if given["gpus"] else None
+    if given["gpu_memory"] is not None:
+        free = int(given["gpu_memory"] * GIB)
+    host = here.host_free if given["host_memory"] is None else int(given["host_memory"] * GIB)
+    disk = here.disk_free if given["disk"] is None else int(given["disk"] * GIB)
+    return Machine(free, host, disk, gpus * given["nodes"], gpus)
+
+
+def lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
+    """All that the command says."""
+    phases = plan(job, machine)
+    return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), "", *_step(job, machine, rates), "",
+            *_verdict(phases, machine)]  # fmt: skip
+
+
+def _machine(m: Machine) -> list[str]:
+    gpus = "no GPU" if m.device_free is None else f"{m.ranks_on_node} x {m.device_free / GIB:.0f} GiB of GPU memory"
+    return [f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, {m.host_free / GIB:.0f} GiB of CPU memory, "
+            f"{m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)"]  # fmt: skip
+
+
+def _table(phases: dict[str, Phase], machine: Machine) -> list[str]:
+    """A line for each phase, and under the one that takes most what it consists of."""
+    worst = max(phases, key=lambda name: _of_first_need(phases[name].peak(), machine))
+    found = [f"{'GiB of one rank':<44}{''.join(f'{h:>10}' for h in HEAD)}"]
+    for name, phase in phases.items():
+        found.append(_row(f"{name}, at its height", phase.peak()))
+        if name == worst:
+            found += [_row(f"    {what}", taken) for what, taken in phase.parts().items() if _any(taken)]
+    return found
+
+
+def _row(name: str, b: Bytes) -> str:
+    numbers = (b.device + b.live, b.host, b.node, b.disk)
+    return f"{name:<44}{''.join(f'{n / GIB:>10.2f}' if n else f'{chr(45):>10}' for n in numbers)}"
+
+
+def _any(b: Bytes) -> bool:
+    return any((b.device, b.live, b.host, b.node, b.disk))
+
+
+def _of_first_need(b: Bytes, machine: Machine) -> int:
+    return b.device + b.live if machine.device_free is not None else b.host + b.node // machine.ranks_on_node
+
+
+def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
+    """What a step computes and moves, and its floor."""
+    costs = Costs(job, machine, rates)
+    found = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'moves':>11}  of it"]
+    for cost in costs.all():
+        moved = ", ".join(f"{m.nbytes / GIB:.2f} GiB {m.what} at {getattr(rates, m.way):g} GB/s" for m in cost.moves)
+        found.append(f"{cost.what:<32}{cost.times:>6}{cost.times * cost.tflop:>10.1f}{cost.computing():>9.3f} s"
+                     f"{cost.moving(rates):>9.3f} s  {moved}")  # fmt: skip
+    moving = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
+    found.append(f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s; {moving:.3f} s of it in wait")
+    micro = costs.micro_batch_that_hides_streaming()
+    if micro is not None:
+        found.append(f"the teacher computes for as long as its weights are on their way from {micro} samples a micro-step on; "
+                     f"now {job.batch.micro}")  # fmt: skip
+    return found
+
+
+def _verdict(phases: dict[str, Phase], machine: Machine) -> list[str]:
+    taken = [d for d in demands(most(phases), machine) if d.need]
+    short = [d for d in taken if not d.is_met]
+    if short:
+        return [f"does NOT fit: {_over(d)}" for d in short]
+    return [f"fits: {d} of {d.supply}" for d in taken]
+
+
+def _over(d: Demand) -> str:
+    return f"it needs {d}, {(d.need - d.free + d.reserve) / GIB:.1f} GiB more than {d.supply} leave"

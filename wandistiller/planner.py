@@ -1,0 +1,133 @@
+"""What a run will take of each rank, phase by phase, from its settings alone: nothing is loaded."""
+
+from dataclasses import dataclass, field
+
+from wandistiller import pipeline_parts
+from wandistiller.footprint import activation_bytes, call_bytes
+from wandistiller.items import Kind
+from wandistiller.job import Job
+from wandistiller.machine import Machine
+from wandistiller.memory import Bytes, numels, start_bytes, student_parts, teacher_bytes
+from wandistiller.placement import read_placement
+
+MIB = 2**20
+PROCESS = 455 * MIB
+"""CPU memory of a rank before anything is loaded: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
+CUDA_PROCESS = 2500 * MIB
+"""The same with CUDA's libraries; not measured by us."""
+CONTEXT = 500 * MIB
+"""What CUDA takes of a GPU beside torch's allocator; not measured by us."""
+UNKNOWN = ("auto", "device_map")
+"""Placements of which no arithmetic says what a rank takes."""
+
+Parts = dict[str, Bytes]
+"""What takes memory of a rank, in words, and how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What takes memory in one phase of a run."""
+
+    kept: Parts
+    """All the time."""
+    turns: dict[str, Parts] = field(default_factory=dict)
+    """In turn: one of these at a time."""
+
+    def peak(self) -> Bytes:
+        """The most of each kind of memory; `live` is part of `device`."""
+        kept = _sum(self.kept)
+        turns = [_sum(parts) for parts in self.turns.values()] or [Bytes()]
+        more = (max(getattr(t, kind) for t in turns) for kind in ("host", "node", "disk"))
+        return kept + Bytes(max(t.device + t.live for t in turns), 0, *more)
+
+    def parts(self) -> Parts:
+        """What is there at the height: all that is kept, and the turn that takes most."""
+        most = max(self.turns.values(), key=lambda parts: _size(_sum(parts)), default={})
+        return self.kept | most
+
+
+def _sum(parts: Parts) -> Bytes:
+    return sum(parts.values(), Bytes())
+
+
+def _size(b: Bytes) -> int:
+    return b.device + b.live + b.host + b.node
+
+
+def most(phases: dict[str, Phase]) -> Bytes:
+    """The most of each kind of memory in any phase."""
+    peaks = [phase.peak() for phase in phases.values()]
+    return Bytes(max(p.device + p.live for p in peaks), 0, *(max(getattr(p, kind) for p in peaks)
+                 for kind in ("host", "node", "disk")))  # fmt: skip
+
+
+def plan(job: Job, machine: Machine) -> dict[str, Phase]:
+    """The phases of `job` on a rank of `machine`; without an accelerator all is CPU memory."""
+    found = _Planner(job, machine).phases()
+    if machine.device_free is not None:
+        return found
+    return {name: Phase(_on_host(p.kept), {t: _on_host(parts) for t, parts in p.turns.items()}) for name, p in found.items()}
+
+
+def _on_host(parts: Parts) -> Parts:
+    return {name: Bytes(host=b.device + b.live + b.host, node=b.node, disk=b.disk) for name, b in parts.items()}
+
+
+class _Planner:
+    def __init__(self, job: Job, machine: Machine):
+        self.job, self.machine = job, machine
+        self.gpu = machine.device_free is not None
+        self.tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+        self.placement = read_placement(job.teacher_ds)
+        self.text, self.vae = pipeline_parts.numels(job.folder.path, job.folder.vae)
+        self.base = {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=PROCESS)}
+
+    def phases(self) -> dict[str, Phase]:
+        kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
+        student, steps = self._student()
+        config, experts = self.job.student_transformer, len(self.job.student_experts)
+        network = 4 * sum(numels(config).values())
+        return {
+            "prepare": self._prepare(),
+            "load": Phase(self.base | kept, {
+                "start": {"student's weights in float32": Bytes(host=start_bytes(config, experts))},
+                "first look": student | call,
+            }),
+            "train": Phase(self.base | kept | student, {"teacher's turn": call} | steps),
+            "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
+            "draw": Phase(self.base | kept | student, {"teacher's turn": call, "decode": {"VAE": Bytes(live=4 * self.vae)}}),
+            "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
+        }  # fmt: skip
+
+    def _teacher(self, samples: int) -> tuple[Parts, Parts]:
+        """What is there all the time, and in its turn, when it is asked for so many samples at once."""
+        j, asked = self.job, self.placement
+        if asked.placement in UNKNOWN:
+            return {}, {}
+        whole = teacher_bytes(j.folder, j.teacher_ds, self.machine.ranks)
+        branches = 2 // asked.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
+        taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
+        call = Bytes(host=taken) if asked.placement == "host_cpu" else Bytes(live=taken)
+        kept = Bytes(whole.device, 0, whole.host, whole.node, whole.disk)
+        return {"teacher's weights": kept}, {"teacher's weights at work": Bytes(live=whole.live), "a call of the teacher": call}
+
+    def _student(self) -> tuple[Parts, dict[str, Parts]]:
+        """What is there all the time, and the turns of a step."""
+        j = self.job
+        config, ds = j.student_transformer, j.student_ds
+        parts = student_parts(config, len(j.student_experts), ds, self.machine.ranks, accelerator=self.gpu)
+        activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
+        kept = {f"student's {name}": Bytes(b.device, 0, b.host, b.node, b.disk) for name, b in parts.items()}
+        work = {f"student's {name}, at work": Bytes(live=b.live) for name, b in parts.items() if b.live}
+        return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}
+
+    def _prepare(self) -> Phase:
+        """Text encoder, VAE and teacher have their turns."""
+        turns = {"prompts": {"text encoder": Bytes(live=(2 if self.gpu else 4) * self.text)}}
+        kinds = self.job.items.kinds
+        if (kinds != Kind.PROMPT).any():
+            turns["media"] = {"VAE": Bytes(live=4 * self.vae)}
+        if (kinds == Kind.PROMPT).any():
+            weights, call = self._teacher(self.job.run.prepare_batch)
+            turns["rollouts"] = weights | call
+        return Phase(self.base, turns)
