@@ -203,8 +203,7 @@ def tensor_bytes() -> int:
 
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), *((s, home) for s in (1, 2, 3) for home in ("none", "cpu"))])
 def test_a_student_s_engine_keeps_the_bytes_that_were_said(
     one_rank: torch.device, stage: int, offload: str, bf16: bool
 ) -> None:

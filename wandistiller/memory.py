@@ -151,12 +151,25 @@ def student_parts(
     """
     item = getattr(torch, dtype_name(ds)).itemsize
     sizes = [Size(name, numel, item) for name, numel in numels(config).items()]
-    one = (_partitioned if stage(ds) == 3 else _flat)(sizes, ds, ranks, accelerator)
+    one = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(sizes, ds, ranks, accelerator)
     return {name: one_at_a_time([part] * experts) for name, part in one.items()}
+
+
+def bucket_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:
+    """Gradients that are sent to the other ranks at once."""
+    return getattr(torch, dtype_name(ds)).itemsize * min(sum(numels(config).values()), _zero(ds, "reduce_bucket_size"))
 
 
 WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and weights at work"
 """The student's parts."""
+
+
+def _whole(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+    """Stage 0: everything on every rank; below float32 with a copy of the weights, and two of the gradients in a step."""
+    item, numel = sizes[0].item, sum(s.numel for s in sizes)
+    masters, step = (4 * numel, 8 * numel) if item < 4 else (0, 0)
+    return {WEIGHTS: Bytes(device=item * numel), MASTERS: Bytes(device=masters + _states(ds) * numel),
+            GRADIENTS: Bytes(live=item * numel + step)}  # fmt: skip
 
 
 def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:

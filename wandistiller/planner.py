@@ -7,12 +7,14 @@ from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine
-from wandistiller.memory import Bytes, numels, start_bytes, student_parts, teacher_bytes
+from wandistiller.memory import Bytes, bucket_bytes, numels, start_bytes, student_parts, teacher_bytes
 from wandistiller.placement import read_placement
 
 MIB = 2**20
-PROCESS = 455 * MIB
-"""CPU memory of a rank before anything is loaded: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
+PROCESS = 520 * MIB
+"""CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
+OTHERS = 40 * MIB
+"""What gloo's connections and buffers add where there are other ranks."""
 CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
@@ -66,7 +68,16 @@ def plan(job: Job, machine: Machine) -> dict[str, Phase]:
     found = _Planner(job, machine).phases()
     if machine.device_free is not None:
         return found
-    return {name: Phase(_on_host(p.kept), {t: _on_host(parts) for t, parts in p.turns.items()}) for name, p in found.items()}
+    return {name: _all_on_host(phase, add=name in STEADY) for name, phase in found.items()}
+
+
+STEADY = ("train", "draw")
+"""Phases whose turns come again and again: what one frees stays with the C library, in blocks that the next one's do not fit."""
+
+
+def _all_on_host(phase: Phase, add: bool) -> Phase:
+    kept, turns = _on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()}
+    return Phase(kept | {name: b for parts in turns.values() for name, b in parts.items()}) if add else Phase(kept, turns)
 
 
 def _on_host(parts: Parts) -> Parts:
@@ -80,7 +91,8 @@ class _Planner:
         self.tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
         self.placement = read_placement(job.teacher_ds)
         self.text, self.vae = pipeline_parts.numels(job.folder.path, job.folder.vae)
-        self.base = {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=PROCESS)}
+        process = PROCESS + (OTHERS if machine.ranks > 1 else 0)
+        self.base = {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
 
     def phases(self) -> dict[str, Phase]:
         kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
@@ -95,7 +107,7 @@ class _Planner:
             }),
             "train": Phase(self.base | kept | student, {"teacher's turn": call} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
-            "draw": Phase(self.base | kept | student, {"teacher's turn": call, "decode": {"VAE": Bytes(live=4 * self.vae)}}),
+            "draw": Phase(self.base | kept | student, {"teacher's turn": call, "decode": self._vae()} | steps),
             "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
         }  # fmt: skip
 
@@ -119,6 +131,8 @@ class _Planner:
         activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         kept = {f"student's {name}": Bytes(b.device, 0, b.host, b.node, b.disk) for name, b in parts.items()}
         work = {f"student's {name}, at work": Bytes(live=b.live) for name, b in parts.items() if b.live}
+        if not self.gpu and self.machine.ranks > 1:
+            work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(config, ds))
         return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}
 
     def _prepare(self) -> Phase:
@@ -126,8 +140,11 @@ class _Planner:
         turns = {"prompts": {"text encoder": Bytes(live=(2 if self.gpu else 4) * self.text)}}
         kinds = self.job.items.kinds
         if (kinds != Kind.PROMPT).any():
-            turns["media"] = {"VAE": Bytes(live=4 * self.vae)}
+            turns["media"] = self._vae()
         if (kinds == Kind.PROMPT).any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             turns["rollouts"] = weights | call
         return Phase(self.base, turns)
+
+    def _vae(self) -> Parts:
+        return {"VAE": Bytes(live=4 * self.vae)}
