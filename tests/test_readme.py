@@ -76,7 +76,17 @@ def test_training_command_of_the_readme_passes_its_dry_run(
     assert main([*(a for a in arguments(command) if a != "--dry_run"), "--dry_run"]) == 0
 
 
-BY_HAND = [c for c in OURS if c[0] == "wandistiller" and "--dry_run" not in c]
+@pytest.mark.parametrize("command", [c for c in OURS if "plan" in c], ids=lambda c: " ".join(c)[-60:])
+def test_plan_of_the_readme_recommends_what_the_next_dry_run_takes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments(command)) == 0
+    assert main(["train", "--recipe", command[-1], "--output_dir", "out", "--dry_run"]) == 0
+
+
+BY_HAND = [c for c in OURS if c[0] == "wandistiller" and not {"--dry_run", "plan"} & set(c)]
 SHORT = {  # flags that make the commands of the path by hand take seconds
     "prepare": "--data_path three.txt --rollout_steps 2 --max_steps 2 --sample_steps 2",
     "train": "--data_path three.txt --rollout_steps 2 --max_steps 2 --sample_steps 2",
