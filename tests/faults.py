@@ -287,6 +287,9 @@ APART = ("cache/", "resolved/", "metrics.jsonl", "memory.json", ".lock", "DONE")
 def differences(reference: Path, output: Path) -> list[str]:
     """In what an output folder differs from that of the run that nobody disturbed; every byte counts but for times."""
     wanted, found = ({str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (reference, output))
+    for extra, replaced in _between(reference, output).items():  # saved where it was, by ranks whose launcher was killed
+        found = {name for name in found if not name.startswith(extra)}
+        wanted = {name for name in wanted if not name.startswith(replaced)}
     wrong = [f"{name} is missing" for name in sorted(wanted - found)] + [f"{name} is too much" for name in sorted(found - wanted)]
     for name in sorted(wanted & found):
         if not name.startswith(APART) and (reference / name).read_bytes() != (output / name).read_bytes():
@@ -296,6 +299,12 @@ def differences(reference: Path, output: Path) -> list[str]:
     if [row["step"] for row in metrics(output)] != list(range(1, STEPS + 1)):
         wrong.append(f"metrics.jsonl has the steps {[row['step'] for row in metrics(output)]}")
     return wrong
+
+
+def _between(reference: Path, output: Path) -> dict[str, str]:
+    """Checkpoints between two that are due, and the older one that each took the place of, as the number kept is fixed."""
+    wanted, found = ({f"checkpoints/{p.name}/" for p in (f / "checkpoints").glob("step_*")} for f in (reference, output))
+    return dict(zip(sorted(found - wanted), sorted(wanted - found), strict=False))
 
 
 def metrics(output: Path) -> list[dict]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import planned
 import pytest
 from published_wan import PUBLISHED, write_published
 from recipes import PROMPTS
@@ -63,8 +64,7 @@ def test_without_an_accelerator_all_is_cpu_memory(folder: Path) -> None:
 
 
 def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(folder: Path) -> None:
-    planned = plan(job(folder, ONE_24), ONE_24)
-    parts = planned["train"].kept
+    parts = plan(job(folder, ONE_24), ONE_24)["train"].kept
     student = 2 * sum(numels(job(folder, ONE_24).student_transformer).values())
     assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
     assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=1e-3)
@@ -77,8 +77,8 @@ def test_wan_s_text_encoder_is_counted_though_its_config_is_not_there(folder: Pa
 
 
 def test_a_run_that_asks_no_teacher_holds_none_in_training(folder: Path) -> None:
-    planned = plan(job(folder, ONE_24, objective="trajectory"), ONE_24)
-    assert "teacher's weights" not in planned["train"].kept and "teacher's weights" in planned["prepare"].turns["rollouts"]
+    phases = plan(job(folder, ONE_24, objective="trajectory"), ONE_24)
+    assert "teacher's weights" not in phases["train"].kept and "teacher's weights" in phases["prepare"].turns["rollouts"]
 
 
 def test_checkpointing_and_a_smaller_micro_batch_take_less(folder: Path) -> None:
@@ -91,6 +91,13 @@ def test_checkpointing_and_a_smaller_micro_batch_take_less(folder: Path) -> None
     del without["activation_checkpointing"]
     whole = plan(job(folder, ONE_24, deepspeed_config=without, num_frames=17), ONE_24)["train"].peak().device
     assert live() < live(**two) and live() < whole
+
+
+def test_two_ranks_then_take_what_was_planned(tmp_path: Path) -> None:
+    wan = planned.pipeline(tmp_path, width=512, layers=4)
+    given = planned.recipe(tmp_path, wan, 4, "zero2_offload", "zero_inference_cpu")
+    said, found = planned.predicted(given, 2), planned.measured(given, 2)
+    assert 0.95 * found["train"] < said["train"] < 1.1 * found["train"], (said, found)
 
 
 # A step
@@ -145,8 +152,8 @@ def test_the_recommended_recipe_is_the_run_with_other_jsons_at_its_batch(folder:
     said = told(folder, capsys, "--max_steps 77 --gpus 8 --gpu_memory 80 --host_memory 1000", "--recommend", str(file))
     assert "fastest of the shipped JSONs that fit:" in said and f"wrote {file}" in said
     recipe = json.loads(file.read_text())
-    planned = read_job(merged(recipe, {"output_dir": str(folder / "out")}, str(file)), 8)
-    assert (planned.run.max_steps, planned.batch.total) == (77, job(folder, EIGHT_80).batch.total)
+    run = read_job(merged(recipe, {"output_dir": str(folder / "out")}, str(file)), 8)
+    assert (run.run.max_steps, run.batch.total) == (77, job(folder, EIGHT_80).batch.total)
 
 
 # The command

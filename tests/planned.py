@@ -1,0 +1,56 @@
+"""Runs of a size at which tensors outweigh libraries: what the planner says of their memory, and what the kernel then counts."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ranks import launcher, write_json
+from ranks import run as run_words
+from recipes import PROMPTS
+from small_wan import make_wan, transformer
+
+from wandistiller.check import read_job
+from wandistiller.config import RunConfig
+from wandistiller.machine import machine_now
+from wandistiller.planner import plan
+
+
+def pipeline(folder: Path, width: int, layers: int) -> Path:
+    """A pipeline of one expert of this width."""
+    made = folder / f"wan_{width}x{layers}"
+    if not (made / "done").is_file():
+        make_wan(made, experts=1)
+        sizes = {"num_attention_heads": width // 64, "attention_head_dim": 64, "ffn_dim": 4 * width}
+        transformer(1, layers, **sizes).save_pretrained(made / "transformer")
+        (made / "done").touch()
+    return made
+
+
+def recipe(folder: Path, wan: Path, layers: int, student: str, teacher: str) -> dict[str, Any]:
+    """A run that prepares, trains two steps, saves and draws, with shipped JSONs."""
+    (folder / "prompts.txt").write_text(PROMPTS)
+    return {
+        "teacher_path": str(wan), "data_path": str(folder / "prompts.txt"), "output_dir": str(folder / "run"), "resume": "never",
+        "student_config": {"num_layers": layers}, "deepspeed_config": f"ds_configs/student/{student}.json",
+        "teacher_deepspeed_config": f"ds_configs/teacher/{teacher}.json", "height": 64, "width": 64, "max_steps": 2,
+        "rollout_steps": 2, "sample_steps": 2, "save_every": 1, "sample_every": 1, "sample_prompts": ["a red circle"],
+    }  # fmt: skip
+
+
+def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
+    """MiB that the rank with most took in each phase."""
+    output = Path(given["output_dir"])
+    output.mkdir(parents=True, exist_ok=True)
+    run_words([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", str(write_json(output.with_suffix(".json"), given))])
+    found = json.loads((output / "memory.json").read_text())
+    shutil.rmtree(output)
+    return {phase: round(1024 * max(kinds["host_peak"])) for phase, kinds in found.items()}
+
+
+def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:
+    """MiB of CPU memory that a rank is said to take, by phase."""
+    job = read_job(RunConfig(**given), ranks)
+    peaks = {phase: p.peak() for phase, p in plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks)).items()}
+    return {phase: round((b.host + b.node) / 2**20) for phase, b in peaks.items()}
