@@ -40,6 +40,7 @@ def unknown_parts(where: str, key: str, patterns: Iterable[str], names: Iterable
     split = [name.split(".") for name in names]
     known = {word for words in split for word in words} | {".".join(w[:i]) for w in split for i in range(1, len(w) + 1)}
     return [
-        problem(where, key, pattern, f"The student has no such part.{nearest(pattern, sorted(known))}")
+        problem(where, key, pattern, "The student has no such part."
+                f"{nearest(pattern, sorted(known)) or ' Write words of a name in it, such as blocks.0-1, to_q or bias.'}")
         for pattern in patterns if not any(names_part(pattern, ".".join(words)) for words in split)
     ]  # fmt: skip
