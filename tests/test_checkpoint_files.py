@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from live import live
-from ranks import ROOT, environment, wandistiller, write_json
+from ranks import ROOT, environment, launcher, wandistiller, write_json
 from recipes import recipe
 
 from wandistiller import checkpoint, manifest, resume
@@ -299,6 +299,19 @@ def test_a_cache_deleted_in_training_is_named_and_made_anew_by_the_same_command(
     assert code in (2, 74) and re.search(rf"error: .*{folder}/deleted/cache/", said) and "Traceback" not in said, said
     assert "2 of 6 steps are done" in wandistiller("train", "--recipe", file).stderr
     assert equal(trained(folder / "deleted"), trained(folder / "whole"))
+
+
+def test_a_cache_that_one_rank_alone_finds_damaged_ends_both_with_its_message(folder: Path, wan1: Path) -> None:
+    file = write_json(folder / "flipped.json", settings(folder, wan1, "flipped", max_steps=400, save_every=400))
+    with live([*launcher(2), "-m", "wandistiller", "train", "--recipe", file], folder / "flipped.log") as run:
+        run.wait_for("step 3/400 ")
+        (made,) = (folder / "flipped" / "cache" / "latents").iterdir()
+        damaged = sorted(made.glob("*.safetensors"))[0]
+        flip_a_bit(damaged)
+        code, said = run.end(), run.said()
+    ours = said.partition("torch/distributed/elastic")[0]  # torchrun then has lines, and the exit code 1, of its own
+    assert code == 1 and "Traceback" not in ours, said
+    assert len(re.findall(rf"^error: {damaged}: .* is not what was written", ours, re.MULTILINE)) == 1, said
 
 
 def change_the_cache(output: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(f
     parts = plan(job(folder, ONE_24), ONE_24)["train"].kept
     student = 2 * sum(numels(job(folder, ONE_24).student_transformer).values())
     assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
-    assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=1e-3)
+    assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=3e-3)  # and its engine
     assert parts["libraries"].device == CONTEXT
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from wandistiller import pipeline_parts
+from wandistiller.deepspeed_json import stage
 from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
@@ -15,6 +16,8 @@ PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
 OTHERS = 40 * MIB
 """What gloo's connections and buffers add where there are other ranks."""
+ENGINE = 40 * MIB
+"""What a ZeRO-Inference engine adds to its weights and those at work (the same)."""
 CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
@@ -120,7 +123,8 @@ class _Planner:
         branches = 2 // asked.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
         taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
         call = Bytes(host=taken) if asked.placement == "host_cpu" else Bytes(live=taken)
-        kept = Bytes(whole.device, 0, whole.host, whole.node, whole.disk)
+        engine = ENGINE if asked.placement == "engine" and stage(j.teacher_ds) == 3 else 0
+        kept = Bytes(whole.device, 0, whole.host + engine, whole.node, whole.disk)
         return {"teacher's weights": kept}, {"teacher's weights at work": Bytes(live=whole.live), "a call of the teacher": call}
 
     def _student(self) -> tuple[Parts, dict[str, Parts]]:
