@@ -146,6 +146,12 @@ def test_what_is_recommended_fits_and_nothing_faster_does(folder: Path, wan: str
     assert found[0].seconds <= min(c.seconds for c in found) + 1e-3
 
 
+def test_of_equally_fast_ones_that_which_moves_least_is_first(folder: Path) -> None:
+    """Eight samples a call hide the streaming, yet where there is room for the teacher nothing needs to be streamed."""
+    best = choices(job(folder, EIGHT_80, "Wan2.1-T2V-1.3B"), EIGHT_80, RATES)[0]
+    assert (best.student, best.teacher) == ("zero2", "replicated")
+
+
 @pytest.mark.usefixtures("quiet_logging")
 def test_the_recommended_recipe_is_the_run_with_other_jsons_at_its_batch(folder: Path, capsys: pytest.CaptureFixture) -> None:
     file = folder / "recommended.json"

@@ -48,9 +48,11 @@ class Choice(NamedTuple):
 
 
 def choices(job: Job, machine: Machine, rates: Rates) -> list[Choice]:
-    """All that fit, with a reserve, the fastest first; of equals the one that takes least."""
+    """All that fit, with a reserve, the fastest first; of equals that which moves least, as its floor is nearest to the truth."""
     found = [c for c in _all(job, machine, rates) if all(d.is_met for d in demands(c.takes, machine))]
-    return sorted(found, key=lambda c: (round(c.seconds, 3), c.takes.device + c.takes.live + c.takes.host + c.takes.disk))
+    places = candidates(machine)
+    return sorted(found, key=lambda c: (round(c.seconds, 3), STUDENT_JSONS.index(c.student), places.index(c.teacher),
+                                        c.job.batch.micro))  # fmt: skip
 
 
 def _all(job: Job, machine: Machine, rates: Rates) -> Iterator[Choice]:
