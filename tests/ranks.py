@@ -75,8 +75,10 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
 
 
-def run(words: list[str], code: int = 0, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=600)
+def run(
+    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float = 600, **env: str
+) -> subprocess.CompletedProcess:
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout)
     assert done.returncode == code, f"exit code {done.returncode}\n{' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -15,7 +15,7 @@ ORDER = """
     distributed engines metrics pipeline_parts wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite advice failures planner
-    check auto costs recommend plan trainer probes importance begin prepare export train replay
+    check costs recommend auto plan trainer probes importance begin prepare export train replay
     sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny commandline __main__
 """.split()

@@ -1,4 +1,4 @@
-"""What machines have free, and which placement of the teacher fits into it."""
+"""What machines have free, and what a run would take of it."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,8 @@ import pytest
 from ranks import program
 
 from wandistiller import distributed
-from wandistiller.config import read_json
-from wandistiller.deepspeed_json import student_engine
-from wandistiller.machine import GIB, Choice, Machine, candidates, choose, disk_free, host_free, placed, this_machine
-from wandistiller.memory import Bytes, student_bytes, teacher_bytes
-from wandistiller.problems import ConfigError
-from wandistiller.student_json import fill_steps
-from wandistiller.wan import WanFolder, open_wan
-
-SMALL, LARGE, FIVE, TWO = "1.3B", "14B", "5B", "A14B"
+from wandistiller.machine import GIB, Machine, candidates, demands, disk_free, host_free, this_machine
+from wandistiller.memory import Bytes
 
 # The machine
 
@@ -119,111 +112,26 @@ def test_ranks_of_one_machine_are_counted_as_such(on_two_ranks: list[Machine]) -
     assert (on_two_ranks[0].ranks, on_two_ranks[0].ranks_on_node) == (2, 2)
 
 
-# The choice
-
-STUDENT = Bytes(device=5 * GIB, host=20 * GIB)
+# What a run would take of it
 
 
-def gpus(count: int, each: int, host: int, disk: int = 512, nodes: int = 1) -> Machine:
-    return Machine(each * GIB, host * GIB, disk * GIB, count, count // nodes)
+def test_ranks_of_a_node_share_its_memory_and_each_has_a_gpu() -> None:
+    gpus = Machine(24 * GIB, 128 * GIB, 512 * GIB, 4, 2)
+    device, host, disk = demands(Bytes(device=GIB, live=2 * GIB, host=5 * GIB, node=7 * GIB, disk=GIB), gpus)
+    assert (device.need, host.need, disk.need) == (3 * GIB, 17 * GIB, 2 * GIB)
 
 
-def cpus(host: int, ranks: int = 1, disk: int = 512, nodes: int = 1) -> Machine:
-    return Machine(None, host * GIB, disk * GIB, ranks, ranks // nodes)
+def test_without_gpus_all_is_cpu_memory() -> None:
+    host, _ = demands(Bytes(device=GIB, live=2 * GIB, host=5 * GIB, node=7 * GIB), Machine(None, 64 * GIB, GIB, 2, 2))
+    assert host.need == 23 * GIB
 
 
-def chosen(folder: WanFolder, machine: Machine, taken: Bytes = STUDENT, dtype: str = "bfloat16") -> Choice:
-    return choose(folder, taken, machine, dtype)
+@pytest.mark.parametrize(("free", "reserve"), [(100 * GIB, 10 * GIB), (10 * GIB, 2 * GIB), (4 * GIB, GIB)])
+def test_a_tenth_of_cpu_memory_is_kept_but_at_least_2_gib_or_a_quarter(free: int, reserve: int) -> None:
+    host, _ = demands(Bytes(host=GIB), Machine(None, free, GIB, 1, 1))
+    assert host.reserve == reserve and host.over == GIB - (free - reserve)
 
 
-@pytest.mark.parametrize(
-    ("name", "machine", "placement"),
-    [
-        (SMALL, gpus(1, 24, 64), "replicated"), (FIVE, gpus(1, 24, 64), "replicated"),
-        (LARGE, gpus(1, 24, 64), "zero_inference_cpu"),  # 26.7 GiB
-        (TWO, gpus(1, 24, 64), "zero_inference_nvme"),  # 53.3 GiB and the student's 20 are over 64
-        (LARGE, gpus(2, 48, 128), "replicated"), (TWO, gpus(2, 48, 128), "sharded"),
-        (LARGE, gpus(2, 24, 128), "sharded"), (TWO, gpus(2, 24, 128), "zero_inference_cpu"),
-        (TWO, gpus(4, 80, 400), "replicated"), (TWO, gpus(8, 80, 1000), "replicated"), (TWO, gpus(8, 24, 400), "sharded"),
-        (TWO, gpus(4, 16, 96, nodes=2), "zero_inference_cpu"),  # half of it a node
-    ],
-)  # fmt: skip
-def test_on_gpus_the_fastest_that_fits_is(wans: dict[str, WanFolder], name: str, machine: Machine, placement: str) -> None:
-    assert chosen(wans[name], machine).name == placement
-
-
-def test_cpus_compute_for_gpus_that_the_student_fills(wans: dict[str, WanFolder]) -> None:
-    full = Bytes(device=int(20.3 * GIB), host=20 * GIB)  # of 20.4
-    assert chosen(wans[LARGE], gpus(1, 24, 64), full).name == "host_cpu"
-
-
-@pytest.mark.parametrize(
-    ("name", "machine", "placement"),
-    [
-        (SMALL, cpus(16), "replicated"), (FIVE, cpus(16), "replicated"),
-        (LARGE, cpus(16), "zero_inference_nvme"), (TWO, cpus(16), "zero_inference_nvme"),
-        (LARGE, cpus(64), "replicated"), (TWO, cpus(64), "zero_inference_nvme"), (TWO, cpus(256), "replicated"),
-        (LARGE, cpus(64, ranks=2), "host_cpu"), (TWO, cpus(256, ranks=4), "host_cpu"),
-        (TWO, cpus(64, ranks=2, nodes=2), "sharded"),  # half of it a node
-    ],
-)  # fmt: skip
-def test_on_cpus_the_fastest_that_fits_is(wans: dict[str, WanFolder], name: str, machine: Machine, placement: str) -> None:
-    assert chosen(wans[name], machine, Bytes(device=2 * GIB)).name == placement
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_embedded_teacher_is_replicated_on_a_laptop_with_3_gib_left(ranks: int) -> None:
-    tiny = open_wan("tiny")
-    ds, _ = student_engine("s.json", fill_steps(read_json("ds_configs/student/quickstart.json"), 700), ranks)
-    taken = student_bytes(tiny.config | {"num_layers": 6}, 1, ds, ranks, accelerator=False)
-    assert chosen(tiny, cpus(3, ranks=ranks), taken).name == "replicated"
-
-
-def test_float32_may_need_another_placement_than_bf16(wans: dict[str, WanFolder]) -> None:
-    names = [chosen(wans[LARGE], gpus(2, 48, 128), dtype=dtype).name for dtype in ("bfloat16", "float32")]
-    assert names == ["replicated", "sharded"]
-
-
-@pytest.mark.parametrize("machine", [gpus(1, 24, 64), cpus(64)])
+@pytest.mark.parametrize("machine", [Machine(24 * GIB, 64 * GIB, GIB, 1, 1), Machine(None, 64 * GIB, GIB, 1, 1)])
 def test_one_rank_is_offered_nothing_that_only_several_gain_from(machine: Machine) -> None:
     assert "sharded" not in candidates(machine)
-
-
-def test_a_gpu_keeps_15_percent_for_activations(wans: dict[str, WanFolder]) -> None:
-    teacher = teacher_bytes(wans[TWO], placed("replicated", "bfloat16"), 1)
-    needed = (teacher.device + STUDENT.device) / 0.85
-    names = [chosen(wans[TWO], Machine(int(needed) + extra, 2**40, 2**40, 1, 1)).name for extra in (2, -2)]
-    assert names == ["replicated", "zero_inference_cpu"]
-
-
-def test_a_choice_says_why_with_numbers(wans: dict[str, WanFolder]) -> None:
-    assert chosen(wans[TWO], gpus(2, 24, 128)).why == (
-        "zero_inference_cpu: the teacher's 53.3 GiB and the student need 5.6 GiB on each GPU and 93.3 GiB of CPU memory, "
-        "free are 24.0 GiB on each GPU (3.6 of them kept in reserve) and 128.0 GiB of CPU memory (12.8 of them kept in "
-        "reserve); replicated would need 58.3 GiB on each GPU; sharded would need 32.3 GiB on each GPU"
-    )
-
-
-def refused(folder: WanFolder, machine: Machine, taken: Bytes = STUDENT, dtype: str = "bfloat16") -> str:
-    with pytest.raises(ConfigError) as caught:
-        chosen(folder, machine, taken, dtype)
-    (said,) = caught.value.problems
-    return said
-
-
-def test_where_nothing_fits_the_message_has_what_is_needed_and_what_is_free(wans: dict[str, WanFolder]) -> None:
-    said = refused(wans[TWO], gpus(1, 24, 64, disk=32))
-    for part in ("53.3 GiB in bfloat16", "24.0 GiB on each GPU (3.6 of them", "64.0 GiB of CPU memory (6.4 of them",
-                 "32.0 GiB of disk (3.2 of them", "replicated would need 58.3 GiB on each GPU",
-                 "zero_inference_cpu would need 73.3 GiB of CPU memory", "zero_inference_nvme would need 53.1 GiB of disk",
-                 "a larger disk for the swap folder"):  # fmt: skip
-        assert part in said
-
-
-def test_where_the_student_alone_does_not_fit_the_message_says_so(wans: dict[str, WanFolder]) -> None:
-    said = refused(wans[SMALL], gpus(2, 24, 64), Bytes(device=30 * GIB))
-    assert "The student alone needs 30.0 GiB on each GPU" in said and "zero3_offload.json" in said
-
-
-def test_where_a_float32_teacher_does_not_fit_bf16_is_advised(wans: dict[str, WanFolder]) -> None:
-    assert "a teacher in bfloat16, which takes half" in refused(wans[LARGE], gpus(1, 24, 64, disk=32), dtype="float32")

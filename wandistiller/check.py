@@ -9,7 +9,7 @@ from typing import Any
 
 from wandistiller import deepspeed_json, distributed, resume
 from wandistiller.checkpoint import read_state
-from wandistiller.config import RunConfig, read_json
+from wandistiller.config import AUTO, DEFAULT_ENGINE, RunConfig, read_json
 from wandistiller.deepspeed_json import BatchSize
 from wandistiller.engines import config_problems
 from wandistiller.items import Items, Kind, read_items
@@ -114,7 +114,7 @@ def _resumed(job: Job) -> Job:
 
 def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[str, dict[str, Any]]:
     """The student's DeepSpeed JSON with short flags written in and "auto" filled: (name for messages, content)."""
-    where, ds = deepspeed_json.load(run.deepspeed_config)
+    where, ds = deepspeed_json.load(DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config)
     asked = Asked(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Asked)})
     unknown = {"num_attention_heads": 1, "attention_head_dim": 1, "num_layers": 1}  # its fault is said
     config = parts.get("student_transformer") or unknown

@@ -17,6 +17,10 @@ STRATEGIES = {
     "cpu": "host_cpu", "gpu0": "owner", "sequential": "device_map_sequential", "custom": "device_map_custom", "auto": "auto",
 }  # fmt: skip
 """--teacher_device_strategy -> the JSON in ds_configs/teacher/ that it means."""
+AUTO = "auto"
+"""What leaves the student's engine, or the teacher's placement, to the machine; see auto.py."""
+DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
+"""The student's; with `auto` what is not chosen is as it says."""
 MIXED = ("bf16", "fp16", "no")
 DTYPES = ("float32", "float16", "bfloat16")
 ON_NONFINITE = ("stop", "skip")
@@ -93,7 +97,7 @@ class RunConfig:
     output_dir: str = setting("", "paths", "where the run is written")
     cache_dir: str | None = setting(None, "paths", "encoded prompts and latents; default OUTPUT/cache")
     student_config: str | dict = setting("ds_configs/students/half.json", "paths", "the student's architecture and start")
-    deepspeed_config: str | dict = setting("ds_configs/student/zero2_offload.json", "paths", "the student's engine")
+    deepspeed_config: str | dict = setting(DEFAULT_ENGINE, "paths", "the student's engine, or auto")
     teacher_deepspeed_config: str | dict = setting(
         "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
     )

@@ -1,4 +1,4 @@
-"""What a machine has free, and the fastest placement of the teacher that fits into it beside the student."""
+"""What a machine has free, and what of it a run would take."""
 
 import os
 import resource
@@ -13,15 +13,13 @@ import torch
 from wandistiller import distributed
 from wandistiller.config import read_json
 from wandistiller.deepspeed_json import with_dtype
-from wandistiller.memory import Bytes, teacher_bytes
-from wandistiller.problems import ConfigError
-from wandistiller.wan import WanFolder
+from wandistiller.memory import Bytes
 
 GIB = 2**30
-ACTIVATIONS = 0.15
-"""Share of the free memory of an accelerator that is left to activations and the allocator."""
+PIECES = 0.08
+"""Share of the free memory of an accelerator that is kept in reserve for what its allocator leaves in pieces too small to use."""
 SYSTEM = 0.10
-"""Share of the free CPU memory and disk that is left to data, file cache and other processes."""
+"""Share of the free CPU memory and disk that is kept in reserve for data, file cache and other processes."""
 LEAST = 2 * GIB
 """The least size of such a reserve, where that is not over a quarter of what is free."""
 
@@ -154,8 +152,13 @@ class Demand(NamedTuple):
         return max(self.share * self.free, min(LEAST, self.free / 4))
 
     @property
+    def over(self) -> float:
+        """How much is missing; below 0, how much is left beside the reserve."""
+        return self.need - (self.free - self.reserve)
+
+    @property
     def is_met(self) -> bool:
-        return self.need <= self.free - self.reserve
+        return self.over <= 0
 
     def __str__(self) -> str:
         return f"{self.need / GIB:.1f} GiB {self.where}"
@@ -169,19 +172,11 @@ def demands(rank: Bytes, machine: Machine) -> list[Demand]:
     """What ranks that take `rank` each would take from each kind of memory of `machine`."""
     device, here = rank.device + rank.live, machine.ranks_on_node
     if machine.device_free is None:
-        found = [Demand("of CPU memory", here * (device + rank.host) + rank.node, machine.host_free, ACTIVATIONS + SYSTEM)]
+        found = [Demand("of CPU memory", here * (device + rank.host) + rank.node, machine.host_free, SYSTEM)]
     else:
-        found = [Demand("on each GPU", device, machine.device_free, ACTIVATIONS),
+        found = [Demand("on each GPU", device, machine.device_free, PIECES),
                  Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM)]  # fmt: skip
     return [*found, Demand("of disk", here * rank.disk, machine.disk_free, SYSTEM)]
-
-
-class Choice(NamedTuple):
-    """A placement, and a sentence with the numbers that made it the one."""
-
-    name: str
-    """Of the file in ds_configs/teacher/, without .json."""
-    why: str
 
 
 def placed(name: str, dtype_name: str) -> dict[str, Any]:
@@ -190,7 +185,7 @@ def placed(name: str, dtype_name: str) -> dict[str, Any]:
 
 
 def candidates(machine: Machine) -> list[str]:
-    """Placements that `choose` tries, the fastest first, without those that one rank would not gain from."""
+    """Placements to choose from, the fastest first, without those that one rank would not gain from."""
     if machine.device_free is not None:
         names = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
         single = {"sharded": machine.ranks}
@@ -198,35 +193,3 @@ def candidates(machine: Machine) -> list[str]:
         names = ["replicated", "host_cpu", "sharded", "zero_inference_nvme"]
         single = {"host_cpu": machine.ranks_on_node, "sharded": machine.ranks}
     return [name for name in names if single.get(name) != 1]
-
-
-def choose(folder: WanFolder, student: Bytes, machine: Machine, dtype_name: str) -> Choice:
-    """The fastest placement in which teacher, student and a reserve fit.
-
-    Args:
-        student: what the student takes of one rank.
-        dtype_name: the teacher's precision, such as bfloat16.
-    Raises:
-        ConfigError: none fits; says what each would need, what is free, and what helps.
-    """
-    whole = f"{teacher_bytes(folder, placed('replicated', dtype_name), 1).device / GIB:.1f} GiB"
-    refused: list[str] = []
-    for name in candidates(machine):
-        taken = demands(teacher_bytes(folder, placed(name, dtype_name), machine.ranks) + student, machine)
-        if all(d.is_met for d in taken):
-            needed, free = (" and ".join(words) for words in zip(*((str(d), d.supply) for d in taken if d.need), strict=True))
-            why = f"{name}: the teacher's {whole} and the student need {needed}, free are {free}"
-            return Choice(name, "; ".join([why, *refused]))
-        refused.append(f"{name} would need {next(d for d in taken if not d.is_met)}")
-    alone = demands(student, machine)
-    free = ", ".join(d.supply for d in alone)
-    raise ConfigError(f"No placement of the teacher ({whole} in {dtype_name}) fits beside the student. Free are {free}; "
-                      f"{'; '.join(refused)}. {_what_helps(alone, dtype_name)}")  # fmt: skip
-
-
-def _what_helps(student: list[Demand], dtype_name: str) -> str:
-    if not (short := next((d for d in student if not d.is_met), None)):
-        return "What helps: a smaller student, more GPUs or nodes, more CPU memory, a larger disk for the swap folder" + (
-            ", or a teacher in bfloat16, which takes half." if dtype_name == "float32" else ".")  # fmt: skip
-    other = "ds_configs/student/zero3_offload.json" if "GPU" in short.where else "its optimizer on nvme (ZeRO-3)"
-    return f"The student alone needs {short}. What helps: a smaller one, more GPUs or nodes, or {other}."

@@ -10,7 +10,7 @@ from wandistiller.costs import Costs
 from wandistiller.deepspeed_json import BatchSize, dtype_name, student_engine, teacher_engine
 from wandistiller.deepspeed_keys import BATCH_KEYS
 from wandistiller.job import Job
-from wandistiller.machine import Machine, candidates, demands, placed
+from wandistiller.machine import Demand, Machine, candidates, demands, placed
 from wandistiller.memory import Bytes
 from wandistiller.placement import BLOCK, read_placement
 from wandistiller.planner import most, plan
@@ -20,6 +20,10 @@ from wandistiller.student_json import ACCUMULATION, MICRO
 
 KEPT = (*BATCH_KEYS, "zero_optimization", "aio")
 """Keys of a student JSON that are chosen here; the others are the run's."""
+
+
+OWN = "as given"
+"""Of what is not chosen, instead of a file's name."""
 
 
 class Choice(NamedTuple):
@@ -33,14 +37,28 @@ class Choice(NamedTuple):
     takes: Bytes
     seconds: float
 
+    def demands(self, machine: Machine) -> list[Demand]:
+        """What it takes of each kind of memory of `machine`."""
+        return [d for d in demands(self.takes, machine) if d.need]
+
+    def short(self, machine: Machine) -> Demand:
+        """The kind of memory of which most is missing, or least is left."""
+        return max(self.demands(machine), key=lambda d: d.over)
+
+    def why(self, machine: Machine) -> str:
+        """Its numbers, in words."""
+        taken = self.demands(machine)
+        return (f"takes {' and '.join(map(str, taken))} at most; free are {' and '.join(d.supply for d in taken)}; a step lasts "
+                f"{self.seconds:.3g} s at least")  # fmt: skip
+
     @property
     def settings(self) -> dict[str, Any]:
         """The same as recipe keys: names of files where those say it all, else their content."""
         shipped, batch = read_json(f"ds_configs/student/{self.student}.json"), self.job.batch
         own = {k: v for k, v in shipped.items() if k not in BATCH_KEYS} | {MICRO: batch.micro, ACCUMULATION: batch.accumulation}
         same = all(shipped.get(k) == own[k] for k in (MICRO, ACCUMULATION))
-        return {"deepspeed_config": f"ds_configs/student/{self.student}.json" if same else own,
-                "teacher_deepspeed_config": f"ds_configs/teacher/{self.teacher}.json"}  # fmt: skip
+        teacher = {} if self.teacher == OWN else {"teacher_deepspeed_config": f"ds_configs/teacher/{self.teacher}.json"}
+        return {"deepspeed_config": f"ds_configs/student/{self.student}.json" if same else own} | teacher
 
     def __str__(self) -> str:
         batch = self.job.batch
@@ -48,18 +66,30 @@ class Choice(NamedTuple):
 
 
 def choices(job: Job, machine: Machine, rates: Rates) -> list[Choice]:
-    """All that fit, with a reserve, the fastest first; of equals that which moves least, as its floor is nearest to the truth."""
-    found = [c for c in _all(job, machine, rates) if all(d.is_met for d in demands(c.takes, machine))]
-    places = candidates(machine)
-    return sorted(found, key=lambda c: (round(c.seconds, 3), STUDENT_JSONS.index(c.student), places.index(c.teacher),
-                                        c.job.batch.micro))  # fmt: skip
+    """All combinations of shipped JSONs that fit, with a reserve, in the order of `ranked`."""
+    return fitting(ranked(job, machine, rates), machine)
 
 
-def _all(job: Job, machine: Machine, rates: Rates) -> Iterator[Choice]:
-    """Every combination at the run's global batch."""
-    for student, changed in _students(job):
-        for teacher, both in _teachers(changed, machine) if job.objective.needs_teacher else [("replicated", changed)]:
-            yield Choice(student, teacher, both, most(plan(both, machine)), Costs(both, machine, rates).floor())
+def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
+    """Those of which nothing is short."""
+    return [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
+
+
+def ranked(job: Job, machine: Machine, rates: Rates, *, student: bool = True, teacher: bool = True) -> list[Choice]:
+    """Every combination at the run's global batch, the fastest first; of equals that which moves least, as its floor is nearest
+    to the truth.
+
+    Args:
+        student: whether its engine is to be chosen; else it stays as it is.
+        teacher: whether its placement is.
+    """
+    found = []
+    for s, (name, changed) in enumerate(_students(job) if student else [(OWN, job)]):
+        placed = _teachers(changed, machine) if teacher and job.objective.needs_teacher else [(OWN, changed)]
+        for t, (place, both) in enumerate(placed):
+            made = Choice(name, place, both, most(plan(both, machine)), Costs(both, machine, rates).floor())
+            found.append(((round(made.seconds, 3), s, t), made))
+    return [made for _, made in sorted(found, key=lambda pair: pair[0])]
 
 
 def _students(job: Job) -> Iterator[tuple[str, Job]]:

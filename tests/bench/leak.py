@@ -1,0 +1,45 @@
+"""Resident memory of a long run, rank by rank: at its end it is what it was at step 100.
+
+    python tests/bench/leak.py              # 2,000 steps on two ranks, about 10 minutes on two cores
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+from ranks import launcher, run, write_json  # noqa: E402
+from recipes import recipe  # noqa: E402
+from small_wan import make_wan  # noqa: E402
+
+
+def held(folder: Path, steps: int, ranks: int) -> list[list[float]]:
+    """GiB of each rank after each step; checkpoints and pictures come every 100."""
+    wan = make_wan(folder / "wan", experts=1)
+    often = {"save_every": 100, "sample_every": 100, "keep_checkpoints": 1}
+    given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, **often)
+    run([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", str(write_json(folder / "leak.json", given))], timeout=7200)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["memory_gib"]["train"]["host"] for line in lines]
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--steps", type=int, default=2000)
+    made.add_argument("--ranks", type=int, default=2)
+    args = made.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = held(Path(folder), args.steps, args.ranks)
+    print(f"| step | {' | '.join(f'rank {rank}, MiB' for rank in range(args.ranks))} |")
+    print("|---" * (args.ranks + 1) + "|")
+    for step in sorted({1, 10, *range(100, args.steps, max(100, args.steps // 8)), args.steps}):
+        print(f"| {step} | {' | '.join(f'{1024 * gib:.1f}' for gib in found[step - 1])} |")
+    growth = max(last / first - 1 for first, last in zip(found[99], found[-1], strict=True))
+    print(f"growth from step 100 to {args.steps}: {growth:.2%}")
+
+
+if __name__ == "__main__":
+    main()

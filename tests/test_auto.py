@@ -1,0 +1,104 @@
+"""What `auto` chooses for published Wans on machines of every size, and what it says of its choice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_wan import PUBLISHED, write_published
+from ranks import wandistiller, write_json
+from recipes import PROMPTS, recipe
+
+from wandistiller.auto import chosen
+from wandistiller.check import read_job
+from wandistiller.config import read_json
+from wandistiller.job import Job
+from wandistiller.machine import GIB, Machine
+from wandistiller.problems import ConfigError
+from wandistiller.shorthands import merged
+
+SMALL, LARGE, FIVE, TWO = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"
+TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
+BOTH = TEACHER | {"deepspeed_config": "auto"}
+
+
+def gpus(count: int, each: int, host: int, disk: int = 1000, nodes: int = 1) -> Machine:
+    return Machine(each * GIB, host * GIB, disk * GIB, count * nodes, count)
+
+
+def cpus(host: int, ranks: int = 1, disk: int = 1000) -> Machine:
+    return Machine(None, host * GIB, disk * GIB, ranks, ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    (folder / "prompts.txt").write_text(PROMPTS)
+    for name in PUBLISHED:
+        write_published(folder, name)
+    return folder
+
+
+def job(folder: Path, wan: str, machine: Machine, **more: Any) -> Job:
+    usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
+             "output_dir": str(folder / "out")}  # fmt: skip
+    return read_job(merged({}, usual | more, None), machine.ranks)
+
+
+@pytest.mark.parametrize(
+    ("wan", "machine", "teacher"),
+    [
+        (SMALL, gpus(1, 24, 64), "replicated"),
+        (LARGE, gpus(1, 40, 256), "zero_inference_cpu"),  # 26.7 GiB beside a student of 13.5
+        (LARGE, gpus(1, 48, 256), "replicated"),
+        (TWO, gpus(4, 40, 1000), "sharded"),
+        (SMALL, cpus(64), "replicated"),
+    ],
+)  # fmt: skip
+def test_of_the_teacher_the_fastest_placement_that_fits_is_taken(folder: Path, wan: str, machine: Machine, teacher: str) -> None:
+    found = chosen(job(folder, wan, machine, **TEACHER), machine)
+    assert (found.student, found.teacher) == ("as given", teacher)
+
+
+@pytest.mark.parametrize(
+    ("wan", "machine", "student", "teacher"),
+    [
+        (SMALL, gpus(8, 80, 1000), "zero2", "replicated"),
+        (SMALL, gpus(1, 24, 64), "zero2", "replicated"),
+        (LARGE, gpus(8, 80, 1000), "zero2", "replicated"),
+    ],
+)  # fmt: skip
+def test_of_both_the_fastest_that_fit_are_taken(folder: Path, wan: str, machine: Machine, student: str, teacher: str) -> None:
+    found = chosen(job(folder, wan, machine, **BOTH), machine)
+    assert (found.student, found.teacher) == (student, teacher)
+
+
+def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(folder: Path) -> None:
+    machine = gpus(2, 24, 256)
+    asked = job(folder, LARGE, machine, **BOTH)
+    found = chosen(asked, machine).job
+    assert found.batch.total == asked.batch.total and found.identity == asked.identity
+    assert found.student_ds["optimizer"] == asked.student_ds["optimizer"]
+
+
+def test_a_choice_has_two_lines_with_its_numbers(folder: Path) -> None:
+    machine = gpus(1, 24, 64)
+    found = chosen(job(folder, SMALL, machine, **BOTH), machine)
+    assert str(found).startswith("student zero2, teacher replicated, micro-batch ")
+    why = found.why(machine)
+    assert "GiB on each GPU" in why and "kept in reserve" in why and " s at least" in why
+
+
+def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(folder: Path) -> None:
+    machine = gpus(1, 16, 32, disk=10)
+    words = r"Nothing that could .* fits. Free are .*16.0 GiB on each GPU.*Nearest come: student .* would need .*What helps: "
+    with pytest.raises(ConfigError, match=words):
+        chosen(job(folder, TWO, machine, **BOTH), machine)
+
+
+def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=2, **BOTH)
+    said = wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given)).stderr
+    assert said.count("chosen    student ") == 1 and " kept in reserve" in said
+    resolved = read_json(tmp_path / "run" / "resolved" / "student_deepspeed.json")
+    assert resolved["train_batch_size"] == 8 and "zero_optimization" in resolved
+    assert read_json(tmp_path / "run" / "resolved" / "teacher_deepspeed.json").get("wandistiller", {}).get("placement") != "auto"
