@@ -13,8 +13,17 @@ from small_wan import make_wan, transformer
 
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig
-from wandistiller.machine import machine_now
+from wandistiller.job import Job
+from wandistiller.machine import Machine, machine_now
 from wandistiller.planner import plan
+from wandistiller.shorthands import merged
+
+
+def published_job(folder: Path, wan: str, machine: Machine, **more: Any) -> Job:
+    """A run of a published Wan, whose JSON files and prompts are in `folder`, on as many ranks as `machine` has."""
+    usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
+             "output_dir": str(folder / "out")}  # fmt: skip
+    return read_job(merged({}, usual | more, None), machine.ranks)
 
 
 def pipeline(folder: Path, width: int, layers: int) -> Path:

@@ -1,20 +1,17 @@
 """What `auto` chooses for published Wans on machines of every size, and what it says of its choice."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from planned import published_job as job
 from published_wan import PUBLISHED, write_published
 from ranks import wandistiller, write_json
 from recipes import PROMPTS, recipe
 
 from wandistiller.auto import chosen
-from wandistiller.check import read_job
 from wandistiller.config import read_json
-from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine
 from wandistiller.problems import ConfigError
-from wandistiller.shorthands import merged
 
 SMALL, LARGE, FIVE, TWO = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"
 TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
@@ -36,12 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in PUBLISHED:
         write_published(folder, name)
     return folder
-
-
-def job(folder: Path, wan: str, machine: Machine, **more: Any) -> Job:
-    usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
-             "output_dir": str(folder / "out")}  # fmt: skip
-    return read_job(merged({}, usual | more, None), machine.ranks)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", **more: Any) -> Job:
-    usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
-             "output_dir": str(folder / "out")}  # fmt: skip
-    return read_job(merged({}, usual | more, None), machine.ranks)
+    return planned.published_job(folder, wan, machine, **more)
 
 
 # A phase

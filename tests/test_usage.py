@@ -9,6 +9,7 @@ from ranks import wandistiller, write_json
 from recipes import recipe
 
 from wandistiller import phase, usage
+from wandistiller.prepare import guided_teacher, prepare
 from wandistiller.usage import GIB, Usage, in_gib, read, scalars, within, worst
 
 BLOCK = 2**28
@@ -103,6 +104,11 @@ def test_every_step_has_what_each_rank_holds_and_held_at_most(output: Path) -> N
     for memory in lines(output):
         assert all(0.1 < now <= most for now, most in zip(memory["train"]["host"], memory["train"]["host_peak"], strict=True))
         assert len(memory["train"]["host"]) == 2
+
+
+def test_a_teacher_that_is_loaded_to_fill_the_cache_belongs_to_that_phase() -> None:
+    """Advice of memory that ran out there must not speak of a student that is not there yet."""
+    assert not hasattr(guided_teacher, "__wrapped__") and hasattr(prepare, "__wrapped__")
 
 
 def test_other_phases_are_in_the_line_after_them(output: Path) -> None:

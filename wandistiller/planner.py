@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from wandistiller import pipeline_parts
+from wandistiller.advice import UNKNOWN
 from wandistiller.deepspeed_json import stage
 from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
@@ -22,8 +23,6 @@ CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
 """What CUDA takes of a GPU beside torch's allocator; not measured by us."""
-UNKNOWN = ("auto", "device_map")
-"""Placements of which no arithmetic says what a rank takes."""
 
 Parts = dict[str, Bytes]
 """What takes memory of a rank, in words, and how much."""

@@ -95,7 +95,6 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 
-@within("load")
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """The teacher as it will be asked: placed by its JSON, guidance folded in. Collective."""
     return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
