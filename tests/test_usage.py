@@ -9,7 +9,9 @@ from ranks import wandistiller, write_json
 from recipes import recipe
 
 from wandistiller import phase, usage
-from wandistiller.prepare import guided_teacher, prepare
+from wandistiller.check import read_job
+from wandistiller.config import RunConfig
+from wandistiller.prepare import prepare
 from wandistiller.usage import GIB, Usage, in_gib, read, scalars, within, worst
 
 BLOCK = 2**28
@@ -106,9 +108,20 @@ def test_every_step_has_what_each_rank_holds_and_held_at_most(output: Path) -> N
         assert len(memory["train"]["host"]) == 2
 
 
-def test_a_teacher_that_is_loaded_to_fill_the_cache_belongs_to_that_phase() -> None:
-    """Advice of memory that ran out there must not speak of a student that is not there yet."""
-    assert not hasattr(guided_teacher, "__wrapped__") and hasattr(prepare, "__wrapped__")
+def test_a_teacher_that_is_loaded_to_fill_the_cache_belongs_to_that_phase(
+    tmp_path: Path, wan1: Path, one_rank: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice when memory runs out there must not speak of a student that is not there yet."""
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append(phase.now.phase)
+        raise MemoryError
+
+    monkeypatch.setattr("wandistiller.prepare.build_teacher", look)
+    with pytest.raises(MemoryError):
+        prepare(read_job(RunConfig(**recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"))), 1))
+    assert seen == ["prepare"] and phase.now.phase == "prepare"
 
 
 def test_other_phases_are_in_the_line_after_them(output: Path) -> None:
