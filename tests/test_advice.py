@@ -15,7 +15,8 @@ from wandistiller.exhausted import Spent
 from wandistiller.footprint import activation_bytes
 from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine
-from wandistiller.memory import student_bytes, teacher_bytes
+from wandistiller.memory import teacher_bytes
+from wandistiller.planner import plan
 from wandistiller.shorthands import read_run
 
 GPUS = Machine(device_free=GIB, host_free=500 * GIB, disk_free=500 * GIB, ranks=4, ranks_on_node=4)
@@ -74,17 +75,12 @@ def test_a_saving_is_the_difference_of_the_planner_s_numbers(jobs: dict[str, Job
 
 
 def planned(job: Job, machine: Machine, spent: Spent) -> int:
-    """Bytes of one kind that a rank takes where the student's activations are more than the teacher's call."""
-    gpu = machine.device_free is not None
-    teacher = teacher_bytes(job.folder, job.teacher_ds, machine.ranks)
-    student = student_bytes(job.student_transformer, 1, job.student_ds, machine.ranks, accelerator=gpu)
-    tokens = job.folder.tokens(job.size.height, job.size.width, job.size.num_frames)
-    kept = activation_bytes(job.student_transformer, job.student_ds, tokens, job.batch.micro, accelerator=gpu)
-    if "checkpointing" in str(job.student_ds) or job.teacher_ds.get("wandistiller"):
-        return taken(needed(job, machine), spent, machine)  # the teacher's call may be more, or in CPU memory
-    total = teacher + student
-    device, host = total.device + total.live + kept, total.host + total.node // machine.ranks_on_node
-    return device + host if not gpu else device if spent is Spent.DEVICE else host
+    """Bytes of one kind that `wandistiller plan` says a rank takes, until it has trained a step."""
+    peaks = [phase.peak() for name, phase in plan(job, machine).items() if name in ("load", "train")]
+    if spent is Spent.DEVICE:
+        return max(p.device for p in peaks)
+    return max(p.device for p in peaks) * (machine.device_free is None) + max(p.host for p in peaks) \
+        + max(p.node for p in peaks) // machine.ranks_on_node  # fmt: skip
 
 
 def test_a_smaller_micro_batch_saves_its_share_of_the_activations(jobs: dict[str, Job]) -> None:

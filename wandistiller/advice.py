@@ -12,11 +12,11 @@ from wandistiller.config import STRATEGIES, read_json
 from wandistiller.deepspeed_json import BatchSize, dtype_name, student_engine, teacher_engine, with_dtype
 from wandistiller.engines import config_problems
 from wandistiller.exhausted import Spent
-from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, candidates, machine_now, placed
-from wandistiller.memory import Bytes, student_bytes, teacher_bytes
+from wandistiller.memory import Bytes
 from wandistiller.placement import BLOCK, Placement, read_placement, without_block
+from wandistiller.planner import UNKNOWN, most, plan
 from wandistiller.problems import ConfigError
 from wandistiller.recompute import SECTION, Recompute, read_recompute
 from wandistiller.student_json import ACCUMULATION, MICRO
@@ -85,26 +85,9 @@ def savings(job: Job, spent: Spent, machine: Machine, preparing: bool = False) -
 
 
 def needed(job: Job, machine: Machine, preparing: bool = False) -> Bytes:
-    """What a rank of `job` takes: teacher, student, and the larger of what their forward passes keep or need."""
-    gpu, r = machine.device_free is not None, job.run
-    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
-    asked = read_placement(job.teacher_ds)
-    teacher, call = Bytes(), 0
-    if (job.objective.needs_teacher or preparing) and asked.placement not in UNKNOWN:
-        teacher = teacher_bytes(job.folder, job.teacher_ds, machine.ranks)
-        branches = 2 // asked.guidance_passes if {r.guidance_scale, r.guidance_scale_2} != {1} else 1
-        samples = branches * (r.prepare_batch if preparing else job.batch.micro)
-        call = call_bytes(job.folder.config, job.teacher_ds, tokens, samples)
-    called = Bytes(host=call) if asked.placement == "host_cpu" else Bytes(live=call)
-    if preparing:
-        return teacher + called
-    student = student_bytes(job.student_transformer, len(job.student_experts), job.student_ds, machine.ranks, accelerator=gpu)
-    kept = activation_bytes(job.student_transformer, job.student_ds, tokens, job.batch.micro, accelerator=gpu)
-    return teacher + student + replace(called, live=max(called.live, kept))
-
-
-UNKNOWN = ("auto", "device_map")
-"""Placements of which no arithmetic says what a rank takes."""
+    """The most that a rank of `job` takes until it has trained a step, or while the teacher fills the cache."""
+    phases = plan(job, machine)
+    return phases["prepare"].at("rollouts") if preparing else most({name: phases[name] for name in ("load", "train")})
 
 
 def taken(rank: Bytes, spent: Spent, machine: Machine) -> int:

@@ -7,8 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -58,14 +58,27 @@ class Size(NamedTuple):
         return -(-self.numel // ranks) * self.item
 
 
+F = TypeVar("F", bound=Callable)
+
+
+def once_for_each(f: F) -> F:
+    """`f`, which works each answer out once: hundreds of combinations of JSONs are compared. Its arguments are JSON values."""
+    known: dict[str, Any] = {}
+
+    @wraps(f)
+    def answer(*args: Any, **more: Any) -> Any:
+        key = json.dumps([args, more], sort_keys=True)
+        if key not in known:
+            known[key] = f(*args, **more)
+        return known[key]
+
+    return answer
+
+
+@once_for_each
 def numels(config: dict[str, Any]) -> dict[str, int]:
     """Elements of each parameter of the transformer that `config` describes, by name."""
-    return _numels(json.dumps(config, sort_keys=True))
-
-
-@cache
-def _numels(config: str) -> dict[str, int]:
-    return {name: p.numel() for name, p in skeleton(json.loads(config)).named_parameters()}
+    return {name: p.numel() for name, p in skeleton(config).named_parameters()}
 
 
 def teacher_bytes(folder: WanFolder, ds: dict[str, Any], ranks: int) -> Bytes:
@@ -77,6 +90,7 @@ def teacher_bytes(folder: WanFolder, ds: dict[str, Any], ranks: int) -> Bytes:
     return one_at_a_time([_expert_bytes(config, ds, ranks) for config in folder.configs.values()])
 
 
+@once_for_each
 def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], ranks: int) -> Bytes:
     dtype = getattr(torch, dtype_name(ds))
     sizes = [Size(name, numel, parameter_dtype(name, dtype).itemsize) for name, numel in numels(config).items()]
@@ -129,17 +143,12 @@ def _swapped(sizes: list[Size], ds: dict[str, Any], ranks: int, item: int) -> By
     return Bytes(host=host, disk=sum(_up(part, step) for part in on_disk))
 
 
-def student_bytes(config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool) -> Bytes:
-    """What the student takes of one rank: the sum of `student_parts`, or where it starts, if that is more."""
-    made = sum(student_parts(config, experts, ds, ranks, accelerator=accelerator).values(), Bytes())
-    return replace(made, host=max(made.host, start_bytes(config, experts))) if accelerator else made
-
-
 def start_bytes(config: dict[str, Any], experts: int) -> int:
-    """What every rank starts from, all weights in float32; on a rank with an accelerator it is not where the engine will be."""
+    """What every rank starts from in CPU memory: all weights in float32."""
     return 4 * sum(numels(config).values()) * experts
 
 
+@once_for_each
 def student_parts(
     config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool
 ) -> dict[str, Bytes]:

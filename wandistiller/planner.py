@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from wandistiller import pipeline_parts
-from wandistiller.advice import UNKNOWN
 from wandistiller.deepspeed_json import stage
 from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
@@ -24,6 +23,9 @@ CUDA_PROCESS = 2500 * MIB
 CONTEXT = 500 * MIB
 """What CUDA takes of a GPU beside torch's allocator; not measured by us."""
 
+UNKNOWN = ("auto", "device_map")
+"""Placements of which no arithmetic says what a rank takes."""
+
 Parts = dict[str, Bytes]
 """What takes memory of a rank, in words, and how much."""
 
@@ -39,10 +41,11 @@ class Phase:
 
     def peak(self) -> Bytes:
         """The most of each kind of memory; `live` is part of `device`."""
-        kept = _sum(self.kept)
-        turns = [_sum(parts) for parts in self.turns.values()] or [Bytes()]
-        more = (max(getattr(t, kind) for t in turns) for kind in ("host", "node", "disk"))
-        return kept + Bytes(max(t.device + t.live for t in turns), 0, *more)
+        return _sum(self.kept) + _most([_sum(parts) for parts in self.turns.values()])
+
+    def at(self, turn: str) -> Bytes:
+        """What is taken in one of the turns."""
+        return _sum(self.kept) + _sum(self.turns.get(turn, {}))
 
     def parts(self) -> Parts:
         """What is there at the height: all that is kept, and the turn that takes most."""
@@ -58,11 +61,15 @@ def _size(b: Bytes) -> int:
     return b.device + b.live + b.host + b.node
 
 
+def _most(several: list[Bytes]) -> Bytes:
+    """The most of each kind of memory; `live` is part of `device`."""
+    return Bytes(max((b.device + b.live for b in several), default=0), 0,
+                 *(max((getattr(b, kind) for b in several), default=0) for kind in ("host", "node", "disk")))  # fmt: skip
+
+
 def most(phases: dict[str, Phase]) -> Bytes:
     """The most of each kind of memory in any phase."""
-    peaks = [phase.peak() for phase in phases.values()]
-    return Bytes(max(p.device + p.live for p in peaks), 0, *(max(getattr(p, kind) for p in peaks)
-                 for kind in ("host", "node", "disk")))  # fmt: skip
+    return _most([phase.peak() for phase in phases.values()])
 
 
 def plan(job: Job, machine: Machine) -> dict[str, Phase]:

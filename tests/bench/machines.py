@@ -1,0 +1,102 @@
+"""For each machine and published Wan the fastest of the shipped JSONs that fit: the recipes in ds_configs/machines/ and a table.
+
+python tests/bench/machines.py             # prints the table of ds_configs/README.md
+python tests/bench/machines.py --write     # and writes the recipes anew
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+from planned import published_job  # noqa: E402
+from published_wan import write_published  # noqa: E402
+from ranks import ROOT  # noqa: E402
+from recipes import PROMPTS  # noqa: E402
+
+from wandistiller.config import read_json  # noqa: E402
+from wandistiller.files import write_json  # noqa: E402
+from wandistiller.machine import GIB, Machine  # noqa: E402
+from wandistiller.rates import usual  # noqa: E402
+from wandistiller.recommend import Choice, fitting, ranked  # noqa: E402
+
+TEACHERS = {"wan2.1_1.3b": "Wan2.1-T2V-1.3B", "wan2.2_5b": "Wan2.2-TI2V-5B", "wan2.1_14b": "Wan2.1-T2V-14B",
+            "wan2.2_a14b": "Wan2.2-T2V-A14B"}  # fmt: skip
+FOLDER = ROOT / "ds_configs" / "machines"
+BATCH = 64
+"""Samples of a step, the same on all machines, so that they learn the same."""
+
+
+def gpus(count: int, each: int, host: int, nodes: int = 1) -> Machine:
+    """Machines as they are sold: GiB of a GPU, and of a node's CPU memory; 2 TB of disk."""
+    return Machine(each * GIB, host * GIB, 1800 * GIB, count * nodes, count)
+
+
+def cpu(host: int) -> Machine:
+    return Machine(None, host * GIB, 1800 * GIB, 1, 1)
+
+
+MACHINES = {
+    "cpu16": cpu(16), "cpu64": cpu(64), "cpu256": cpu(256),
+    "1x24": gpus(1, 24, 128), "2x24": gpus(2, 24, 128), "4x24": gpus(4, 24, 256),
+    "1x48": gpus(1, 48, 128), "2x48": gpus(2, 48, 256), "4x40": gpus(4, 40, 512),
+    "1x80": gpus(1, 80, 256), "4x80": gpus(4, 80, 1000), "8x80": gpus(8, 80, 2000), "2x8x80": gpus(8, 80, 2000, nodes=2),
+}  # fmt: skip
+
+
+def write_wans(folder: Path) -> None:
+    """The published pipelines' JSON files, and prompts, for the planner to read."""
+    (folder / "prompts.txt").write_text(PROMPTS)
+    for wan in TEACHERS.values():
+        write_published(folder, f"Wan-AI/{wan}-Diffusers")
+
+
+def best(folder: Path, teacher: str, machine: Machine) -> tuple[Choice, bool]:
+    """The fastest that fits `machine`, and True; if nothing does, what comes nearest."""
+    batch = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 1}
+    student = {k: v for k, v in read_json("ds_configs/student/zero2_offload.json").items() if k != "gradient_accumulation_steps"}
+    job = published_job(folder, TEACHERS[teacher], machine, deepspeed_config=student | batch)
+    every = ranked(job, machine, usual(machine.device_free))
+    fits = fitting(every, machine)
+    return (fits[0], True) if fits else (min(every, key=lambda choice: choice.short(machine).over), False)
+
+
+def recipe(name: str, teacher: str, choice: Choice) -> dict[str, Any]:
+    """What is shipped."""
+    run = {"teacher_path": f"Wan-AI/{TEACHERS[teacher]}-Diffusers", "data_path": "prompts.txt",
+           "output_dir": f"runs/{name}_{teacher}", "student_config": "ds_configs/students/half.json"}  # fmt: skip
+    return run | choice.settings
+
+
+def row(name: str, teacher: str, machine: Machine, choice: Choice, fits: bool) -> str:
+    """A line of the table."""
+    taken = {d.where: d.need / GIB for d in choice.demands(machine)}
+    numbers = [f"{taken[where]:.1f}" if where in taken else "" for where in ("on each GPU", "of CPU memory", "of disk")]
+    if not fits:
+        return f"| {name} | {teacher} | nothing fits; nearest {choice.student}, {choice.teacher} | | {' | '.join(numbers)} | |"
+    micro = choice.job.batch.micro
+    return f"| {name} | {teacher} | {choice.student}, {choice.teacher} | {micro} | {' | '.join(numbers)} | {choice.seconds:.3g} |"
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--write", action="store_true")
+    args = made.parse_args()
+    print("| machine | teacher | JSONs: student's, teacher's | micro-batch | GiB a GPU | CPU memory | disk | s a step |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_wans(Path(folder))
+        for name, machine in MACHINES.items():
+            for teacher in TEACHERS:
+                choice, fits = best(Path(folder), teacher, machine)
+                print(row(name, teacher, machine, choice, fits), flush=True)
+                if args.write and fits:
+                    FOLDER.mkdir(exist_ok=True)
+                    write_json(FOLDER / f"{name}_{teacher}.json", recipe(name, teacher, choice))
+
+
+if __name__ == "__main__":
+    main()
