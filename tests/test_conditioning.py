@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from wandistiller import conditioning
-from wandistiller.conditioning import Encoder, TextCache, text_stamp
+from wandistiller.conditioning import Encoder, TextCache, homes, text_stamp
 from wandistiller.items import Item, clean, read_items
 from wandistiller.problems import ConfigError
 from wandistiller.wan import TEXT_TOKENS
@@ -166,6 +166,16 @@ def test_text_is_bitwise_what_the_pipeline_encodes(wan2: Path, prompt: str, dtyp
     text_LD = Encoder(wan2, dtype, torch.device("cpu")).encode(clean(prompt))
     assert text_LD.dtype is expected_LD.dtype is dtype and len(expected_LD) == TEXT_TOKENS
     assert torch.equal(text_LD, expected_LD[: len(text_LD)]) and not expected_LD[len(text_LD) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
+def test_an_encoder_without_room_is_read_from_disk_and_answers_the_same(tmp_path: Path, wan2: Path, dtype: torch.dtype) -> None:
+    whole, device = Encoder(wan2, dtype, torch.device("cpu")), torch.device("cpu")
+    told = homes(wan2 / "text_encoder", dtype, 10_000, tmp_path)
+    assert told and not homes(wan2 / "text_encoder", dtype, 2**30, tmp_path)
+    small = Encoder(wan2, dtype, device, **told)
+    assert torch.equal(small.encode("a red circle"), whole.encode("a red circle"))
+    assert "disk" in small._model.hf_device_map.values()
 
 
 def cache_of(folder: Path, wan: Path, prompts: list[str], dtype: torch.dtype = torch.float32) -> TextCache:

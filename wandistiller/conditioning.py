@@ -1,15 +1,19 @@
 """Prompts -> UMT5 -> text cache, exactly as WanPipeline encodes them; the encoder is gone before training starts."""
 
 import gc
+import logging
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wandistiller import distributed
-from wandistiller.files import digest, fingerprint
+from wandistiller.files import digest, fingerprint, scratch
 from wandistiller.items import clean
+from wandistiller.machine import GIB, host_free, room_of_a_rank
 from wandistiller.metrics import Progress
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError
@@ -18,6 +22,7 @@ from wandistiller.stopping import stopping
 from wandistiller.wan import TEXT_TOKENS
 
 PROMPTS_PER_SHARD = 64
+log = logging.getLogger("wandistiller")
 
 
 def text_stamp(folder: Path, dtype: torch.dtype) -> str:
@@ -36,7 +41,7 @@ class TextCache:
             prompts: all that will ever be asked for; encoded once each.
             dtype: the encoder's precision.
         """
-        self._folder, self._dtype = folder, dtype
+        self._cache, self._folder, self._dtype = cache, folder, dtype
         self._shards = Shards(cache / "text" / text_stamp(folder, dtype))
         self._prompts = {self.key(p): p for p in prompts}
 
@@ -60,15 +65,21 @@ class TextCache:
 
     def _encode(self, files: list[list[str]], device: torch.device) -> None:
         """Write files of the texts of these keys."""
-        encoder, progress = Encoder(self._folder, self._dtype, device), Progress("text", len(files))
-        for keys in files:
-            if stopping.reason:
-                break
-            prompts = {k: clean(self._prompts[k]) for k in keys}
-            self._shards.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
-            progress.advance()
+        with scratch(self._cache) as swap:
+            encoder, progress = self._encoder(device, swap), Progress("text", len(files))
+            for keys in files:
+                if stopping.reason:
+                    break
+                prompts = {k: clean(self._prompts[k]) for k in keys}
+                self._shards.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
+                progress.advance()
         del encoder
         gc.collect()
+
+    def _encoder(self, device: torch.device, swap: Path) -> "Encoder":
+        room = room_of_a_rank(host_free(), len(distributed.node_peers())) if device.type == "cpu" else None
+        told = {} if room is None else homes(self._folder / "text_encoder", self._dtype, room, swap)
+        return Encoder(self._folder, self._dtype, device, **told)
 
     def __getitem__(self, prompt: str) -> Tensor:
         """text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
@@ -80,16 +91,48 @@ class TextCache:
         return torch.nn.functional.pad(text_LD, (0, 0, 0, TEXT_TOKENS - text_LD.shape[0]))
 
 
+def homes(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, Any]:
+    """What `from_pretrained` is to be told of an encoder that takes more CPU memory than `room` bytes; else nothing.
+
+    What is over is read from disk for each prompt, by accelerate's hooks.
+
+    Args:
+        swap: a folder for copies of files that are in another precision than `dtype`.
+    Raises:
+        ConfigError: where accelerate is not installed.
+    """
+    with torch.device("meta"):
+        model = UMT5EncoderModel(UMT5Config.from_pretrained(folder)).to(dtype)
+    whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.encoder.block[0]))
+    if whole <= room:
+        return {}
+    if not find_spec("accelerate"):
+        raise ConfigError(f"{folder}: it takes {whole / GIB:.1f} GiB and each rank may take {room / GIB:.1f} of CPU memory. Run: "
+                          "pip install accelerate, and what has no room is read from disk; or run `wandistiller prepare` on "
+                          "another machine and copy the cache.")  # fmt: skip
+    log.info("the text encoder takes %.1f GiB, of which %.1f have room; the rest is read from disk for each prompt", whole / GIB,
+             room / GIB)  # fmt: skip
+    return {"device_map": "auto", "max_memory": {"cpu": max(room - block, 0)}, "offload_folder": str(swap)}
+
+
 class Encoder:
     """UMT5 and its tokenizer."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device):
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, **homes: Any):
+        """Load them.
+
+        Args:
+            homes: of the function of that name.
+        """
+        self._device = device
         self._folder = folder
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         except Exception as error:  # tokenizers raises it bare
             raise ConfigError(f"{folder / 'tokenizer'}: it cannot be read: {error}. Fetch the folder again.") from None
-        self._model = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval().to(device)
+        self._model = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype, **homes).eval()
+        if not homes:
+            self._model.to(device)
 
     @torch.no_grad()
     def encode(self, prompt: str) -> Tensor:
@@ -97,7 +140,7 @@ class Encoder:
         tokens = self._tokenizer(
             [prompt], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_attention_mask=True,
             return_tensors="pt",
-        ).to(self._model.device)  # fmt: skip
+        ).to(self._device)  # fmt: skip
         states_BLD = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
         if not text_LD.isfinite().all():

@@ -53,6 +53,17 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder` that is gone when the block ends; what a killed process leaves is for `sweep`."""
+    made = folder / f".scratch.{_this_machine()}.{os.getpid()}.tmp"
+    made.mkdir(parents=True, exist_ok=True)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def sweep(folder: Path) -> None:
     """Delete what processes of this machine that are gone left half-written anywhere in `folder`; others may share it."""
     for half in folder.rglob(".*.tmp"):

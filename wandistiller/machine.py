@@ -138,6 +138,11 @@ def disk_free(path: Path) -> int:
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
 
 
+def reserve(free: int, share: float) -> float:
+    """What of `free` bytes is not to be taken."""
+    return max(share * free, min(LEAST, free / 4))
+
+
 class Demand(NamedTuple):
     """What would be taken from one kind of memory, in bytes."""
 
@@ -149,7 +154,7 @@ class Demand(NamedTuple):
 
     @property
     def reserve(self) -> float:
-        return max(self.share * self.free, min(LEAST, self.free / 4))
+        return reserve(self.free, self.share)
 
     @property
     def over(self) -> float:
@@ -166,6 +171,11 @@ class Demand(NamedTuple):
     @property
     def supply(self) -> str:
         return f"{self.free / GIB:.1f} GiB {self.where} ({self.reserve / GIB:.1f} of them kept in reserve)"
+
+
+def room_of_a_rank(host_free: int, ranks_on_node: int) -> int:
+    """Bytes of CPU memory that each of these ranks may take, of so many that are free on their node."""
+    return int(host_free - reserve(host_free, SYSTEM)) // ranks_on_node
 
 
 def demands(rank: Bytes, machine: Machine) -> list[Demand]:
