@@ -57,16 +57,18 @@ class TextCache:
         if missing:
             doing(f"encoding {len(missing)} prompts")
             distributed.log0("text: %d of %d prompts to encode", len(missing), len(self._prompts))
+        room = room_of_a_rank(host_free(), len(distributed.node_peers())) if device.type == "cpu" else None
         with distributed.same_problems():
             if mine:
-                self._encode(mine, device)
+                self._encode(mine, device, room)
         distributed.stop_if_asked("while encoding prompts; those that are done are kept")
         self._shards.find(missing)
 
-    def _encode(self, files: list[list[str]], device: torch.device) -> None:
-        """Write files of the texts of these keys."""
+    def _encode(self, files: list[list[str]], device: torch.device, room: int | None) -> None:
+        """Write files of the texts of these keys; the encoder may take `room` bytes of CPU memory."""
         with scratch(self._cache) as swap:
-            encoder, progress = self._encoder(device, swap), Progress("text", len(files))
+            told = {} if room is None else homes(self._folder / "text_encoder", self._dtype, room, swap)
+            encoder, progress = Encoder(self._folder, self._dtype, device, **told), Progress("text", len(files))
             for keys in files:
                 if stopping.reason:
                     break
@@ -75,11 +77,6 @@ class TextCache:
                 progress.advance()
         del encoder
         gc.collect()
-
-    def _encoder(self, device: torch.device, swap: Path) -> "Encoder":
-        room = room_of_a_rank(host_free(), len(distributed.node_peers())) if device.type == "cpu" else None
-        told = {} if room is None else homes(self._folder / "text_encoder", self._dtype, room, swap)
-        return Encoder(self._folder, self._dtype, device, **told)
 
     def __getitem__(self, prompt: str) -> Tensor:
         """text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
