@@ -107,7 +107,7 @@ def test_a_line_has_the_json_the_saving_and_what_it_takes_elsewhere(published: d
         f"as in ds_configs/student/zero2_offload.json: saves {found.saves / GIB:.3g} GiB a rank, "
         f"takes {found.costs / GIB:.3g} GiB of the other memory"
     )
-    assert found.saves > GIB and found.costs > GIB
+    assert found.saves > GIB and found.costs > GIB / 3  # beside what all ranks need while they start
 
 
 # Settings

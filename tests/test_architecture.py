@@ -10,9 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute deepspeed_values refused
-    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping stream manifest watch
-    distributed engines metrics pipeline_parts wan loading swap memory footprint flops rates machine dispatch
+    allocators problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute
+    deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage
+    stopping stream manifest watch distributed engines metrics pipeline_parts
+    wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite planner advice failures
     check costs recommend auto plan trainer probes importance begin prepare export train replay
@@ -21,8 +22,8 @@ ORDER = """
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
-    problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute deepspeed_values refused
-    deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping
+    allocators problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute
+    deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping
 """.split()
 ALLOWED = {
     "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},

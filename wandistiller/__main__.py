@@ -7,6 +7,7 @@ import sys
 import typing
 from typing import Any
 
+from wandistiller import allocators
 from wandistiller.commandline import NEEDLESS, parser
 from wandistiller.problems import ConfigError
 from wandistiller.stopping import STOP, Stopped, stopping
@@ -16,6 +17,7 @@ if typing.TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    allocators.settle()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of a lost connection are 30 lines of C++ each
     flags = vars(parser().parse_args(argv))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wandistiller import allocators
 from wandistiller.config import STRATEGIES, read_json
 from wandistiller.deepspeed_json import BatchSize, dtype_name, student_engine, teacher_engine, with_dtype
 from wandistiller.engines import config_problems
@@ -119,13 +120,13 @@ def _is_accepted(after: Job, before: Job) -> bool:
 
 
 def _allocator(spent: Spent) -> Iterator[str]:
-    """On a GPU, memory that torch holds in pieces too small to be used."""
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    if spent is Spent.DEVICE and torch.cuda.is_available() and "expandable_segments" not in os.environ.get(name, ""):
+    """On a GPU, memory that torch holds in pieces too small to be used, if the user keeps it from growing its segments."""
+    said = {name: os.environ[name] for name in allocators.TORCH if name in os.environ}
+    if spent is Spent.DEVICE and torch.cuda.is_available() and "expandable_segments:True" not in str(said):
         held = torch.cuda.memory_reserved()
         if (unused := held - torch.cuda.memory_allocated()) > LEAST * held:
-            yield (f"{name}=expandable_segments:True in the environment: makes usable up to {unused / GIB:.3g} GiB that lie in "
-                   "pieces too small to be used")  # fmt: skip
+            yield (f"no {', '.join(said)} in the environment, or expandable_segments:True in it: makes usable up to "
+                   f"{unused / GIB:.3g} GiB that lie in pieces too small to be used")  # fmt: skip
 
 
 def _student_engines(job: Job, _: Machine) -> Iterator[Change]:

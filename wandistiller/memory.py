@@ -6,12 +6,13 @@ The arithmetic follows deepspeed 0.19.8. Activations are not counted; machine.py
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from wandistiller.allocators import ROUNDED
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.placement import read_placement
 from wandistiller.wan import WanFolder, parameter_dtype, skeleton
@@ -35,10 +36,11 @@ class Bytes:
     node: int = 0
     """CPU memory that all ranks of a node share; the whole of it."""
     disk: int = 0
+    pinned: int = 0
+    """Of `host`: page-locked."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(self.device + other.device, self.live + other.live, self.host + other.host, self.node + other.node,
-                     self.disk + other.disk)  # fmt: skip
+        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def one_at_a_time(engines: list[Bytes]) -> Bytes:
@@ -169,7 +171,7 @@ def bucket_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:
     return getattr(torch, dtype_name(ds)).itemsize * min(sum(numels(config).values()), _zero(ds, "reduce_bucket_size"))
 
 
-WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and weights at work"
+WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and gathered weights"
 """The student's parts."""
 
 
@@ -196,10 +198,10 @@ def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) 
                 GRADIENTS: Bytes(live=max(gradients + bucket, step))}  # fmt: skip
     lock = _lock(offload, accelerator)
     return {
-        WEIGHTS: Bytes(device=weights, host=lock(item * part)),
-        MASTERS: Bytes(host=lock(4 * part) + states * part),
-        GRADIENTS: Bytes(host=lock(4 * part) + (sum(lock(item * s.numel) for s in sizes) // ranks if adds else 0)),
-        WORKING: Bytes(device=largest, live=bucket + (gradients if stage(ds) == 1 else 0), host=lock(largest)),
+        WEIGHTS: Bytes(device=weights) + lock(item * part),
+        MASTERS: Bytes(host=states * part) + lock(4 * part),
+        GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
+        WORKING: Bytes(device=largest, live=bucket + (gradients if stage(ds) == 1 else 0)) + lock(largest),
     }
 
 
@@ -217,16 +219,15 @@ def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator:
     step = (4 + (item if item < 4 else 0)) * group  # gradients flat, and in float32
     weights = {
         "none": Bytes(device=item * part),
-        "cpu": Bytes(host=_lock({}, accelerator)(item * part)),
+        "cpu": _lock({}, accelerator)(item * part),
         "nvme": Bytes(host=item * min(part, _offload(ds, "param").get("max_in_cpu", 10**9)), disk=item * part),
     }[offload_device(ds)]
     offload = _offload(ds, "optimizer")
     lock = _lock(offload, accelerator)
     masters, gradients = {
         "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
-        "cpu": (Bytes(host=(4 + states) * part),
-                Bytes(host=part // group * lock(4 * group) + lock(4 * (part % group)) + lock(item * part))),
-        "nvme": (Bytes(host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), Bytes(host=lock(item * part))),
+        "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
+        "nvme": (Bytes(host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), lock(item * part)),
     }[offload["device"]]  # fmt: skip
     # what is reduced is there twice: in the bucket, and in the order of the ranks
     working = Bytes(kept + bucket, live=max(live + bucket, step if offload["device"] == "none" else 0))
@@ -246,10 +247,16 @@ def _offload(ds: dict[str, Any], what: str) -> dict[str, Any]:
     return {"device": "none"} | ds["zero_optimization"].get(f"offload_{what}", {})
 
 
-def _lock(offload: dict[str, Any], accelerator: bool) -> Callable[[int], int]:
-    """What n bytes take: page-locked memory comes in powers of two (torch 2.13)."""
-    locked = accelerator and offload.get("pin_memory", True)
-    return lambda n: 1 << (n - 1).bit_length() if locked and n else n
+def _lock(offload: dict[str, Any], accelerator: bool) -> Callable[[int], Bytes]:
+    """CPU memory for n bytes: small page-locked pieces come in powers of two."""
+
+    def taken(n: int) -> Bytes:
+        if not accelerator or not offload.get("pin_memory", True):
+            return Bytes(host=n)
+        whole = n if n > ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
+        return Bytes(host=whole, pinned=whole)
+
+    return taken
 
 
 def _up(n: int, multiple: int) -> int:

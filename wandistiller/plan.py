@@ -20,7 +20,8 @@ from wandistiller.rates import Rates
 from wandistiller.recommend import choices
 from wandistiller.shorthands import merged
 
-HEAD = ("GPU", "CPU", "of a node", "disk")
+HEAD = ("GPU", "CPU", "of it pinned", "all ranks'", "disk")
+"""Columns: of a rank's own CPU memory how much is page-locked; and CPU memory that the ranks of a node share."""
 
 
 SHOWN = 5
@@ -101,7 +102,7 @@ def _machine(m: Machine) -> list[str]:
 def _table(phases: dict[str, Phase], machine: Machine) -> list[str]:
     """A line for each phase, and under the one that takes most what it consists of."""
     worst = max(phases, key=lambda name: _of_first_need(phases[name].peak(), machine))
-    found = [f"{'GiB of one rank':<44}{''.join(f'{h:>10}' for h in HEAD)}"]
+    found = [f"{'GiB of one rank':<56}{''.join(f'{h:>13}' for h in HEAD)}"]
     for name, phase in phases.items():
         found.append(_row(f"{name}, at its height", phase.peak()))
         if name == worst:
@@ -110,8 +111,8 @@ def _table(phases: dict[str, Phase], machine: Machine) -> list[str]:
 
 
 def _row(name: str, b: Bytes) -> str:
-    numbers = (b.device + b.live, b.host, b.node, b.disk)
-    return f"{name:<44}{''.join(f'{n / GIB:>10.2f}' if n else f'{chr(45):>10}' for n in numbers)}"
+    numbers = (b.device + b.live, b.host, b.pinned, b.node, b.disk)
+    return f"{name:<56}{''.join(f'{n / GIB:>13.2f}' if n else f'{chr(45):>13}' for n in numbers)}"
 
 
 def _any(b: Bytes) -> bool:

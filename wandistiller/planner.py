@@ -1,6 +1,6 @@
 """What a run will take of each rank, phase by phase, from its settings alone: nothing is loaded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from wandistiller import pipeline_parts
 from wandistiller.deepspeed_json import stage
@@ -63,8 +63,9 @@ def _size(b: Bytes) -> int:
 
 def _most(several: list[Bytes]) -> Bytes:
     """The most of each kind of memory; `live` is part of `device`."""
+    kinds = ("host", "node", "disk", "pinned")
     return Bytes(max((b.device + b.live for b in several), default=0), 0,
-                 *(max((getattr(b, kind) for b in several), default=0) for kind in ("host", "node", "disk")))  # fmt: skip
+                 *(max((getattr(b, kind) for b in several), default=0) for kind in kinds))  # fmt: skip
 
 
 def most(phases: dict[str, Phase]) -> Bytes:
@@ -130,8 +131,10 @@ class _Planner:
         taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
         call = Bytes(host=taken) if asked.placement == "host_cpu" else Bytes(live=taken)
         engine = ENGINE if asked.placement == "engine" and stage(j.teacher_ds) == 3 else 0
-        kept = Bytes(whole.device, 0, whole.host + engine, whole.node, whole.disk)
-        return {"teacher's weights": kept}, {"teacher's weights at work": Bytes(live=whole.live), "a call of the teacher": call}
+        pinned = j.teacher_ds["zero_optimization"].get("offload_param", {}).get("pin_memory") and self.gpu
+        kept = replace(whole, live=0, host=whole.host + engine, pinned=whole.host if pinned else 0)
+        turn = {"teacher's weights on their way": Bytes(live=whole.live), "a call of the teacher": call}
+        return {"teacher's weights": kept}, turn
 
     def _student(self) -> tuple[Parts, dict[str, Parts]]:
         """What is there all the time, and the turns of a step."""
@@ -139,8 +142,8 @@ class _Planner:
         config, ds = j.student_transformer, j.student_ds
         parts = student_parts(config, len(j.student_experts), ds, self.machine.ranks, accelerator=self.gpu)
         activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
-        kept = {f"student's {name}": Bytes(b.device, 0, b.host, b.node, b.disk) for name, b in parts.items()}
-        work = {f"student's {name}, at work": Bytes(live=b.live) for name, b in parts.items() if b.live}
+        kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
+        work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
         if not self.gpu and self.machine.ranks > 1:
             work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(config, ds))
         return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}

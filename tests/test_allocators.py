@@ -1,0 +1,34 @@
+"""What is settled of the memory allocators before torch is imported."""
+
+import os
+
+import pytest
+import torch
+
+from wandistiller import allocators
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocators.TORCH:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_torch_s_allocators_are_set_where_the_user_said_nothing() -> None:
+    allocators.settle()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == allocators.SETTINGS
+
+
+@pytest.mark.parametrize("name", allocators.TORCH)
+def test_what_the_user_said_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    allocators.settle()
+    assert {n: os.environ[n] for n in allocators.TORCH if n in os.environ} == {name: "max_split_size_mb:128"}
+
+
+@pytest.mark.parametrize("key", [setting.split(":")[0] for setting in allocators.SETTINGS.split(",")])
+def test_torch_knows_each_setting(key: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(allocators.SETTINGS)
+    with pytest.raises((ValueError, RuntimeError)):
+        torch._C._accelerator_setAllocatorSettings(f"{key}:none of its values")  # a key that it does not know is passed over
