@@ -13,15 +13,16 @@ from recipes import ADAM
 from small_wan import transformer
 from torch import nn
 
-from wandistiller import distributed
+from wandistiller import distributed, planner
 from wandistiller.batch import Expert
 from wandistiller.config import SHIPPED
 from wandistiller.deepspeed_json import student_engine, teacher_engine
 from wandistiller.loading import load_sharded, load_shared, load_whole
 from wandistiller.machine import GIB, placed
-from wandistiller.memory import DEFAULTS, Bytes, numels, start_bytes, student_parts, teacher_bytes
+from wandistiller.memory import AVERAGE, DEFAULTS, Bytes, Network, numels, start_bytes, student_parts, teacher_bytes
 from wandistiller.student import Student
 from wandistiller.teacher import build_teacher
+from wandistiller.tuning import tune
 from wandistiller.wan import WanFolder, open_wan, velocity
 from wandistiller.weights import WeightReader
 
@@ -193,7 +194,7 @@ def student_json(stage: int, *, offload: str = "none", bf16: bool = True, accumu
 
 def student(folder: WanFolder, ds: dict[str, Any], ranks: int = 1, experts: int = 1, accelerator: bool = False) -> Bytes:
     checked, _ = student_engine("s.json", ds, ranks)
-    return sum(student_parts(folder.config, experts, checked, ranks, accelerator=accelerator).values(), Bytes())
+    return sum(student_parts(Network(numels(folder.config)), experts, checked, ranks, accelerator=accelerator).values(), Bytes())
 
 
 def tensor_bytes() -> int:
@@ -218,8 +219,33 @@ def test_a_student_s_engine_keeps_the_bytes_that_were_said(
     engine.backward(loss)
     engine.step()
     del loss
-    said = sum(student_parts(dict(engine.module.config), 1, ds, 1, accelerator=False).values(), Bytes())
+    said = sum(student_parts(Network(numels(dict(engine.module.config))), 1, ds, 1, accelerator=False).values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(said.device + said.host, rel=0.01)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "none"), (2, "cpu"), (3, "cpu")])
+@pytest.mark.parametrize("tuned", ["frozen", "lora"])
+def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
+    one_rank: torch.device, stage: int, offload: str, tuned: str
+) -> None:
+    frozen, lora = (["blocks.0", "ffn"], None) if tuned == "frozen" else (None, {"rank": 4, "targets": ["to_q", "ffn"]})
+    ds, _ = student_engine("s.json", student_json(stage, offload=offload), 1)
+    model = transformer(0, 2, num_attention_heads=4, attention_head_dim=64, ffn_dim=512)
+    config, before = dict(model.config), tensor_bytes()
+    model = model.requires_grad_(True)
+    tune(model, frozen, lora, seed=0)
+    sizes = [{n: p.numel() for n, p in model.named_parameters() if p.requires_grad is trained} for trained in (True, False)]
+    assert planner._network(config, frozen, lora, (), 256) == Network(*sizes)
+    before -= sum(p.nbytes for p in model.parameters())  # of a network that the engine takes over
+    made = Student({Expert.HIGH_NOISE: model}, ds, ema=0.9)
+    engine = made.engine(Expert.HIGH_NOISE)
+    inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
+    engine.backward(velocity(engine, *(t.to(one_rank) for t in inputs)).square().mean())
+    engine.step()
+    parts = student_parts(Network(*sizes), 1, ds, 1, accelerator=False, ema=True)
+    assert parts[AVERAGE].device + parts[AVERAGE].host == 4 * sum(sizes[0].values())
+    said = sum(parts.values(), Bytes())
+    assert tensor_bytes() - before == pytest.approx(said.device + said.host, rel=0.02)
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(1, 2 * P + 12 * P // 2), (2, 2 * P + 12 * P // 2), (3, 16 * P // 2 + 2 * 1000)])
@@ -271,7 +297,7 @@ def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
     pieces = (2 * part, 4 * part, 4 * part, 2 * max(sizes))  # weights, masters, gradients, a tensor on its way
     assert max(pieces) < 2**20
     ds, _ = student_engine("s.json", student_json(2, offload="cpu"), 1)
-    pinned = sum(p.pinned for p in student_parts(config, 1, ds, 1, accelerator=True).values())
+    pinned = sum(p.pinned for p in student_parts(Network(numels(config)), 1, ds, 1, accelerator=True).values())
     assert pinned == sum(2 ** ceil(log2(n)) for n in pieces)
 
 

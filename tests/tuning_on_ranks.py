@@ -37,7 +37,7 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
 
 def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Student:
     model = transformer(seed, layers=3)
-    tune(model, run)
+    tune(model, run.frozen, run.lora, run.seed)
     return Student({Expert.HIGH_NOISE: model}, ds, learning_rates=run.learning_rates, **more)
 
 
@@ -75,7 +75,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
     """How far the checkpoint's weights are from what plain PyTorch says of the same weights."""
     at_start = dict(transformer(1, layers=3).named_parameters())
     models = {Expert.HIGH_NOISE: transformer(1, layers=3)}
-    tune(models[Expert.HIGH_NOISE], PARTLY)
+    tune(models[Expert.HIGH_NOISE], PARTLY.frozen, PARTLY.lora, PARTLY.seed)
     frozen = [n for n, p in models[Expert.HIGH_NOISE].named_parameters() if not p.requires_grad]
     checkpoint.keep_frozen(models, work, None)
     student = Student(models, engine(stage, dtype), learning_rates=PARTLY.learning_rates, ema=DECAY, ema_start=START)

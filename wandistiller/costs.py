@@ -12,6 +12,7 @@ from wandistiller.job import Job
 from wandistiller.machine import Machine
 from wandistiller.memory import numels
 from wandistiller.placement import read_placement
+from wandistiller.planner import student_network
 from wandistiller.rates import Rates
 from wandistiller.recompute import read_recompute
 
@@ -105,9 +106,11 @@ class Costs:
         j, m, ds = self.job, self.machine, self.job.student_ds
         again = read_recompute(ds)
         tflop = j.batch.micro * flops(j.student_transformer, self.tokens).step(again) / 1e12
-        whole = sum(numels(j.student_transformer).values()) * getattr(torch, dtype_name(ds)).itemsize
+        item, network = getattr(torch, dtype_name(ds)).itemsize, student_network(j)
+        gradients = item * sum(network.trained.values())
+        whole = gradients + item * sum(network.frozen.values())
         others = whole * (m.ranks - 1) // m.ranks
-        moves = [Move("gradients to the other ranks", others, "link")] if m.ranks > 1 else []
+        moves = [Move("gradients to the other ranks", gradients * (m.ranks - 1) // m.ranks, "link")] if m.ranks > 1 else []
         if stage(ds) == 3:
             passes = 2  # forward and backward; what is computed again is still there
             if m.ranks > 1:
@@ -117,13 +120,13 @@ class Costs:
             if offload_device(ds) == "nvme":
                 moves.append(Move("weights from disk", passes * whole * m.ranks_on_node // m.ranks, "disk"))
         if self._home("offload_optimizer") != "none" and m.device_free is not None:
-            moves.append(Move("gradients over PCIe", whole // m.ranks, "pcie"))
+            moves.append(Move("gradients over PCIe", gradients // m.ranks, "pcie"))
         return Cost("the student's passes", j.batch.accumulation, tflop, self.rates.tflops, tuple(moves))
 
     def _optimizer(self) -> Cost:
         """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
         m = self.machine
-        part, home = sum(numels(self.job.student_transformer).values()) // m.ranks, self._home("offload_optimizer")
+        part, home = sum(student_network(self.job).trained.values()) // m.ranks, self._home("offload_optimizer")
         moves = []
         if home != "none" or m.device_free is None:
             moves.append(Move("weights and moments in CPU memory", ADAM_BYTES * part * m.ranks_on_node, "memory"))

@@ -150,44 +150,61 @@ def start_bytes(config: dict[str, Any], experts: int) -> int:
     return 4 * sum(numels(config).values()) * experts
 
 
+class Network(NamedTuple):
+    """Elements of a student's parameters, by name."""
+
+    trained: dict[str, int]
+    frozen: dict[str, int] = {}
+
+
 @once_for_each
 def student_parts(
-    config: dict[str, Any], experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool
+    network: Network, experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool, ema: bool = False
 ) -> dict[str, Bytes]:
     """What the student takes of one rank, by name; no activations.
 
     Args:
+        experts: networks of this kind.
         ds: its JSON, checked by `student_engine`.
         accelerator: with one, host memory may be page-locked.
+        ema: whether an average of its weights is kept.
     """
     item = getattr(torch, dtype_name(ds)).itemsize
-    sizes = [Size(name, numel, item) for name, numel in numels(config).items()]
-    one = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(sizes, ds, ranks, accelerator)
-    return {name: one_at_a_time([part] * experts) for name, part in one.items()}
+    trained, frozen = ([Size(name, numel, item) for name, numel in part.items()] for part in network)
+    found = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(trained, frozen, ds, ranks, accelerator)
+    if ema:
+        average = 4 * sum(s.numel for s in trained) // (1 if stage(ds) == 0 else ranks)
+        found[AVERAGE] = Bytes(device=average) if _offload(ds, "optimizer")["device"] == "none" else Bytes(host=average)
+    return {name: one_at_a_time([part] * experts) for name, part in found.items()}
 
 
-def bucket_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:
+def bucket_bytes(network: Network, ds: dict[str, Any]) -> int:
     """Gradients that are sent to the other ranks at once."""
-    return getattr(torch, dtype_name(ds)).itemsize * min(sum(numels(config).values()), _zero(ds, "reduce_bucket_size"))
+    return getattr(torch, dtype_name(ds)).itemsize * min(sum(network.trained.values()), _zero(ds, "reduce_bucket_size"))
 
 
+AVERAGE = "moving average"
 WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and gathered weights"
 """The student's parts."""
 
 
-def _whole(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _whole(
+    sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
+) -> dict[str, Bytes]:
     """Stage 0: everything on every rank; below float32 with a copy of the weights, and two of the gradients in a step."""
     item, numel = sizes[0].item, sum(s.numel for s in sizes)
     masters, step = (4 * numel, 8 * numel) if item < 4 else (0, 0)
-    return {WEIGHTS: Bytes(device=item * numel), MASTERS: Bytes(device=masters + _states(ds) * numel),
+    return {WEIGHTS: Bytes(device=item * numel + _total(frozen, ranks=1)), MASTERS: Bytes(device=masters + _states(ds) * numel),
             GRADIENTS: Bytes(live=item * numel + step)}  # fmt: skip
 
 
-def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _flat(
+    sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
+) -> dict[str, Bytes]:
     """ZeRO-1 and 2: all weights on every rank, of which it updates its part of `part` elements."""
     item, numel, states = sizes[0].item, sum(s.numel for s in sizes), _states(ds)
     part = _up(numel, 2 * ranks) // ranks
-    weights, largest = item * part * ranks, item * max(s.numel for s in sizes)
+    weights, largest = item * part * ranks + _total(frozen, ranks=1), item * max(s.numel for s in sizes)
     bucket = item * min(numel, _zero(ds, "reduce_bucket_size"))
     adds = stage(ds) == 2 and ds["gradient_accumulation_steps"] > 1  # a micro-step's gradients to the earlier ones'
     gradients = item * (numel if stage(ds) == 1 else 2 * part if adds else part)
@@ -205,22 +222,25 @@ def _flat(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) 
     }
 
 
-def _partitioned(sizes: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _partitioned(
+    sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
+) -> dict[str, Bytes]:
     """ZeRO-3: a part of `part` elements of everything on each rank, updated in groups."""
-    item, part, states = sizes[0].item, sum(s.part(ranks) // s.item for s in sizes), _states(ds)
+    item, every, states = sizes[0].item, [*sizes, *frozen], _states(ds)
+    part, all_parts = (_total(some, ranks) // item for some in (sizes, every))
     group = min(part, _zero(ds, "sub_group_size"))
-    kept, live = _gathered(sizes, ds, ranks, reused=_zero(ds, "stage3_max_reuse_distance"))
+    kept, live = _gathered(every, ds, ranks, reused=_zero(ds, "stage3_max_reuse_distance"))
     if live:  # autograd holds the weights that it will go back through: of one block, if the others are computed anew
         blocks = Counter()
-        for s in sizes:
+        for s in every:
             blocks[".".join(s.name.split(".")[:2])] += s.part(1)
         live += max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
     bucket = item * min(sum(s.numel for s in sizes), _zero(ds, "reduce_bucket_size"))
     step = (4 + (item if item < 4 else 0)) * group  # gradients flat, and in float32
     weights = {
-        "none": Bytes(device=item * part),
-        "cpu": _lock({}, accelerator)(item * part),
-        "nvme": Bytes(host=item * min(part, _offload(ds, "param").get("max_in_cpu", 10**9)), disk=item * part),
+        "none": Bytes(device=item * all_parts),
+        "cpu": _lock({}, accelerator)(item * all_parts),
+        "nvme": Bytes(host=item * min(all_parts, _offload(ds, "param").get("max_in_cpu", 10**9)), disk=item * all_parts),
     }[offload_device(ds)]
     offload = _offload(ds, "optimizer")
     lock = _lock(offload, accelerator)

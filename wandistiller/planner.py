@@ -1,15 +1,22 @@
 """What a run will take of each rank, phase by phase, from its settings alone: nothing is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from wandistiller import pipeline_parts
+from wandistiller.blocks import add_projections
 from wandistiller.deepspeed_json import stage
 from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine
-from wandistiller.memory import Bytes, bucket_bytes, numels, start_bytes, student_parts, teacher_bytes
+from wandistiller.memory import Bytes, Network, bucket_bytes, numels, once_for_each, start_bytes, student_parts, teacher_bytes
 from wandistiller.placement import read_placement
+from wandistiller.tuning import tune
+from wandistiller.wan import skeleton, width
 
 MIB = 2**20
 PROCESS = 520 * MIB
@@ -71,6 +78,27 @@ def _most(several: list[Bytes]) -> Bytes:
 def most(phases: dict[str, Phase]) -> Bytes:
     """The most of each kind of memory in any phase."""
     return _most([phase.peak() for phase in phases.values()])
+
+
+def student_network(job: Job) -> Network:
+    """What of one of the student's networks is trained, its adapters and projections included, and what is frozen."""
+    term = job.objective.feature_term
+    return _network(job.student_transformer, job.run.frozen, job.run.lora, term.blocks if term else [], width(job.folder.config))
+
+
+@once_for_each
+def _network(
+    config: dict[str, Any], frozen: list[str] | None, lora: dict[str, Any] | None, blocks: Sequence[int], teacher_width: int
+) -> Network:
+    """As `train.student_models` has it, without memory."""
+    with torch.device("meta"):
+        model = skeleton(config).requires_grad_(True)
+        tune(model, frozen, lora, seed=0)
+        add_projections(model, blocks, teacher_width)
+    found: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    for name, p in model.named_parameters():
+        found[p.requires_grad][name] = p.numel()
+    return Network(found[True], found[False])
 
 
 def plan(job: Job, machine: Machine) -> dict[str, Phase]:
@@ -140,12 +168,13 @@ class _Planner:
         """What is there all the time, and the turns of a step."""
         j = self.job
         config, ds = j.student_transformer, j.student_ds
-        parts = student_parts(config, len(j.student_experts), ds, self.machine.ranks, accelerator=self.gpu)
+        network, ranks = student_network(j), self.machine.ranks
+        parts = student_parts(network, len(j.student_experts), ds, ranks, accelerator=self.gpu, ema=j.run.ema is not None)
         activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
         if not self.gpu and self.machine.ranks > 1:
-            work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(config, ds))
+            work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
         return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}
 
     def _prepare(self) -> Phase:

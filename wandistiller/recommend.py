@@ -16,7 +16,7 @@ from wandistiller.placement import BLOCK, read_placement
 from wandistiller.planner import most, plan
 from wandistiller.problems import ConfigError
 from wandistiller.rates import Rates
-from wandistiller.student_json import ACCUMULATION, MICRO
+from wandistiller.student_json import ACCUMULATION, MICRO, TOTAL
 
 KEPT = (*BATCH_KEYS, "zero_optimization", "aio")
 """Keys of a student JSON that are chosen here; the others are the run's."""
@@ -55,8 +55,8 @@ class Choice(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The same as recipe keys: names of files where those say it all, else their content."""
         shipped, batch = read_json(f"ds_configs/student/{self.student}.json"), self.job.batch
-        own = {k: v for k, v in shipped.items() if k not in BATCH_KEYS} | {MICRO: batch.micro, ACCUMULATION: batch.accumulation}
-        same = all(shipped.get(k) == own[k] for k in (MICRO, ACCUMULATION))
+        own = {k: v for k, v in shipped.items() if k not in BATCH_KEYS} | {TOTAL: batch.total, MICRO: batch.micro}
+        same = (shipped.get(MICRO), shipped.get(ACCUMULATION)) == (batch.micro, batch.accumulation)
         teacher = {} if self.teacher == OWN else {"teacher_deepspeed_config": f"ds_configs/teacher/{self.teacher}.json"}
         return {"deepspeed_config": f"ds_configs/student/{self.student}.json" if same else own} | teacher
 

@@ -108,7 +108,7 @@ def student_models(job: Job, cuts: dict[Expert, Cuts] | None = None) -> dict[Exp
         for expert in job.student_experts
     }  # fmt: skip
     for expert, model in models.items():
-        tune(model, job.run)
+        tune(model, job.run.frozen, job.run.lora, job.run.seed)
         if term := job.objectives[expert].feature_term:
             add_projections(model, term.blocks, wan.width(job.folder.config))
     if job.resume_from:

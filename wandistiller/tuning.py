@@ -111,13 +111,13 @@ def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model)
 
 
-def tune(model: WanTransformer3DModel, run: RunConfig) -> None:
-    """Leave gradients to what `run` trains: all but the frozen parts, or the adapters alone."""
-    if run.lora is not None:
-        add_lora(model, Lora(**run.lora), run.seed)
+def tune(model: WanTransformer3DModel, frozen: list[str] | None, lora: dict[str, Any] | None, seed: int) -> None:
+    """Leave gradients to what the recipe trains: all but the frozen parts, or the adapters alone."""
+    if lora is not None:
+        add_lora(model, Lora(**lora), seed)
     for name, parameter in model.named_parameters():
         trained = parameter.requires_grad or name.startswith(PROJECTIONS)  # which peft froze with all that is not its own
-        parameter.requires_grad_(trained and not any_names(run.frozen or (), name))
+        parameter.requires_grad_(trained and not any_names(frozen or (), name))
 
 
 def parameter_groups(
