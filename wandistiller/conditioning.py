@@ -98,8 +98,13 @@ class Encoder:
             [prompt], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_attention_mask=True,
             return_tensors="pt",
         ).to(self._model.device)  # fmt: skip
-        states_BLD = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
         text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
         if not text_LD.isfinite().all():
             raise ConfigError(f"{self._folder / 'text_encoder'}: its answers are not finite. Fetch its weights again.")
         return text_LD
+
+
+def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """text_BLD of numbered tokens, of which `mask_BL` says which are not padding."""
+    return encoder(token_BL, mask_BL).last_hidden_state
