@@ -17,7 +17,8 @@ from wandistiller.problems import ConfigError
 from wandistiller.wan import WanFolder, open_wan, require_weights
 
 ID = "org/wan"
-NEEDED_FIRST = {"model_index.json", "scheduler/scheduler_config.json", "transformer/config.json", "vae/config.json"}
+NEEDED_FIRST = {"model_index.json", "scheduler/scheduler_config.json", "text_encoder/config.json", "transformer/config.json",
+                "vae/config.json"}  # fmt: skip
 NOT_NEEDED = ("README.md", "Wan2.1_VAE.pth", "assets/cat.mp4", "text_encoder/pytorch_model.bin",
               "transformer/diffusion_pytorch_model.fp16.safetensors",
               "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors")  # fmt: skip

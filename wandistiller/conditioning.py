@@ -91,7 +91,7 @@ class TextCache:
 def homes(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, Any]:
     """What `from_pretrained` is to be told of an encoder that takes more CPU memory than `room` bytes; else nothing.
 
-    What is over is read from disk for each prompt, by accelerate's hooks.
+    What is over is read from disk for each prompt, a layer at a time, by accelerate's hooks; a layer more is left to work in.
 
     Args:
         swap: a folder for copies of files that are in another precision than `dtype`.
@@ -109,7 +109,7 @@ def homes(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, 
                           "another machine and copy the cache.")  # fmt: skip
     log.info("the text encoder takes %.1f GiB, of which %.1f have room; the rest is read from disk for each prompt", whole / GIB,
              room / GIB)  # fmt: skip
-    return {"device_map": "auto", "max_memory": {"cpu": max(room - block, 0)}, "offload_folder": str(swap)}
+    return {"device_map": "auto", "max_memory": {"cpu": max(room - 2 * block, 0)}, "offload_folder": str(swap)}
 
 
 class Encoder:
@@ -138,8 +138,13 @@ class Encoder:
             [prompt], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_attention_mask=True,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
-        states_BLD = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
         text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
         if not text_LD.isfinite().all():
             raise ConfigError(f"{self._folder / 'text_encoder'}: its answers are not finite. Fetch its weights again.")
         return text_LD
+
+
+def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """text_BLD of numbered tokens, of which `mask_BL` says which are not padding."""
+    return encoder(token_BL, mask_BL).last_hidden_state

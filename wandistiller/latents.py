@@ -36,7 +36,7 @@ class Vae:
     @torch.no_grad()
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:
         """Pixels in [-1, 1] -> normalised latents x0_BCFHW: (z - latents_mean) / latents_std, z the posterior's mode."""
-        z_BCFHW = self._vae.encode(pixels_BCFHW).latent_dist.mode()
+        z_BCFHW = encoded(self._vae, pixels_BCFHW)
         if not z_BCFHW.isfinite().all():
             raise ConfigError(f"{self._where}: its answers are not finite. Fetch its weights again.")
         return (z_BCFHW - self._mean_C111) / self._std_C111
@@ -44,8 +44,17 @@ class Vae:
     @torch.no_grad()
     def decode(self, x0_BCFHW: Tensor) -> Tensor:
         """Normalised latents -> pixels_BCFHW in [0, 1]."""
-        pixels_BCFHW = self._vae.decode(x0_BCFHW * self._std_C111 + self._mean_C111).sample
-        return (pixels_BCFHW / 2 + 0.5).clamp(0, 1)
+        return decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
+
+
+def encoded(vae: AutoencoderKLWan, pixels_BCFHW: Tensor) -> Tensor:
+    """Pixels in [-1, 1] -> the posterior's mode z_BCFHW."""
+    return vae.encode(pixels_BCFHW).latent_dist.mode()
+
+
+def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
+    """z_BCFHW -> pixels_BCFHW in [0, 1]."""
+    return (vae.decode(z_BCFHW).sample / 2 + 0.5).clamp(0, 1)
 
 
 def _scheduler(folder: WanFolder, shift: float, steps: int, device: torch.device | None = None) -> SchedulerMixin:

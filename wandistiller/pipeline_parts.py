@@ -1,7 +1,5 @@
 """VAE, text encoder and tokenizer of a Wan pipeline: what their files say, before anything is loaded."""
 
-import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ def part_problems(folder: Path, vae: dict[str, Any], text_dim: int) -> list[str]
             found += error.problems
     try:
         with torch.device("meta"):
-            model = AutoencoderKLWan.from_config(vae)
+            model = vae_of(vae)
         found += _weight_problems(folder / "vae", "diffusion_pytorch_model", model)
     except UNFIT as error:
         found.append(unfit(folder / "vae" / "config.json", error))
@@ -59,7 +57,7 @@ def _text_problems(folder: Path, text_dim: int) -> list[str]:
             return [problem(file, "d_model", config.get("d_model"), f"The transformer takes text of width {text_dim}; give the "
                             "text encoder that belongs to it.")]  # fmt: skip
         with torch.device("meta"):
-            model = UMT5EncoderModel(UMT5Config.from_dict(config))
+            model = text_encoder_of(config)
         return _weight_problems(folder, "model", model)
     except ConfigError as error:
         return error.problems
@@ -80,14 +78,17 @@ def _weight_problems(folder: Path, stem: str, model: nn.Module) -> list[str]:
     return reader.problems(folder, expected, model._keys_to_ignore_on_load_unexpected)
 
 
-def numels(folder: Path, vae: dict[str, Any]) -> tuple[int, int]:
-    """Parameters of the text encoder and of the VAE, from their configs; a text encoder without one is Wan's own."""
+def text_config(folder: Path) -> dict[str, Any]:
+    """The text encoder's config; of a pipeline without one, Wan's own."""
     file = folder / "text_encoder" / "config.json"
-    return _numels(json.dumps(read_json(file) if file.is_file() else UMT5_XXL), json.dumps(vae))
+    return read_json(file) if file.is_file() else UMT5_XXL
 
 
-@cache
-def _numels(text: str, vae: str) -> tuple[int, int]:
-    with torch.device("meta"):
-        models = UMT5EncoderModel(UMT5Config.from_dict(json.loads(text))), AutoencoderKLWan.from_config(json.loads(vae))
-    return tuple(sum(p.numel() for p in model.parameters()) for model in models)
+def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:
+    """The VAE that `config` describes, untrained, in float32, on the current default device."""
+    return AutoencoderKLWan.from_config(config).eval()
+
+
+def text_encoder_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> UMT5EncoderModel:
+    """The text encoder that `config` describes, untrained, on the current default device."""
+    return UMT5EncoderModel._from_config(UMT5Config.from_dict(config), dtype=dtype).eval()

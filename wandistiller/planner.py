@@ -6,21 +6,24 @@ from typing import Any
 
 import torch
 
-from wandistiller import pipeline_parts
 from wandistiller.blocks import add_projections
 from wandistiller.deepspeed_json import stage
 from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
-from wandistiller.machine import Machine
+from wandistiller.machine import Machine, room_of_a_rank
 from wandistiller.memory import Bytes, Network, bucket_bytes, numels, once_for_each, start_bytes, student_parts, teacher_bytes
+from wandistiller.pipeline_parts import text_config
 from wandistiller.placement import read_placement
+from wandistiller.rehearsal import decoding, encoding, text_encoding
 from wandistiller.tuning import tune
 from wandistiller.wan import skeleton, width
 
 MIB = 2**20
 PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
+EARLY = 440 * MIB
+"""The same before an engine of DeepSpeed learns (the same)."""
 OTHERS = 40 * MIB
 """What gloo's connections and buffers add where there are other ranks."""
 ENGINE = 40 * MIB
@@ -29,6 +32,9 @@ CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
 """What CUDA takes of a GPU beside torch's allocator; not measured by us."""
+
+LEAST_PART = 4
+"""A text encoder is there to a quarter at least: Wan's table of words is a fifth of it, and a layer is on its way."""
 
 UNKNOWN = ("auto", "device_map")
 """Placements of which no arithmetic says what a rank takes."""
@@ -126,11 +132,14 @@ class _Planner:
     def __init__(self, job: Job, machine: Machine):
         self.job, self.machine = job, machine
         self.gpu = machine.device_free is not None
-        self.tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+        self.largest = max((job.size, *job.buckets), key=lambda s: job.folder.tokens(s.height, s.width, s.num_frames))
+        self.tokens = job.folder.tokens(self.largest.height, self.largest.width, self.largest.num_frames)
         self.placement = read_placement(job.teacher_ds)
-        self.text, self.vae = pipeline_parts.numels(job.folder.path, job.folder.vae)
-        process = PROCESS + (OTHERS if machine.ranks > 1 else 0)
-        self.base = {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
+        self.base = self._libraries(PROCESS)
+
+    def _libraries(self, process: int) -> Parts:
+        others = OTHERS if self.machine.ranks > 1 else 0
+        return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process + others)}
 
     def phases(self) -> dict[str, Phase]:
         kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
@@ -145,7 +154,7 @@ class _Planner:
             }),
             "train": Phase(self.base | kept | student, {"teacher's turn": call} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
-            "draw": Phase(self.base | kept | student, {"teacher's turn": call, "decode": self._vae()} | steps),
+            "draw": self._draw(kept | student, {"teacher's turn": call} | steps),
             "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
         }  # fmt: skip
 
@@ -179,14 +188,45 @@ class _Planner:
 
     def _prepare(self) -> Phase:
         """Text encoder, VAE and teacher have their turns."""
-        turns = {"prompts": {"text encoder": Bytes(live=(2 if self.gpu else 4) * self.text)}}
-        kinds = self.job.items.kinds
-        if (kinds != Kind.PROMPT).any():
-            turns["media"] = self._vae()
+        turns, kinds = self._prompts(), self.job.items.kinds
+        if media := int((kinds != Kind.PROMPT).sum()):
+            turns["media"] = self._media(min(media, self.job.run.prepare_batch))
         if (kinds == Kind.PROMPT).any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             turns["rollouts"] = weights | call
-        return Phase(self.base, turns)
+        return Phase(self._libraries(EARLY), turns)
 
-    def _vae(self) -> Parts:
-        return {"VAE": Bytes(live=4 * self.vae)}
+    def _prompts(self) -> dict[str, Parts]:
+        """The text encoder is loaded into CPU memory, where its file lies too if that is in another precision."""
+        config, dtype = text_config(self.job.folder.path), torch.bfloat16 if self.gpu else torch.float32
+        need = text_encoding(config, dtype, accelerator=self.gpu)
+        stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
+        file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
+        kept = need.weights
+        if not self.gpu:  # the rest is read from disk, see conditioning.homes
+            m = self.machine
+            room = room_of_a_rank(m.host_free, m.ranks_on_node) - _sum(self._libraries(EARLY)).host
+            kept = min(kept, max(room - need.work, need.weights // LEAST_PART))
+        return {
+            "loading the text encoder": {"text encoder": Bytes(host=kept), "its file": Bytes(node=file)},
+            "prompts": {"text encoder": Bytes(live=kept), "text encoder's activations": Bytes(live=need.work)},
+        }
+
+    def _media(self, samples: int) -> Parts:
+        """Pixels are read one by one, then stacked, and then where the VAE is."""
+        s = self.largest
+        need = encoding(self.job.folder.vae, (samples, 3, s.num_frames, s.height, s.width), accelerator=self.gpu)
+        pixels = 4 * samples * 3 * s.num_frames * s.height * s.width
+        return {"VAE": self._vae(need.weights), "VAE's activations": Bytes(live=need.work),
+                "pixels as they were read": Bytes(host=pixels * (2 if self.gpu else 1))}  # fmt: skip
+
+    def _draw(self, kept: Parts, turns: dict[str, Parts]) -> Phase:
+        """The VAE is there from beginning to end, and decodes one sample at a time."""
+        size, folder = self.job.size, self.job.folder
+        need = decoding(folder.vae, (1, *folder.latent_shape(size.height, size.width, size.num_frames)), accelerator=self.gpu)
+        decode = {"decode": {"VAE's activations": Bytes(live=need.work)}}
+        return Phase(self.base | kept | {"VAE": self._vae(need.weights)}, turns | decode)
+
+    def _vae(self, weights: int) -> Bytes:
+        """It comes to an accelerator through CPU memory."""
+        return Bytes(device=weights, host=weights if self.gpu else 0)
