@@ -33,9 +33,10 @@ def commands(readme: str = "README.md") -> list[list[str]]:
 
 
 OURS = [c for c in commands() if "wandistiller" in c]
-PLACEMENTS = commands("ds_configs/README.md")
+OF_MACHINES = [c for c in commands("ds_configs/README.md") if any("machines" in word for word in c)]
+PLACEMENTS = [c for c in commands("ds_configs/README.md") if c not in OF_MACHINES]
 RECIPES = [c for c in commands("ds_configs/recipes/README.md") if "train" in c]
-RUNS = [c for c in OURS if {"train", "prepare"} & set(c)] + PLACEMENTS + RECIPES
+RUNS = [c for c in OURS if {"train", "prepare"} & set(c)] + PLACEMENTS + OF_MACHINES + RECIPES
 
 
 def arguments(command: list[str]) -> list[str]:
@@ -122,5 +123,5 @@ def test_scripts_of_the_readme_exist() -> None:
 
 @pytest.mark.parametrize("readme", ["README.md", "ds_configs/README.md", "ds_configs/recipes/README.md"])
 def test_every_json_that_a_readme_names_is_shipped(readme: str) -> None:
-    named = re.findall(r"(?:ds_configs/)?((?:student|teacher|students|recipes)/\w+\.json)", (ROOT / readme).read_text())
+    named = re.findall(r"(?:ds_configs/)?((?:student|teacher|students|recipes|machines)/[\w.]+\.json)", (ROOT / readme).read_text())
     assert named and all(shipped(f"ds_configs/{name}").is_file() for name in named)
