@@ -51,7 +51,9 @@ def run(job: Job) -> None:
         with within("export"):
             finished = export(job.output, job.output / "student")
         newest = max(job.samples.glob("step_*.png"), default=job.samples)
-        for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
+        memory = sorted((job.output / "profile_memory").glob("rank_*.png"))[:1] if job.run.profile_memory else []
+        for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl"),
+                            *(("memory", file) for file in memory)):  # fmt: skip
             distributed.log0("%-9s %s", what, where)
         write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
 
