@@ -14,9 +14,9 @@ ORDER = """
     deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping stream manifest watch
     distributed engines metrics pipeline_parts wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
-    blocks tuning fragments engine_state ema student census timeline checkpoint resume job comparison nonfinite advice failures planner
-    check costs recommend auto plan memory_picture memory_profile trainer probes importance begin prepare export train replay
-    sample clip contenders judge report evaluate
+    blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite advice failures planner
+    check costs recommend auto plan census timeline memory_picture memory_profile trainer probes importance begin prepare export
+    train replay sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny commandline __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}

@@ -118,5 +118,6 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
         for name in (name for name in dir(node) if name.startswith("_raw_saved")):
             with suppress(RuntimeError):  # it was freed
                 kept = getattr(node, name)
-                yield from (data for s in (kept if isinstance(kept, tuple | list) else [kept]) if isinstance(data := s.data, Tensor))
+                parts = kept if isinstance(kept, tuple | list) else [kept]
+                yield from (data for part in parts if isinstance(data := part.data, Tensor))
         yield from _tensors(getattr(node, "__dict__", None))

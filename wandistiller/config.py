@@ -173,7 +173,8 @@ class RunConfig:
                   ("student_config", "deepspeed_config", "teacher_deepspeed_config") if getattr(self, key) == ""]
         positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
                     "video_fps", "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
-                    "sample_every", "sample_interval", "sample_steps", "nonfinite_limit", "profile_memory", "timeout")  # fmt: skip
+                    "sample_every", "sample_interval", "sample_steps", "nonfinite_limit",
+                    "profile_memory", "timeout")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:

@@ -103,7 +103,8 @@ class MemoryProfile:
             self._spans[-1] = self._spans[-1]._replace(end=time.time())
         found, cuda = census(self._teacher, self._student), torch.cuda.is_available()
         if cuda and not self._spans:
-            torch.cuda.memory._record_memory_history(stacks="python", context="alloc", max_entries=MOST_EVENTS, clear_history=True)
+            how = {"stacks": "python", "context": "alloc", "max_entries": MOST_EVENTS, "clear_history": True}
+            torch.cuda.memory._record_memory_history(**how)
             self._before = {address: s for address, s in found.items() if s.place == "cuda"}
             self._allocated = torch.cuda.memory_allocated()
         owners = {place: by_owner(found.values(), place) for place in ("cpu", *["cuda"] * cuda)}
