@@ -68,7 +68,7 @@ def main(folder: Path, wan: Path, student: str, teacher: str) -> None:
     train._distil(job)
     now.changed = None
     gc.collect()
-    left = sum(type(o).__name__ in NETWORKS for o in gc.get_objects())
+    left = [name for o in gc.get_objects() if (name := type(o).__name__) in NETWORKS]
     file = folder / f"{student}_{distributed.rank()}.json"
     file.write_text(json.dumps({"planned": planned(job), "seen": seen, "left": left}))
     distributed.finish()

@@ -49,7 +49,8 @@ def test_the_student_s_weights_and_optimizer_have_exactly_the_planned_bytes(rank
 def test_gradients_and_activations_are_no_more_than_planned(ranks: list[dict[str, Any]]) -> None:
     for planned, found in moments(ranks, GRADIENTS):
         assert found <= 1.02 * sum(planned["student"][PLANNED_GRADIENTS].values())  # whole parameters, cut by the ranks
-    assert all(found <= 1.05 * planned["activations"] for planned, found in moments(ranks, ACTIVATIONS))  # and the answer
+    for planned, found in moments(ranks, ACTIVATIONS):  # with the answer, and under ZeRO-3 gathered weights
+        assert found <= 1.05 * planned["activations"] + planned["student"].get(WORKING, {"live": 0})["live"]
 
 
 def test_buffers_are_the_planned_ones_and_the_rope_tables(ranks: list[dict[str, Any]]) -> None:
@@ -73,4 +74,4 @@ def test_no_vae_no_text_encoder_and_no_second_network(ranks: list[dict[str, Any]
 
 
 def test_no_network_is_left_for_the_export(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["left"] for rank in ranks] == [0, 0]
+    assert [rank["left"] for rank in ranks] == [[], []]
