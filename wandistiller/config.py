@@ -158,7 +158,7 @@ class RunConfig:
     )
     nonfinite_limit: int = setting(10, "output", "steps of the whole run that may be skipped so; the next one stops it")
     profile_memory: int | None = setting(
-        None, "output", "draw what is resident, and for whom, in steps N, N+1 and N+2: OUTPUT/profile_memory/rank_R.png"
+        None, "output", "draw who holds what memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
     )
     timeout: float = setting(1800.0, "output", "seconds without a sign of life from any rank before all stop")
     dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
