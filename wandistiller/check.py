@@ -92,6 +92,8 @@ def read_job(run: RunConfig, world: int) -> Job:
         found += _device_map_problems(run, parts)
         found += folder.size_problems(run.height, run.width, run.num_frames)
         found += _objective_problems(run, parts) if "objective" in parts else []
+    if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
+        found.append(f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. Write a step of it.")
     found += _block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
     found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
               for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip

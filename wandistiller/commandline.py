@@ -86,7 +86,7 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
         elif typing.get_origin(kinds[0]) is list:
             how |= {"nargs": "+", "metavar": "P"}
         else:
-            how |= {"type": kinds[0]} | ({} if "choices" in how else {"metavar": kinds[0].__name__.upper()[0]})
+            how |= {"type": kinds[0]} | ({} if {"choices", "metavar"} & how.keys() else {"metavar": kinds[0].__name__.upper()[0]})
         group.add_argument(f"--{f.name}", **how)
 
 

@@ -157,6 +157,9 @@ class RunConfig:
         "stop", "output", "a step whose loss or gradient is not finite: stop, or skip it", choices=ON_NONFINITE, metavar="P"
     )
     nonfinite_limit: int = setting(10, "output", "steps of the whole run that may be skipped so; the next one stops it")
+    profile_memory: int | None = setting(
+        None, "output", "draw who holds what memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
+    )
     timeout: float = setting(1800.0, "output", "seconds without a sign of life from any rank before all stop")
     dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
 
@@ -170,7 +173,8 @@ class RunConfig:
                   ("student_config", "deepspeed_config", "teacher_deepspeed_config") if getattr(self, key) == ""]
         positive = ("batch_size", "lr", "max_steps", "num_epochs", "expert_blocks", "height", "width", "num_frames", "shift",
                     "video_fps", "rollout_steps", "rollouts_per_prompt", "prepare_batch", "save_every", "keep_checkpoints",
-                    "sample_every", "sample_interval", "sample_steps", "nonfinite_limit", "timeout")  # fmt: skip
+                    "sample_every", "sample_interval", "sample_steps", "nonfinite_limit",
+                    "profile_memory", "timeout")  # fmt: skip
         for key in positive:
             value = getattr(self, key)
             if value is not None and value <= 0:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 log = logging.getLogger("wandistiller")
@@ -18,6 +19,8 @@ class Phase:
     """Grows with every sign of life."""
     since: float = field(default_factory=time.monotonic)
     """Seconds on the monotonic clock, which a change of the wall clock does not touch."""
+    changed: Callable[[], None] | None = None
+    """Called after each change of `what`."""
 
 
 now = Phase()
@@ -28,6 +31,8 @@ def doing(what: str) -> None:
     now.what = what
     alive()
     log.debug("doing: %s", what)
+    if now.changed:
+        now.changed()
 
 
 def alive() -> None:

@@ -1,6 +1,7 @@
 """`wandistiller train`: prepare what is missing, distil, draw, export; says at the end where everything is."""
 
 import dataclasses
+import gc
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
 from wandistiller.cuts import Cuts
 from wandistiller.data import CachedData
+from wandistiller.engines import release
 from wandistiller.export import export
 from wandistiller.files import write_json
 from wandistiller.job import Job
@@ -45,13 +47,16 @@ def run(job: Job) -> None:
         distributed.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
         _distil(job)
+        gc.collect()  # engines are in circles
     distributed.finish()
     if distributed.rank() == 0:
         doing("exporting the student")
         with within("export"):
             finished = export(job.output, job.output / "student")
         newest = max(job.samples.glob("step_*.png"), default=job.samples)
-        for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl")):
+        memory = sorted((job.output / "profile_memory").glob("rank_*.png"))[:1] if job.run.profile_memory else []
+        for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl"),
+                            *(("memory", file) for file in memory)):  # fmt: skip
             distributed.log0("%-9s %s", what, where)
         write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
 
@@ -67,6 +72,7 @@ def _distil(job: Job) -> None:
     distributed.stop_if_asked("before the first step")
     teacher = teacher if job.objective.needs_teacher else None
     Trainer(job, data, text, teacher, student).train()
+    release(student.engines.values())
 
 
 def _is_complete(job: Job) -> bool:

@@ -16,6 +16,7 @@ from wandistiller.data import CachedData
 from wandistiller.engines import forget_step, scales_itself
 from wandistiller.job import Job
 from wandistiller.manifest import set_aside_newer
+from wandistiller.memory_profile import MemoryProfile
 from wandistiller.metrics import Metrics
 from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
@@ -51,6 +52,7 @@ class Trainer:
         self.teacher, self.student = teacher, student
         self.schedule, self.objectives = job.schedule, job.objectives
         self._comparison = Comparison(job, data, text, teacher, student)
+        self._profile = MemoryProfile(job, teacher, student)
         self._saver = Saver(job.output, job.run.keep_checkpoints)
         self._asked_to_stop = False
         self._skipped = 0
@@ -72,10 +74,12 @@ class Trainer:
         self._metrics = metrics
         self._cache = self.data.stamps()
         self._note_phases()
+        self._profile.say(start)
         if start and not self._is_drawn(start):
             self._show(start)
         for step in range(start, job.run.max_steps):
-            losses, expert = self.optimizer_step(step)
+            with self._profile.during(step + 1):
+                losses, expert = self.optimizer_step(step)
             loss, terms, state = job.objective.total(losses), job.objective.named(losses), self.student.state(expert)
             metrics.step(step + 1, loss=loss, memory=self._memory, expert=expert.value, **state, **terms)
             self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {}),

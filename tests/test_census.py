@@ -1,0 +1,77 @@
+"""What is not needed is never resident: the tensors of two ranks in a step of a real run, against what the planner says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ROOT, program
+
+from wandistiller.census import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHERS, STUDENT, TEACHER
+from wandistiller.memory import GRADIENTS as PLANNED_GRADIENTS
+from wandistiller.memory import MASTERS, WEIGHTS, WORKING
+
+PAIRS = [("zero1", "replicated"), ("zero2_offload", "zero_inference_cpu"), ("zero3_offload", "host_cpu")]
+TURNS = ["reading the data", "the teacher's forward pass", "the student's forward pass", "the student's backward pass",
+         "the optimizer's step"]  # fmt: skip
+TEXT, LATENTS = 2 * 512 * 32 * 4, 2 * 16 * 4 * 4 * 4
+"""Bytes of a micro-step's two texts, and of its latents, or noise, or velocities."""
+TABLES = 2 * 2 * 64 * 32 * 4 + 512 * 32 * 4
+"""Of the rope tables of teacher and student, and of the negative prompt."""
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="+".join)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> list[dict[str, Any]]:
+    """What both ranks saw, and were said to have."""
+    folder, (student, teacher) = tmp_path_factory.mktemp("census"), request.param
+    program(ROOT / "tests" / "census_on_ranks.py", folder, wan1, student, teacher, ranks=2)
+    return [json.loads((folder / f"{student}_{rank}.json").read_text()) for rank in range(2)]
+
+
+def moments(ranks: list[dict[str, Any]], owner: str) -> list[tuple[dict[str, Any], int]]:
+    """Of each rank and moment what was planned, and the owner's bytes."""
+    return [(rank["planned"], moment["owners"][owner]) for rank in ranks for moment in rank["seen"]]
+
+
+def test_every_turn_of_every_micro_step_is_seen(ranks: list[dict[str, Any]]) -> None:
+    assert [[moment["what"] for moment in rank["seen"]] for rank in ranks] == [TURNS * 2] * 2
+
+
+def test_the_teacher_s_weights_have_exactly_the_planned_bytes(ranks: list[dict[str, Any]]) -> None:
+    assert all(found == planned["teacher"] for planned, found in moments(ranks, TEACHER))
+
+
+def test_the_student_s_weights_and_optimizer_have_exactly_the_planned_bytes(ranks: list[dict[str, Any]]) -> None:
+    assert all(found == planned["student"][WEIGHTS]["kept"] for planned, found in moments(ranks, STUDENT))
+    assert all(found == planned["student"][MASTERS]["kept"] for planned, found in moments(ranks, OPTIMIZER))
+
+
+def test_gradients_and_activations_are_no_more_than_planned(ranks: list[dict[str, Any]]) -> None:
+    for planned, found in moments(ranks, GRADIENTS):
+        assert found <= 1.02 * sum(planned["student"][PLANNED_GRADIENTS].values())  # whole parameters, cut by the ranks
+    for planned, found in moments(ranks, ACTIVATIONS):  # with the answer, and under ZeRO-3 gathered weights
+        assert found <= 1.05 * planned["activations"] + planned["student"].get(WORKING, {"live": 0})["live"]
+
+
+def test_buffers_are_the_planned_ones_and_the_rope_tables(ranks: list[dict[str, Any]]) -> None:
+    for planned, found in moments(ranks, BUFFERS):
+        assert found <= sum(planned["student"].get(WORKING, {"none": 2 * 1000}).values()) + TABLES + 2000
+
+
+def test_nothing_else_is_there_but_the_batch(ranks: list[dict[str, Any]]) -> None:
+    """x0, noise, x_t, the teacher's velocity and the text, once each; some numbers of the learning rate's kind."""
+    assert all(found <= TEXT + 4 * LATENTS + 1000 for _, found in moments(ranks, OTHERS))
+    assert max(moment["largest other"] for rank in ranks for moment in rank["seen"]) == TEXT
+
+
+def test_between_batches_not_even_that(ranks: list[dict[str, Any]]) -> None:
+    assert all(m["owners"][OTHERS] < 1000 for rank in ranks for m in rank["seen"] if m["what"] == TURNS[0])
+
+
+def test_no_vae_no_text_encoder_and_no_second_network(ranks: list[dict[str, Any]]) -> None:
+    wanted = {"AutoencoderKLWan": 0, "UMT5EncoderModel": 0, "WanTransformer3DModel": 2}
+    assert all(moment["networks"] == wanted for rank in ranks for moment in rank["seen"])
+
+
+def test_no_network_is_left_for_the_export(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["left"] for rank in ranks] == [[], []]
