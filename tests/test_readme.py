@@ -123,5 +123,6 @@ def test_scripts_of_the_readme_exist() -> None:
 
 @pytest.mark.parametrize("readme", ["README.md", "ds_configs/README.md", "ds_configs/recipes/README.md"])
 def test_every_json_that_a_readme_names_is_shipped(readme: str) -> None:
-    named = re.findall(r"(?:ds_configs/)?((?:student|teacher|students|recipes|machines)/[\w.]+\.json)", (ROOT / readme).read_text())
+    folders = "student|teacher|students|recipes|machines"
+    named = re.findall(rf"(?:ds_configs/)?((?:{folders})/[\w.]+\.json)", (ROOT / readme).read_text())
     assert named and all(shipped(f"ds_configs/{name}").is_file() for name in named)
