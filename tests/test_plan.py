@@ -91,6 +91,21 @@ def test_checkpointing_and_a_smaller_micro_batch_take_less(folder: Path) -> None
     assert live() < live(**two) and live() < whole
 
 
+def test_adapters_of_a_7b_take_little_beside_its_weights(folder: Path) -> None:
+    def optimizer(**more: Any) -> int:
+        kept = plan(job(folder, ONE_24, **more), ONE_24)["train"].kept
+        return sum(kept[f"student's {part}"].host for part in ("float32 weights and optimizer", "gradients"))
+
+    lora = {"rank": 16, "targets": ["to_q"]}
+    adapters = 20 * 2 * 2 * 16 * 5120  # 20 blocks, self- and cross-attention, two matrices
+    assert optimizer(lora=lora) == pytest.approx(18 * adapters, rel=0.01) and optimizer() > 100e9
+
+
+def test_a_moving_average_lies_where_the_optimizer_does(folder: Path) -> None:
+    kept = plan(job(folder, ONE_24, ema=0.999), ONE_24)["train"].kept["student's moving average"]
+    assert kept.host == pytest.approx(4 * sum(numels(job(folder, ONE_24).student_transformer).values())) and not kept.device
+
+
 def test_two_ranks_then_take_what_was_planned(tmp_path: Path) -> None:
     wan = planned.pipeline(tmp_path, width=512, layers=4)
     given = planned.recipe(tmp_path, wan, 4, "zero2_offload", "zero_inference_cpu")
