@@ -1,6 +1,7 @@
 """What a plan says of published Wans on machines that are not this one, against sums done by hand."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from wandistiller.flops import flops
 from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, demands
 from wandistiller.memory import Bytes, numels
-from wandistiller.planner import CONTEXT, Phase, most, plan
+from wandistiller.pipeline_parts import UMT5_XXL
+from wandistiller.planner import CONTEXT, MIB, Phase, most, plan
 from wandistiller.rates import GPU, Rates, given, usual
 from wandistiller.recommend import choices
 from wandistiller.shorthands import merged
@@ -25,6 +27,7 @@ from wandistiller.shorthands import merged
 RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, memory=100, disk=5)
 ONE_24 = Machine(24 * GIB, 128 * GIB, 1000 * GIB, 1, 1)
 EIGHT_80 = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 8, 8)
+ON_CPU = Machine(None, 256 * GIB, GIB, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +57,7 @@ def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
 
 
 def test_without_an_accelerator_all_is_cpu_memory(folder: Path) -> None:
-    machine = Machine(None, 256 * GIB, GIB, 2, 2)
-    assert all((p.peak().device, p.peak().live) == (0, 0) for p in plan(job(folder, machine), machine).values())
+    assert all((p.peak().device, p.peak().live) == (0, 0) for p in plan(job(folder, ON_CPU), ON_CPU).values())
 
 
 # A run
@@ -72,6 +74,40 @@ def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(f
 def test_wan_s_text_encoder_is_counted_though_its_config_is_not_there(folder: Path) -> None:
     turn = plan(job(folder, ONE_24), ONE_24)["prepare"].turns["prompts"]
     assert turn["text encoder"].live == pytest.approx(2 * 5.68e9, rel=0.01)
+
+
+def test_a_text_encoder_lies_in_cpu_memory_twice_while_it_comes_in_another_precision(
+    folder: Path, copy_of: Callable[..., Path]
+) -> None:
+    wan = copy_of(folder / "Wan-AI/Wan2.1-T2V-1.3B-Diffusers") / "text_encoder" / "config.json"
+    wan.parent.mkdir()
+    turns = {}
+    for key, stored in (("dtype", "bfloat16"), ("torch_dtype", "float32")):
+        wan.write_text(json.dumps(UMT5_XXL | {key: stored}))
+        asked = job(folder, ON_CPU, teacher_path=str(wan.parent.parent))
+        turns[stored] = plan(asked, ON_CPU)["prepare"].turns["loading the text encoder"]
+    assert turns["bfloat16"]["its file"].host == turns["bfloat16"]["text encoder"].host / 2 == pytest.approx(2 * 5.68e9, rel=1e-3)
+    assert turns["float32"]["its file"].host == 0
+
+
+def test_only_a_run_with_media_has_them_encoded_as_many_at_once_as_it_says(folder: Path, tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("a red circle")
+        (tmp_path / f"{i}.png").touch()
+    one, two, four = (plan(job(folder, ONE_24, data_path=str(tmp_path), prepare_batch=n), ONE_24)["prepare"].turns["media"]
+                      for n in (1, 2, 4))  # fmt: skip
+    pixels = 4 * 3 * 480 * 832
+    assert [turn["pixels as they were read"].host for turn in (one, two, four)] == [2 * pixels, 4 * pixels, 6 * pixels]
+    assert one["VAE"].device == pytest.approx(4 * 126.9e6, rel=1e-3)
+    assert one["VAE's activations"].live == pytest.approx(1474 * MIB, rel=0.01)
+    assert two["VAE's activations"].live == pytest.approx(2 * one["VAE's activations"].live, rel=0.01)
+    assert "media" not in plan(job(folder, ONE_24), ONE_24)["prepare"].turns
+
+
+def test_what_is_drawn_is_decoded_beside_teacher_student_and_vae(folder: Path) -> None:
+    draw = plan(job(folder, EIGHT_80, num_frames=81), EIGHT_80)["draw"]
+    assert draw.turns["decode"]["VAE's activations"].live == pytest.approx(7796 * MIB, rel=1e-3)
+    assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
 
 
 def test_a_run_that_asks_no_teacher_holds_none_in_training(folder: Path) -> None:

@@ -22,8 +22,8 @@ from wandistiller.wan import skeleton, width
 MIB = 2**20
 PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
-EARLY = 440 * MIB
-"""The same before an engine of DeepSpeed learns (the same)."""
+EARLY = 480 * MIB
+"""The same while the cache is filled: no engine of DeepSpeed learns yet, and ranks have little to tell each other (the same)."""
 OTHERS = 40 * MIB
 """What gloo's connections and buffers add where there are other ranks."""
 ENGINE = 40 * MIB
@@ -135,11 +135,10 @@ class _Planner:
         self.largest = max((job.size, *job.buckets), key=lambda s: job.folder.tokens(s.height, s.width, s.num_frames))
         self.tokens = job.folder.tokens(self.largest.height, self.largest.width, self.largest.num_frames)
         self.placement = read_placement(job.teacher_ds)
-        self.base = self._libraries(PROCESS)
+        self.base = self._libraries(PROCESS + (OTHERS if machine.ranks > 1 else 0))
 
     def _libraries(self, process: int) -> Parts:
-        others = OTHERS if self.machine.ranks > 1 else 0
-        return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process + others)}
+        return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
 
     def phases(self) -> dict[str, Phase]:
         kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
@@ -154,7 +153,7 @@ class _Planner:
             }),
             "train": Phase(self.base | kept | student, {"teacher's turn": call} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
-            "draw": self._draw(kept | student, {"teacher's turn": call} | steps),
+            "draw": self._draw(kept | student, call, steps["student's turn"]),
             "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
         }  # fmt: skip
 
@@ -220,12 +219,21 @@ class _Planner:
         return {"VAE": self._vae(need.weights), "VAE's activations": Bytes(live=need.work),
                 "pixels as they were read": Bytes(host=pixels * (2 if self.gpu else 1))}  # fmt: skip
 
-    def _draw(self, kept: Parts, turns: dict[str, Parts]) -> Phase:
-        """The VAE is there from beginning to end, and decodes one sample at a time."""
-        size, folder = self.job.size, self.job.folder
-        need = decoding(folder.vae, (1, *folder.latent_shape(size.height, size.width, size.num_frames)), accelerator=self.gpu)
-        decode = {"decode": {"VAE's activations": Bytes(live=need.work)}}
-        return Phase(self.base | kept | {"VAE": self._vae(need.weights)}, turns | decode)
+    def _draw(self, kept: Parts, call: Parts, student: Parts) -> Phase:
+        """The VAE is there from beginning to end, and decodes one sample at a time; the student keeps nothing for backward.
+
+        Args:
+            student: its turn in training.
+        """
+        j = self.job
+        latents = 1, *j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
+        need = decoding(j.folder.vae, latents, accelerator=self.gpu)
+        taken = call_bytes(j.student_transformer, j.student_ds, self.tokens, j.batch.micro)
+        return Phase(self.base | kept | {"VAE": self._vae(need.weights)}, {
+            "teacher's turn": call,
+            "student's turn": student | {"student's activations": Bytes(live=taken)},
+            "decode": {"VAE's activations": Bytes(live=need.work)},
+        })  # fmt: skip
 
     def _vae(self, weights: int) -> Bytes:
         """It comes to an accelerator through CPU memory."""
