@@ -17,6 +17,7 @@ from wandistiller.footprint import activation_bytes
 from wandistiller.job import Job
 from wandistiller.memory import student_parts, teacher_bytes
 from wandistiller.phase import now
+from wandistiller.planner import student_network
 from wandistiller.trainer import Trainer
 
 STEPS, BUCKET = 2, 1000
@@ -35,7 +36,7 @@ def look(seen: list[dict[str, Any]]) -> None:
     found = census(trainer.teacher, trainer.student)
     seen.append({
         "what": now.what.partition(", ")[2], "owners": by_owner(found.values(), "cpu"),
-        "largest other": max(s.nbytes for s in found.values() if s.owner == OTHERS),
+        "largest other": max((s.nbytes for s in found.values() if s.owner == OTHERS), default=0),
         "networks": {kind: kinds[kind] for kind in NETWORKS},
     })  # fmt: skip
 
@@ -44,7 +45,7 @@ def planned(job: Job) -> dict[str, Any]:
     """Bytes of this rank."""
     ranks, config, ds = distributed.world_size(), job.student_transformer, job.student_ds
     teacher = teacher_bytes(job.folder, job.teacher_ds, ranks)
-    parts = student_parts(config, 1, ds, ranks, accelerator=False)
+    parts = student_parts(student_network(job), 1, ds, ranks, accelerator=False)
     tokens = job.folder.tokens(job.size.height, job.size.width, 1)
     return {
         "teacher": teacher.device + teacher.host + teacher.node,

@@ -4,6 +4,7 @@ What a launcher does is left to the tests of launchers; here a process is given 
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -78,6 +79,7 @@ def _serve() -> None:
 
     CPUAdamBuilder().load()
 
+    gc.freeze()  # what the imports made is never garbage; to look through it again takes each rank a second or more
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a library has started a thread, which a fork would lose")
     for line in sys.stdin:
