@@ -1,6 +1,6 @@
 """CPU memory that VAE and text encoder take at work, as `wandistiller plan` says it and as it then is.
 
-    python tests/bench/vae_memory.py                    # about 20 minutes on two cores
+    python tests/bench/vae_memory.py                    # about an hour on two cores
     python tests/bench/vae_memory.py --only "narrow"    # rows whose name has this in it
 
 Every row is a process of its own: the real classes with random weights, `Vae`'s and `Encoder`'s own calls. Measured is what the
