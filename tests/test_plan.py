@@ -16,7 +16,7 @@ from wandistiller.config import read_json
 from wandistiller.costs import ADAM_BYTES, Costs
 from wandistiller.flops import flops
 from wandistiller.job import Job
-from wandistiller.machine import GIB, Machine, demands
+from wandistiller.machine import GIB, Machine, demands, room_of_a_rank
 from wandistiller.memory import Bytes, numels
 from wandistiller.pipeline_parts import UMT5_XXL
 from wandistiller.planner import CONTEXT, MIB, Phase, most, plan
@@ -86,22 +86,25 @@ def test_a_text_encoder_lies_in_cpu_memory_twice_while_it_comes_in_another_preci
         wan.write_text(json.dumps(UMT5_XXL | {key: stored}))
         asked = job(folder, ON_CPU, teacher_path=str(wan.parent.parent))
         turns[stored] = plan(asked, ON_CPU)["prepare"].turns["loading the text encoder"]
-    assert turns["bfloat16"]["its file"].host == turns["bfloat16"]["text encoder"].host / 2 == pytest.approx(2 * 5.68e9, rel=1e-3)
-    assert turns["float32"]["its file"].host == 0
+    assert turns["bfloat16"]["its file"].node == turns["bfloat16"]["text encoder"].host / 2 == pytest.approx(2 * 5.68e9, rel=1e-3)
+    assert turns["float32"]["its file"].node == 0
 
 
-def test_only_a_run_with_media_has_them_encoded_as_many_at_once_as_it_says(folder: Path, tmp_path: Path) -> None:
+def test_only_a_run_with_media_has_them_encoded_one_by_one(folder: Path, tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("a red circle")
         (tmp_path / f"{i}.png").touch()
-    one, two, four = (plan(job(folder, ONE_24, data_path=str(tmp_path), prepare_batch=n), ONE_24)["prepare"].turns["media"]
-                      for n in (1, 2, 4))  # fmt: skip
-    pixels = 4 * 3 * 480 * 832
-    assert [turn["pixels as they were read"].host for turn in (one, two, four)] == [2 * pixels, 4 * pixels, 6 * pixels]
-    assert one["VAE"].device == pytest.approx(4 * 126.9e6, rel=1e-3)
-    assert one["VAE's activations"].live == pytest.approx(1474 * MIB, rel=0.01)
-    assert two["VAE's activations"].live == pytest.approx(2 * one["VAE's activations"].live, rel=0.01)
+    turn = plan(job(folder, ONE_24, data_path=str(tmp_path)), ONE_24)["prepare"].turns["media"]
+    assert turn["pixels as they were read"].host == 4 * 3 * 480 * 832
+    assert turn["VAE"].device == pytest.approx(4 * 126.9e6, rel=1e-3)
+    assert turn["VAE's activations"].live == pytest.approx(1474 * MIB, rel=0.01)
     assert "media" not in plan(job(folder, ONE_24), ONE_24)["prepare"].turns
+
+
+def test_a_text_encoder_without_room_takes_what_there_is(folder: Path) -> None:
+    small = Machine(None, 16 * GIB, 1000 * GIB, 1, 1)
+    phase = plan(job(folder, small), small)["prepare"]
+    assert phase.at("prompts").host == room_of_a_rank(16 * GIB, 1) and phase.turns["prompts"]["text encoder"].host < 4 * 5.68e9
 
 
 def test_what_is_drawn_is_decoded_beside_teacher_student_and_vae(folder: Path) -> None:

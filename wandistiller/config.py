@@ -141,7 +141,7 @@ class RunConfig:
     strict: bool = setting(False, "size", "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json")
     rollout_steps: int = setting(20, "size", "sampling steps of teacher-made latents")
     rollouts_per_prompt: int = setting(1, "size", "teacher-made latents for each prompt without media")
-    prepare_batch: int = setting(4, "size", "samples of one VAE or teacher call, and per file of the cache")
+    prepare_batch: int = setting(4, "size", "samples of one teacher call, and per file of the cache")
     rollout_path: bool = setting(False, "size", "store the states of the teacher's path too")
     save_every: int = setting(500, "output", "optimizer steps between checkpoints; the last is always saved")
     keep_checkpoints: int = setting(3, "output", "newest checkpoints kept")

@@ -193,17 +193,20 @@ class LatentCache:
             return {}
 
     def _encode(self, samples: dict[str, Sample], vae: Vae, device: torch.device) -> dict[str, str]:
-        """Write one file of samples of one size; returns what is wrong with those that cannot be used."""
-        pixels, wrong = {}, {}
+        """Write one file of samples of one size; returns what is wrong with those that cannot be used.
+
+        They are encoded one by one: of a video that alone takes gigabytes.
+        """
+        tensors, wrong = {}, {}
         for key, sample in samples.items():
             try:
-                pixels[key] = load_media(sample.item.media, sample.size, self._fps)
+                pixels_CFHW = load_media(sample.item.media, sample.size, self._fps)
             except MediaError as error:
                 wrong[key] = f"{sample.item.media}: {error}."
-        if pixels:
-            x0_BCFHW = vae.encode(torch.stack(list(pixels.values())).to(device))
-            tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(pixels, x0_BCFHW, strict=True)}
-            self._media.write(tensors, {key: str(samples[key].item.media) for key in pixels})
+            else:
+                tensors[key] = {"x0": vae.encode(pixels_CFHW[None].to(device))[0].float()}
+        if tensors:
+            self._media.write(tensors, {key: str(samples[key].item.media) for key in tensors})
         return wrong
 
     def lacks_rollouts(self, samples: dict[str, Sample]) -> bool:

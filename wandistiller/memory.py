@@ -191,9 +191,10 @@ WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer
 def _whole(
     sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
 ) -> dict[str, Bytes]:
-    """Stage 0: everything on every rank; below float32 with a copy of the weights, and two of the gradients in a step."""
+    """Stage 0: everything on every rank; below float32 with a copy of the weights, and in a step one of the gradients and
+    a quarter more (tests/bench/memory.py)."""
     item, numel = sizes[0].item, sum(s.numel for s in sizes)
-    masters, step = (4 * numel, 8 * numel) if item < 4 else (0, 0)
+    masters, step = (4 * numel, 5 * numel) if item < 4 else (0, 0)
     return {WEIGHTS: Bytes(device=item * numel + _total(frozen, ranks=1)), MASTERS: Bytes(device=masters + _states(ds) * numel),
             GRADIENTS: Bytes(live=item * numel + step)}  # fmt: skip
 

@@ -24,10 +24,10 @@ PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
 EARLY = 480 * MIB
 """The same while the cache is filled: no engine of DeepSpeed learns yet, and ranks have little to tell each other (the same)."""
-OTHERS = 40 * MIB
+OTHERS = 60 * MIB
 """What gloo's connections and buffers add where there are other ranks."""
-ENGINE = 40 * MIB
-"""What a ZeRO-Inference engine adds to its weights and those at work (the same)."""
+ENGINE = 80 * MIB
+"""What a ZeRO-Inference engine adds to its weights and those on their way (the same)."""
 CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
@@ -188,8 +188,8 @@ class _Planner:
     def _prepare(self) -> Phase:
         """Text encoder, VAE and teacher have their turns."""
         turns, kinds = self._prompts(), self.job.items.kinds
-        if media := int((kinds != Kind.PROMPT).sum()):
-            turns["media"] = self._media(min(media, self.job.run.prepare_batch))
+        if (kinds != Kind.PROMPT).any():
+            turns["media"] = self._media()
         if (kinds == Kind.PROMPT).any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             turns["rollouts"] = weights | call
@@ -211,13 +211,12 @@ class _Planner:
             "prompts": {"text encoder": Bytes(live=kept), "text encoder's activations": Bytes(live=need.work)},
         }
 
-    def _media(self, samples: int) -> Parts:
-        """Pixels are read one by one, then stacked, and then where the VAE is."""
+    def _media(self) -> Parts:
+        """Media are encoded one by one."""
         s = self.largest
-        need = encoding(self.job.folder.vae, (samples, 3, s.num_frames, s.height, s.width), accelerator=self.gpu)
-        pixels = 4 * samples * 3 * s.num_frames * s.height * s.width
+        need = encoding(self.job.folder.vae, (1, 3, s.num_frames, s.height, s.width), accelerator=self.gpu)
         return {"VAE": self._vae(need.weights), "VAE's activations": Bytes(live=need.work),
-                "pixels as they were read": Bytes(host=pixels * (2 if self.gpu else 1))}  # fmt: skip
+                "pixels as they were read": Bytes(host=4 * 3 * s.num_frames * s.height * s.width)}  # fmt: skip
 
     def _draw(self, kept: Parts, call: Parts, student: Parts) -> Phase:
         """The VAE is there from beginning to end, and decodes one sample at a time; the student keeps nothing for backward.

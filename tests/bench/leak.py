@@ -17,9 +17,9 @@ from small_wan import make_wan  # noqa: E402
 
 
 def held(folder: Path, steps: int, ranks: int) -> list[list[float]]:
-    """GiB of each rank after each step; checkpoints and pictures come every 100."""
+    """GiB of each rank after each step; checkpoints and pictures come every 50, so that step 100 has seen both."""
     wan = make_wan(folder / "wan", experts=1)
-    often = {"save_every": 100, "sample_every": 100, "keep_checkpoints": 1}
+    often = {"save_every": 50, "sample_every": 50, "keep_checkpoints": 1}
     given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, **often)
     run([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", str(write_json(folder / "leak.json", given))], timeout=7200)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
