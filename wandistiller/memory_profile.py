@@ -35,14 +35,14 @@ class Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="memory samples", daemon=True)
         self.samples: list[tuple[float, int, int]] = []
-        """Seconds of the wall clock; bytes in CPU memory; bytes of the accelerator."""
+        """Seconds of the monotonic clock; bytes in CPU memory; bytes of the accelerator."""
         self._every, self._ended = EVERY_SECONDS, threading.Event()
 
     def run(self) -> None:
         page, cuda = os.sysconf("SC_PAGE_SIZE"), torch.cuda.is_available()
         while not self._ended.wait(self._every):
             resident = int(STATM.read_bytes().split()[1]) * page
-            self.samples.append((time.time(), resident, torch.cuda.memory_reserved() if cuda else 0))
+            self.samples.append((time.monotonic(), resident, torch.cuda.memory_reserved() if cuda else 0))
             if len(self.samples) == MOST_SAMPLES:
                 pairs = zip(self.samples[::2], self.samples[1::2], strict=True)
                 self.samples = [max(pair, key=lambda sample: sample[1:]) for pair in pairs]
@@ -69,6 +69,8 @@ class MemoryProfile:
         self._before: dict[int, Storage] = {}
         self._allocated = 0
         """On the accelerator, when its allocator's record began."""
+        self._ahead = 0.0
+        """Seconds of the wall clock, which that record has, before the monotonic one."""
 
     def say(self, done: int) -> None:
         """Say so if a run that goes on after `done` steps has nothing left to record."""
@@ -100,15 +102,15 @@ class MemoryProfile:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._spans and self._spans[-1].step == self._step:
-            self._spans[-1] = self._spans[-1]._replace(end=time.time())
+            self._spans[-1] = self._spans[-1]._replace(end=time.monotonic())
         found, cuda = census(self._teacher, self._student), torch.cuda.is_available()
         if cuda and not self._spans:
             how = {"stacks": "python", "context": "alloc", "max_entries": MOST_EVENTS, "clear_history": True}
             torch.cuda.memory._record_memory_history(**how)
             self._before = {address: s for address, s in found.items() if s.place == "cuda"}
-            self._allocated = torch.cuda.memory_allocated()
+            self._allocated, self._ahead = torch.cuda.memory_allocated(), time.time() - time.monotonic()
         owners = {place: by_owner(found.values(), place) for place in ("cpu", *["cuda"] * cuda)}
-        begin = time.time()
+        begin = time.monotonic()
         self._spans.append(Span(self._step, now.what, owners, begin, begin))
 
     def _write(self) -> None:
@@ -129,9 +131,9 @@ class MemoryProfile:
         clock = Clock(self._spans)
 
         def doing(wall: float) -> str:
-            span = clock.span(wall)
+            span = clock.span(wall - self._ahead)
             return span.what if span else ""
 
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         points = allocated(events, self._before, self._allocated, doing)
-        return [{"second": clock.at(wall), **owners} for wall, owners in thinned(points)]
+        return [{"second": clock.at(wall - self._ahead), **owners} for wall, owners in thinned(points)]

@@ -32,7 +32,7 @@ class Span(NamedTuple):
     owners: dict[str, dict[str, int]]
     """Bytes by owner in each kind of memory, as it begins."""
     begin: float
-    """Seconds of the wall clock, as CUDA's allocator has them."""
+    """Seconds of the monotonic clock."""
     end: float
 
 
@@ -43,22 +43,22 @@ class Clock:
         self._spans, self._begins = spans, [s.begin for s in spans]
         self._before = [0.0, *accumulate(s.end - s.begin for s in spans)]
 
-    def span(self, wall: float) -> Span | None:
-        """The one at a second of the wall clock."""
-        i = bisect_right(self._begins, wall) - 1
-        return self._spans[i] if i >= 0 and wall <= self._spans[i].end else None
+    def span(self, moment: float) -> Span | None:
+        """The one at a second of the monotonic clock."""
+        i = bisect_right(self._begins, moment) - 1
+        return self._spans[i] if i >= 0 and moment <= self._spans[i].end else None
 
-    def at(self, wall: float) -> float:
-        """The seconds before a second of the wall clock."""
-        i = bisect_right(self._begins, wall) - 1
-        return 0.0 if i < 0 else self._before[i] + min(wall, self._spans[i].end) - self._begins[i]
+    def at(self, moment: float) -> float:
+        """The seconds before a second of the monotonic clock."""
+        i = bisect_right(self._begins, moment) - 1
+        return 0.0 if i < 0 else self._before[i] + min(moment, self._spans[i].end) - self._begins[i]
 
 
 def told(spans: list[Span], samples: list[tuple[float, int, int]]) -> dict[str, Any]:
     """What was recorded, as JSON: seconds of `Clock`, bytes.
 
     Args:
-        samples: seconds of the wall clock, bytes resident in CPU memory, bytes that torch holds of the accelerator.
+        samples: seconds of the monotonic clock, bytes resident in CPU memory, bytes that torch holds of the accelerator.
     """
     clock = Clock(spans)
     places = {"cpu": 1} | ({"cuda": 2} if "cuda" in spans[0].owners else {})
