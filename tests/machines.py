@@ -37,11 +37,12 @@ MACHINES = {
 }  # fmt: skip
 
 
-def write_wans(folder: Path) -> None:
-    """The published pipelines' JSON files, and prompts, for the planner to read."""
+def write_wans(folder: Path) -> Path:
+    """`folder` with the published pipelines' JSON files, and prompts, for the planner to read."""
     (folder / "prompts.txt").write_text(PROMPTS)
     for wan in TEACHERS.values():
         write_published(folder, f"Wan-AI/{wan}-Diffusers")
+    return folder
 
 
 def best(folder: Path, teacher: str, machine: Machine) -> tuple[Choice, bool]:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from machines import gpus, write_wans
 from planned import published_job as job
-from published_wan import PUBLISHED, write_published
 from ranks import wandistiller, write_json
-from recipes import PROMPTS, recipe
+from recipes import recipe
 
 from wandistiller.auto import chosen
 from wandistiller.config import read_json
@@ -18,21 +18,13 @@ TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
 BOTH = TEACHER | {"deepspeed_config": "auto"}
 
 
-def gpus(count: int, each: int, host: int, disk: int = 1000, nodes: int = 1) -> Machine:
-    return Machine(each * GIB, host * GIB, disk * GIB, count * nodes, count)
-
-
 def cpus(host: int, ranks: int = 1, disk: int = 1000) -> Machine:
     return Machine(None, host * GIB, disk * GIB, ranks, ranks)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("auto")
-    (folder / "prompts.txt").write_text(PROMPTS)
-    for name in PUBLISHED:
-        write_published(folder, name)
-    return folder
+    return write_wans(tmp_path_factory.mktemp("auto"))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def test_a_choice_has_two_lines_with_its_numbers(folder: Path) -> None:
 
 
 def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(folder: Path) -> None:
-    machine = gpus(1, 16, 32, disk=10)
+    machine = Machine(16 * GIB, 32 * GIB, 10 * GIB, 1, 1)
     words = r"Nothing that could .* fits. Free are .*16.0 GiB on each GPU.*Nearest come: student .* would need .*What helps: "
     with pytest.raises(ConfigError, match=words):
         chosen(job(folder, TWO, machine, **BOTH), machine)

@@ -16,9 +16,7 @@ TABLE = (ROOT / "ds_configs" / "README.md").read_text().splitlines()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("machines")
-    write_wans(folder)
-    return folder
+    return write_wans(tmp_path_factory.mktemp("machines"))
 
 
 @cache

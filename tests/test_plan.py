@@ -7,8 +7,7 @@ from typing import Any
 
 import planned
 import pytest
-from published_wan import PUBLISHED, write_published
-from recipes import PROMPTS
+from machines import write_wans
 
 from wandistiller.__main__ import main
 from wandistiller.check import read_job
@@ -32,11 +31,7 @@ ON_CPU = Machine(None, 256 * GIB, GIB, 2, 2)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "prompts.txt").write_text(PROMPTS)
-    for name in PUBLISHED:
-        write_published(folder, name)
-    return folder
+    return write_wans(tmp_path_factory.mktemp("plan"))
 
 
 def job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", **more: Any) -> Job:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wandistiller import distributed
+from wandistiller.config import read_json
 from wandistiller.files import digest, fingerprint, scratch
 from wandistiller.items import clean
 from wandistiller.machine import GIB, host_free, room_of_a_rank
 from wandistiller.metrics import Progress
 from wandistiller.phase import doing
+from wandistiller.pipeline_parts import text_encoder_of
 from wandistiller.problems import ConfigError
 from wandistiller.shards import Shards
 from wandistiller.stopping import stopping
@@ -99,7 +101,7 @@ def homes(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, 
         ConfigError: where accelerate is not installed.
     """
     with torch.device("meta"):
-        model = UMT5EncoderModel(UMT5Config.from_pretrained(folder)).to(dtype)
+        model = text_encoder_of(read_json(folder / "config.json"), dtype)
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.encoder.block[0]))
     if whole <= room:
         return {}
