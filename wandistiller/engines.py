@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -158,8 +159,9 @@ def release(engines: Iterable[Any]) -> None:
     for engine in engines:
         engine.destroy()
     FWD_MODULE_STACK.clear()
-    cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+    with suppress(AttributeError, KeyError):  # another version of DeepSpeed keeps memory rather than lose a run's export
+        cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def mend_flops_profiler() -> None:

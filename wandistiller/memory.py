@@ -1,6 +1,6 @@
 """The memory that teacher and student take of one rank, wherever their DeepSpeed JSONs place them.
 
-The arithmetic follows deepspeed 0.19.8. Activations are not counted; machine.py leaves a reserve for them.
+The arithmetic follows deepspeed 0.19.8. Activations are footprint.py's; planner.py puts all together.
 """
 
 import json
