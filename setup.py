@@ -1,20 +1,23 @@
 """`pip install .` carries the embedded teacher and the shipped DeepSpeed JSONs along."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 
+HERE = Path(__file__).parent
+
 setup(
     name="wandistiller",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', (HERE / "wandistiller" / "__init__.py").read_text())[1],
     description="Distil a large Wan text-to-video transformer into a small, fast student under DeepSpeed",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=["wandistiller", "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
-    package_data={"wandistiller": ["tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"]},
+    package_data={"wandistiller": ["py.typed", "tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"]},
     install_requires=[
         "torch>=2.13",
         "deepspeed>=0.19.8,<0.20",  # workarounds in the code name this version

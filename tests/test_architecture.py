@@ -10,23 +10,24 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    allocators problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute
-    deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage
-    stopping stream manifest watch distributed engines metrics pipeline_parts
+    allocators problems launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives placement
+    recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase
+    usage stopping stream manifest watch distributed engines metrics pipeline_parts
     wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite rehearsal planner advice failures
-    check costs recommend auto plan census timeline memory_picture memory_profile trainer probes importance begin prepare export
-    train replay sample clip contenders judge report evaluate
+    check costs recommend auto plan doctor census timeline memory_picture memory_profile trainer probes importance begin prepare
+    export train replay sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny commandline __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
-    allocators problems files kinds exhausted config parts batch noise order fidelity objectives placement recompute
-    deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase usage stopping
+    allocators problems launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives placement
+    recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase
+    usage stopping
 """.split()
 ALLOWED = {
-    "deepspeed": {"distributed", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},
+    "deepspeed": {"distributed", "doctor", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},
     "diffusers": {"pipeline_parts", "wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "tuning", "student",
                   "export"} | TINY,
     "transformers": {"pipeline_parts", "conditioning", "clip"} | TINY,

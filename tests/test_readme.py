@@ -121,6 +121,12 @@ def test_scripts_of_the_readme_exist() -> None:
     assert scripts and all((ROOT / s).is_file() for s in scripts)
 
 
+def test_the_table_of_launchers_has_every_script() -> None:
+    named = set(re.findall(r"\]\((\w+\.\w+)\)", (ROOT / "launch" / "README.md").read_text()))
+    there = {file.name for file in (ROOT / "launch").iterdir() if file.suffix in (".sh", ".sbatch", ".example")}
+    assert there - {"env.sh"} == named
+
+
 @pytest.mark.parametrize("readme", ["README.md", "ds_configs/README.md", "ds_configs/recipes/README.md"])
 def test_every_json_that_a_readme_names_is_shipped(readme: str) -> None:
     folders = "student|teacher|students|recipes|machines"

@@ -7,7 +7,7 @@ import sys
 import typing
 from typing import Any
 
-from wandistiller import allocators
+from wandistiller import allocators, launchers
 from wandistiller.commandline import NEEDLESS, parser
 from wandistiller.problems import ConfigError
 from wandistiller.stopping import STOP, Stopped, stopping
@@ -27,12 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     if command == "train" and flags["replay"]:
         command = "replay"
     run = {"prepare": _run_job, "train": _run_job, "replay": _replay, "export": _export, "sample": _sample,
-           "evaluate": _evaluate, "plan": _plan}[command]  # fmt: skip
+           "evaluate": _evaluate, "plan": _plan, "doctor": _doctor}[command]  # fmt: skip
     from wandistiller import distributed  # here, so that --help and a wrong flag take no seconds
     from wandistiller.failures import AGAIN, OK, Failures, tell_torchrun
 
     failures = Failures()
     try:
+        launchers.adopt(os.environ)
         run(command, flags, failures)
     except Stopped as stopped:
         reasons = list(dict.fromkeys(filter(None, distributed.gather_objects(stopping.reason))))
@@ -172,6 +173,15 @@ def _plan(_: str, flags: dict[str, Any], __: "Failures") -> None:
         said = plan.said(own, flags)
     distributed.start_log("info")
     for line in said:
+        distributed.log0("%s", line)
+
+
+def _doctor(_: str, flags: dict[str, Any], __: "Failures") -> None:
+    from wandistiller import distributed
+    from wandistiller.doctor import examine
+
+    distributed.start_log("info")
+    for line in examine(**flags):
         distributed.log0("%s", line)
 
 

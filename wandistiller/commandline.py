@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wandistiller import __version__
 from wandistiller.config import RunConfig
 
 COMMANDS = {
@@ -19,6 +20,7 @@ COMMANDS = {
     "sample": "a pipeline folder and prompts -> PNG or MP4 files and a grid",
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "bytes of each rank and the least time of a step, before anything is loaded; which JSONs fit",
+    "doctor": "whether this machine, or the nodes of a hostfile, have what a run needs; what to install; how fast they are",
 }
 NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
 """Flags of older command lines that are accepted: the launcher says the first two, and pictures are always drawn."""
@@ -30,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line; every flag of prepare and train is a field of RunConfig."""
     top = _Parser("wandistiller", description="Distil a large Wan into a small student.")
     top.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it before the command
+    top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {name: commands.add_parser(name, help=t, description=t, formatter_class=_Wide) for name, t in COMMANDS.items()}
     for name in ("prepare", "train", "plan"):
@@ -44,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sample_flags(made["sample"])
     _add_evaluate_flags(made["evaluate"])
     _add_plan_flags(made["plan"])
+    _add_doctor_flags(made["doctor"])
     return top
 
 
@@ -144,3 +148,9 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--rates", type=_json, default={}, metavar="JSON", help='such as {"tflops": 165, "pcie": 24}; see README')
     group.add_argument("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     group.add_argument("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")
+
+
+def _add_doctor_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hostfile", type=Path, metavar="FILE", help="look at this hostfile and log in to its nodes, no more")
+    command.add_argument("--ssh_port", type=int, metavar="N", help="of those nodes")
+    command.add_argument("--measure", action="store_true", help="measure memory, disk, PCIe and the way between ranks too")

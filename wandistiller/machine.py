@@ -58,7 +58,7 @@ def machine_now() -> Machine:
     """What this rank by itself sees of its machine, when it can ask no other; the launcher knows the ranks on it."""
     device = distributed.device()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")  # torchrun's, deepspeed's, srun's
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's, deepspeed's
     counted = (os.environ.get(name) for name in names)
     here = int(next(filter(None, counted), distributed.world_size()))
     return Machine(free, host_free(), disk_free(Path()), distributed.world_size(), here)

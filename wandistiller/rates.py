@@ -129,3 +129,12 @@ def _reads(folder: Path) -> float:
                 pass
 
         return 2**28 / _seconds(read) / 1e9
+
+
+def between_ranks() -> float | None:
+    """10^9 bytes a second that a rank gets while each sends to all others; None for one rank. Collective."""
+    others = distributed.world_size() - 1
+    if not others:
+        return None
+    block = torch.ones(2**24, device=distributed.device())
+    return others * block.nbytes / _seconds(lambda: distributed.gather_tensor(block)) / 1e9

@@ -12,7 +12,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what Slurm's `--signal=USR1@120` sends before a pre-emption or the end of the time limit."""
 SAME_REQUEST_SECONDS = 3.0
 """Launchers pass a signal on that the terminal sent to all; only one that comes later means `at once`."""
-LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "torch/distributed/run")
+LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run", "torch/distributed/run", "mpirun", "mpiexec", "orted",
+             "hydra_pmi_proxy")  # fmt: skip
 STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
 """Variables that torchrun and deepspeed's launcher give to what they start."""
 STOP = "STOP"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# torchrun, on one node or, started on each of them, on several:
+#   RANKS=8 bash launch/torchrun.sh train --recipe ds_configs/recipes/quickstart.json
+#   NODES=2 NODE_RANK=0 MASTER_ADDR=gpu01 RANKS=8 bash launch/torchrun.sh train --recipe ds_configs/recipes/quickstart.json
+set -euo pipefail
+[ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
+exec torchrun --nproc_per_node "${RANKS:-gpu}" --nnodes "${NODES:-1}" --node_rank "${NODE_RANK:-0}" \
+  --master_addr "${MASTER_ADDR:-127.0.0.1}" --master_port "${MASTER_PORT:-29500}" -m wandistiller "$@"

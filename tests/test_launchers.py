@@ -1,0 +1,80 @@
+"""Which rank a process is, whoever started it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, losses, run, wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.launchers import PORTS, adopt, first_host
+from wandistiller.problems import ConfigError
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "247529473"}  # fmt: skip
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+         "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0"}  # fmt: skip
+MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+FIFTH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+def adopted(**env: str) -> dict[str, str]:
+    adopt(env)
+    return env
+
+
+@pytest.mark.parametrize("env", [SLURM, OPEN_MPI | {"MASTER_ADDR": "gpu07"}, MPICH | {"MASTER_ADDR": "gpu07"}])
+def test_a_rank_of_two_nodes_knows_its_place_and_the_first_node(env: dict[str, str]) -> None:
+    found = adopted(**env)
+    assert found.items() >= (FIFTH | {"MASTER_ADDR": "gpu07"}).items() and int(found["MASTER_PORT"]) in PORTS
+
+
+@pytest.mark.parametrize("env", [SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+                                 MPICH | {"MPI_LOCALNRANKS": "8"}])  # fmt: skip
+def test_ranks_of_one_node_meet_on_it(env: dict[str, str]) -> None:
+    assert adopted(**env)["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, MPICH])
+def test_mpirun_on_two_nodes_must_be_told_the_first(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        adopted(**env)
+
+
+def test_what_deepspeed_or_torchrun_said_is_kept() -> None:
+    assert adopted(**SLURM, RANK="0", WORLD_SIZE="2") == SLURM | {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def test_a_shell_in_an_allocation_is_no_rank() -> None:
+    """sbatch and salloc set the job's variables, srun those of a step too."""
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1234"}
+    assert adopted(**shell) == shell
+
+
+def test_mpirun_that_reaches_its_nodes_by_srun_is_the_one_that_counts() -> None:
+    proxies = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    assert adopted(**proxies, **OPEN_MPI, MASTER_ADDR="gpu07").items() >= FIFTH.items()
+
+
+def test_two_steps_of_a_job_meet_at_ports_of_their_own() -> None:
+    assert adopted(**SLURM)["MASTER_PORT"] != adopted(**SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("gpu[07-09,12],login", "gpu07"), ("gpu7", "gpu7"), ("a1,b2", "a1"), ("", ""),
+                                              ("rack[2-3]-gpu[01-04]", "rack2-gpu01"), ("n[3,5-7]", "n3")])  # fmt: skip
+def test_the_first_of_slurm_s_nodes_is_found(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: apt install openmpi-bin)")
+def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp_path: Path) -> None:
+    here, there = (recipe(tmp_path, wan1, output_dir=str(tmp_path / name), max_steps=2) for name in ("mpi", "plain"))
+    file = write_json(tmp_path / "mpi.json", here)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    words = ["mpirun", "--oversubscribe", "-n", "2", "python", "-m", "wandistiller", "train", "--recipe", str(file)]
+    run(words, cwd=ROOT, **root)
+    wandistiller("train", "--recipe", write_json(tmp_path / "plain.json", there), ranks=2)
+    assert losses(tmp_path / "mpi") == losses(tmp_path / "plain")
+    assert json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"].__len__() == 2

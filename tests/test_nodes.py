@@ -1,0 +1,147 @@
+"""Two nodes, here two names of this machine, each with a launcher of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from ranks import ROOT, environment, free_port, losses, run, wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.hostfile import read_hostfile
+from wandistiller.problems import ConfigError
+from wandistiller.watch import LEAVE_SECONDS, LOST_SECONDS
+
+TOOLS = {"pdsh": "pdsh", "sshd": "openssh-server", "ssh": "openssh-client"}
+MISSING = [package for tool, package in TOOLS.items() if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin")]
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+class Ssh(NamedTuple):
+    port: int
+    path: str
+    """With an ssh first that has the key, and knows `here` and `there` as names of this machine."""
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ssh]:
+    """A server on 127.0.0.1 that knows one key."""
+    if MISSING:
+        pytest.skip(f"needs {', '.join(MISSING)} (Debian: apt install {' '.join(MISSING)})")
+    folder, port = tmp_path_factory.mktemp("ssh"), free_port()
+    for name in ("host", "user"):
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)])
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = {"HostKey": folder / "host", "AuthorizedKeysFile": folder / "user.pub", "StrictModes": "no", "UsePAM": "no",
+              "PidFile": folder / "pid", "PermitRootLogin": "yes", "ListenAddress": "127.0.0.1", "Port": port}  # fmt: skip
+    client = {"IdentityFile": folder / "user", "StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null",
+              "LogLevel": "ERROR", "Host": "here there", "HostName": "127.0.0.1"}  # fmt: skip
+    for name, options in (("sshd_config", server), ("ssh_config", client)):
+        (folder / name).write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder / "ssh_config"} "$@"\n')
+    (folder / "bin" / "ssh").chmod(0o755)
+    daemon = subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", folder / "sshd_config"])
+    yield Ssh(port, f"{folder / 'bin'}:{PATH}")
+    daemon.terminate()
+    daemon.wait()
+
+
+def hostfile(folder: Path, *lines: str) -> Path:
+    file = folder / "hostfile"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def started(folder: Path, recipe_file: Path) -> list[subprocess.Popen]:
+    """Each node's launcher, in a process group of its own."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PATH": PATH,
+              "HOSTFILE": str(hostfile(folder, "here slots=1", "there slots=1"))}  # fmt: skip
+    nodes = []
+    for node in range(2):
+        with (folder / f"node{node}.log").open("w") as out:
+            nodes.append(subprocess.Popen(["bash", "launch/no_ssh.sh", "train", "--recipe", recipe_file], cwd=ROOT, stdout=out,
+                                          stderr=out, env=environment(**shared, NODE_RANK=str(node)),
+                                          start_new_session=True))  # fmt: skip
+    return nodes
+
+
+@pytest.fixture(scope="module")
+def on_one_node(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of two ranks of one node."""
+    folder = tmp_path_factory.mktemp("one_node")
+    given = recipe(folder, wan1, output_dir=str(folder / "run"), max_steps=3)
+    wandistiller("train", "--recipe", write_json(folder / "run.json", given), ranks=2)
+    return losses(folder / "run")
+
+
+def test_two_nodes_without_ssh_have_the_losses_of_one(wan1: Path, tmp_path: Path, on_one_node: list[float]) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=3)
+    nodes = started(tmp_path, write_json(tmp_path / "run.json", given))
+    codes = [node.wait(300) for node in nodes]
+    assert codes == [0, 0], "\n".join((tmp_path / f"node{node}.log").read_text() for node in range(2))
+    assert losses(tmp_path / "run") == on_one_node
+
+
+def test_two_nodes_reached_by_pdsh_have_the_losses_of_one(
+    ssh: Ssh, wan1: Path, tmp_path: Path, on_one_node: list[float]
+) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=3)
+    nodes = hostfile(tmp_path, "# two names of this machine", "here slots=1", "there slots=1")
+    for link in ("launch", "wandistiller", "ds_configs"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+    words = ["bash", "launch/deepspeed.sh", "train", "--recipe", str(write_json(tmp_path / "run.json", given))]
+    options = f"--master_addr 127.0.0.1 --master_port {free_port()}"
+    done = run(words, cwd=tmp_path, PATH=ssh.path, HOSTFILE=str(nodes), SSH_PORT=str(ssh.port), DEEPSPEED=options)
+    assert "2 nodes, 2 slots; all of them let us in" in done.stderr
+    assert losses(tmp_path / "run") == on_one_node
+
+
+def test_the_death_of_a_node_ends_the_other(wan1: Path, tmp_path: Path) -> None:
+    """Within ten seconds where its system closes its connections, and LOST_SECONDS where nothing more is heard of it."""
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=10000, sample_every=10000, save_every=10000)
+    nodes = started(tmp_path, write_json(tmp_path / "run.json", given))
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < until:
+        time.sleep(0.5)
+    os.killpg(nodes[1].pid, signal.SIGKILL)
+    code = nodes[0].wait(LOST_SECONDS + 3 * LEAVE_SECONDS)
+    assert code == 1 and "Rank 1 is gone" in (tmp_path / "node0.log").read_text()
+
+
+BAD = {
+    "here slots=0": "`here` has no slots. Write how many processes run there, or leave the line out.",
+    "here slots=1\nhere slots=2": "`here` is there a second time. Leave one line of each node, with all its slots.",
+    "here": "`here` is no node. Write its name and its processes: `gpu01 slots=8`.",
+    "here slots=two": "`here slots=two` is no node.",
+    "# nothing": "names no node. Write one a line: `gpu01 slots=8`.",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_hostfile_that_cannot_be_used_is_said_in_words(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        read_hostfile(hostfile(tmp_path, text))
+    assert BAD[text] in str(found.value)
+
+
+def test_all_that_is_wrong_with_a_hostfile_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        read_hostfile(hostfile(tmp_path, "a slots=0", "b slots=1", "b slots=1", "c"))
+    assert [problem.partition(": ")[0].rpartition(" ")[2] for problem in found.value.problems] == ["1", "3", "4"]
+
+
+def test_a_node_out_of_reach_is_one_message_before_anything_starts(ssh: Ssh, tmp_path: Path) -> None:
+    nodes = hostfile(tmp_path, "here slots=1", "nowhere.invalid slots=1")
+    words = ["bash", "launch/deepspeed.sh", "train", "--recipe", "none.json"]
+    done = run(words, code=2, PATH=ssh.path, HOSTFILE=str(nodes), SSH_PORT=str(ssh.port))
+    said = done.stderr.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith(f"error: {nodes}: `nowhere.invalid` cannot be reached: ")
