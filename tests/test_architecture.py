@@ -17,7 +17,7 @@ ORDER = """
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite rehearsal planner advice failures
     check costs recommend auto plan doctor census timeline memory_picture memory_profile trainer probes importance begin prepare
-    export train replay sample clip contenders judge report evaluate
+    original adapters card export hub train replay sample clip contenders judge report evaluate
     tiny_parts tiny_text tiny_experts make_tiny commandline __main__
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
@@ -29,7 +29,7 @@ LAYER_0 = """
 ALLOWED = {
     "deepspeed": {"distributed", "doctor", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},
     "diffusers": {"pipeline_parts", "wan", "loading", "dispatch", "latents", "sample", "start", "blocks", "tuning", "student",
-                  "export"} | TINY,
+                  "adapters", "export"} | TINY,
     "transformers": {"pipeline_parts", "conditioning", "clip"} | TINY,
     "torch.distributed": {"distributed", "watch", "failures"},
     "peft": {"tuning"},

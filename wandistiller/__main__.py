@@ -128,10 +128,20 @@ def _replay(_: str, flags: dict[str, Any], failures: "Failures") -> None:
 def _export(_: str, flags: dict[str, Any], __: "Failures") -> None:
     import torch
 
-    from wandistiller.export import export, export_adapter
+    from wandistiller.export import check_export, export, export_adapter, export_original
+    from wandistiller.hub import push
 
-    write = export_adapter if flags["adapter"] else export
-    print(write(flags["checkpoint"], flags["output"], getattr(torch, flags["dtype"]), flags["ema"]))
+    check_export(flags)
+    dtype, original = getattr(torch, flags["dtype"]), flags["format"] == "original"
+    what = flags["checkpoint"], flags["output"], dtype, flags["ema"]
+    if flags["adapter"]:
+        made = export_adapter(*what, original, flags["energy"], flags["rank"])
+    else:
+        made = export_original(*what) if original else [export(*what, flags["max_shard_size"])]
+    for path in made:
+        print(path)
+    if flags["push_to_hub"]:
+        print(push(made, flags["push_to_hub"], flags["private"]))
 
 
 def _sample(_: str, flags: dict[str, Any], __: "Failures") -> None:

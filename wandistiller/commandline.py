@@ -16,7 +16,7 @@ from wandistiller.config import RunConfig
 COMMANDS = {
     "prepare": "encode prompts, images, videos, or let the teacher make latents; fills the cache",
     "train": "distil; prepares what the cache lacks, draws pictures, exports the student",
-    "export": "a checkpoint -> a diffusers pipeline folder",
+    "export": "a checkpoint -> a diffusers pipeline, original-Wan files (ComfyUI), or a LoRA; to the hub",
     "sample": "a pipeline folder and prompts -> PNG or MP4 files and a grid",
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "bytes of each rank and the least time of a step, before anything is loaded; which JSONs fit",
@@ -96,11 +96,19 @@ def _add_run_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint", type=Path, required=True, help="an output folder (newest) or checkpoints/step_...")
-    command.add_argument("--output", type=Path, required=True, help="the pipeline folder to write")
+    command.add_argument("--output", type=Path, required=True, help="the folder to write, or NAME.safetensors")
+    command.add_argument("--format", default="diffusers", choices=("diffusers", "original"),
+                         help="a pipeline folder, or original-Wan weights as ComfyUI reads them, a file an expert")  # fmt: skip
     command.add_argument("--ema", action=argparse.BooleanOptionalAction,
                          help="the averaged weights or the last; default the averaged where the run has `ema`")  # fmt: skip
-    command.add_argument("--adapter", action="store_true", help="of a LoRA run the adapter alone, for load_lora_weights")
-    command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    command.add_argument("--adapter", action="store_true", help="a LoRA: the run's own, or the difference to its teacher")
+    command.add_argument("--energy", type=float, default=0.99, metavar="F", help="share of its square to keep; 0.99")
+    command.add_argument("--rank", type=int, default=128, metavar="N", help="the largest rank to keep it with; 128")
+    command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32", "float8_e4m3fn"),
+                         help="float8_e4m3fn: of --format original, the blocks' matrices with a scale each")  # fmt: skip
+    command.add_argument("--max_shard_size", default="10GB", metavar="SIZE", help="of a file of a pipeline; 10GB")
+    command.add_argument("--push_to_hub", metavar="ORG/NAME", help="put it there too; needs HF_TOKEN")
+    command.add_argument("--private", action="store_true", help="if that repository has to be made")
 
 
 def _add_sample_flags(command: argparse.ArgumentParser) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from wandistiller import deepspeed_json, distributed
+from wandistiller.card import FACTS
 from wandistiller.check import collecting, usual_for
 from wandistiller.clip import clip_problems
 from wandistiller.config import WAN_NEGATIVE_PROMPT, read_json
 from wandistiller.engines import config_problems
-from wandistiller.export import FACTS
 from wandistiller.judge import Evaluation, Judge
 from wandistiller.kinds import kind_problems
 from wandistiller.placement import device_map_problems, read_placement, without_block

@@ -1,119 +1,202 @@
-"""`wandistiller export`: a checkpoint -> a diffusers pipeline folder that opens without this package."""
+"""`wandistiller export`: a checkpoint -> a diffusers pipeline, original-Wan files, or a LoRA, that open without this package."""
 
 import json
+import re
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from safetensors import safe_open
 
 from wandistiller import checkpoint, manifest, wan
+from wandistiller.adapters import Adapter, comfy_state, extract, per_expert, trained
 from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
+from wandistiller.card import FACTS, write_adapter_card, write_card
 from wandistiller.files import link_or_copy, write_json
-from wandistiller.problems import ConfigError, folder_problems, readable
+from wandistiller.original import original_state, unlike_published, write_file
+from wandistiller.problems import ConfigError, folder_problems, problem, readable
 from wandistiller.resume import find, read_state
-from wandistiller.tuning import Lora, adapter_state, add_lora
+from wandistiller.tuning import Lora, add_lora
 from wandistiller.wan import WanFolder, open_wan
+from wandistiller.weights import WeightReader
 
-FACTS = "wandistiller.json"
-CARD = """---
-library_name: diffusers
-pipeline_tag: text-to-video
----
-# A Wan student distilled with wandistiller
-
-Distilled from `{teacher_path}`: {layers} layers, {experts} expert(s), {parameters:.1f}M parameters,
-{max_steps} steps of {objective}.
-
-Guidance is folded in: sample with `guidance_scale=1.0`. Made for {height}x{width}, {num_frames} frame(s),
-timestep shift {shift} (set in the scheduler).
-
-```python
-from diffusers import WanPipeline
-pipe = WanPipeline.from_pretrained("THIS_FOLDER")
-pipe("{prompt}", height={height}, width={width}, num_frames={num_frames}, guidance_scale=1.0).frames[0]
-```
-"""
-
-
-ADAPTER_CARD = """---
-library_name: diffusers
----
-# A Wan LoRA distilled with wandistiller
-
-For the network that it was trained beside: {base}, {layers} layers. Guidance is folded in: sample with
-`guidance_scale=1.0`, at timestep shift {shift}.
-
-```python
-pipe.load_lora_weights("THIS_FOLDER")
-{second}```
-"""
 SECOND = "pytorch_lora_weights_2.safetensors"
+SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
+SHARD = "10GB"
+"""diffusers' own limit of one file."""
 
 
-def export(
-    run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None
-) -> Path:
+class Source(NamedTuple):
+    """A checkpoint, and what its run said."""
+
+    folder: Path
+    facts: dict[str, Any]
+    recipe: dict[str, Any]
+
+    @property
+    def run(self) -> Path:
+        """The output folder that it lies in."""
+        return self.folder.parent.parent
+
+    def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
+        """Each expert by its folder's name: LoRA fused, `dtype` but where diffusers keeps float32."""
+        for name in self.facts["experts"]:
+            model = self.network(name)
+            if self.facts.get("lora"):
+                model.fuse_lora()
+                model.unload_lora()
+            for parameter, value in list(model.named_parameters()):
+                wan.put(model, parameter, value.to(wan.parameter_dtype(parameter, dtype)))
+            yield name, model
+
+    def network(self, name: str) -> WanTransformer3DModel:
+        """One expert as it was trained, float32 on the CPU: with its adapters, without the projections of feature matching."""
+        model = wan.skeleton(self.facts["transformer"])
+        if self.facts.get("lora"):
+            add_lora(model, Lora(**self.facts["lora"]), seed=0)
+        for parameter, value in checkpoint.weights(self.folder, Expert(name), self.facts["averaged"]).items():
+            if not parameter.startswith(PROJECTIONS):
+                wan.put(model, parameter, value)
+        return model
+
+    def teacher(self, weights: bool) -> WanFolder:
+        # .get: checkpoints made before `teacher_revision` have no such fact
+        return open_wan(self.facts["teacher_path"], weights=weights, revision=self.facts.get("teacher_revision"))
+
+
+def check_export(flags: dict[str, Any]) -> None:
+    """Refuse flags that do not go together, before anything is read.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    found, where = [], "command line"
+    if flags["dtype"] == "float8_e4m3fn" and (flags["format"] != "original" or flags["adapter"]):
+        found.append(problem(where, "dtype", flags["dtype"], "Only --format original knows it, without --adapter. Add that, or "
+                             "take bfloat16."))  # fmt: skip
+    if not 0 < flags["energy"] <= 1:
+        found.append(problem(where, "energy", flags["energy"], "Write a share over 0, up to 1."))
+    if flags["rank"] < 1:
+        found.append(problem(where, "rank", flags["rank"], "Write a positive integer."))
+    if not SIZE.fullmatch(flags["max_shard_size"]):
+        found.append(problem(where, "max_shard_size", flags["max_shard_size"], "Write a size such as 5GB or 500MB."))
+    if found:
+        raise ConfigError(*found)
+
+
+def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None,
+           shard: str = SHARD) -> Path:  # fmt: skip
     """Write the student as a diffusers pipeline; `target` appears whole, an earlier one is replaced.
 
     Args:
         run_or_checkpoint: an output folder (its newest checkpoint is taken) or one checkpoint folder.
         dtype: of the stored weights, except those that diffusers keeps in float32.
         averaged: the moving average of the weights, or the last ones; None: the average where there is one.
+        shard: the size of a file over which a network is cut into several, such as 5GB.
     Raises:
         ConfigError: no checkpoint there, or no average in it.
     """
-    source, facts = _read(run_or_checkpoint, averaged)
+    source = _read(run_or_checkpoint, averaged)
     _refuse_foreign(target)
-    # .get: checkpoints made before `teacher_revision` have no such fact
-    teacher = open_wan(facts["teacher_path"], weights=True, revision=facts.get("teacher_revision"))
+    teacher, temporary = source.teacher(weights=True), _beside(target)
+    for name, model in source.networks(dtype):
+        model.save_pretrained(temporary / name, max_shard_size=shard)
+    for part in ("vae", "text_encoder", "tokenizer"):
+        link_or_copy(teacher.path / part, temporary / part)
+    _write_scheduler(teacher, source.facts["shift"], temporary / "scheduler")
+    _write_index(teacher, source.facts, temporary)
+    write_card(temporary, teacher, source.facts, source.recipe, source.run)
+    return _put_in_place(temporary, target)
+
+
+def export_original(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16,
+                    averaged: bool | None = None) -> list[Path]:  # fmt: skip
+    """Write the transformer alone as original-Wan weights: FILE, or for two experts FILE_high_noise and FILE_low_noise.
+
+    Args:
+        dtype: torch.float8_e4m3fn stores the matrices of the blocks in eight bits with a scale each, the rest in bfloat16.
+    Raises:
+        ConfigError: as `export`; a `target` that is no .safetensors file, or another's.
+    """
+    source = _read(run_or_checkpoint, averaged)
+    experts, facts = source.facts["experts"], source.facts
+    files = {name: per_expert(target, experts, name) for name in experts}
+    _refuse_foreign_files(target, list(files.values()))
+    for line in unlike_published(facts["transformer"]):
+        print(f"note: {line}", file=sys.stderr)
+    small = dtype == torch.float8_e4m3fn
+    for name, model in source.networks(torch.bfloat16 if small else dtype):
+        write_file(files[name], original_state(model.state_dict(), small), files[name].stem, _description(facts), facts)
+    return list(files.values())
+
+
+def export_adapter(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None,
+                   original: bool = False, energy: float = 0.99, rank: int = 128) -> list[Path]:  # fmt: skip
+    """Write a LoRA: that of a run with `lora`; of any other the difference to its teacher, which must have the same shape.
+
+    Args:
+        original: as ComfyUI reads it, a FILE an expert; else a folder for WanPipeline.load_lora_weights.
+        energy: of a difference, the share of its square that is kept.
+        rank: of a difference, the largest.
+    Raises:
+        ConfigError: no checkpoint there; a student that no LoRA of its teacher can be.
+    """
+    source = _read(run_or_checkpoint, averaged)
+    experts, facts = source.facts["experts"], source.facts
+    files = {name: per_expert(target, experts, name) for name in experts}
+    _refuse_foreign_files(target, list(files.values())) if original else _refuse_foreign(target)
+    adapters = dict(_adapters(source, energy, rank))
+    said = "; ".join(f"Rank {adapter.rank}" for adapter in adapters.values())
+    cast = {name: a._replace(state={k: v.to(dtype) for k, v in a.state.items()}) for name, a in adapters.items()}
+    if original:
+        return [write_file(files[name], comfy_state(a), files[name].stem, _description(facts), facts) for name, a in cast.items()]
+    temporary = _beside(target)
+    for name, adapter in cast.items():
+        WanPipeline.save_lora_weights(
+            temporary, adapter.state, weight_name=SECOND if Expert(name) is Expert.LOW_NOISE else None,
+            transformer_lora_adapter_metadata=adapter.config,
+        )  # fmt: skip
+    write_adapter_card(temporary, source.teacher(weights=False), facts, said, SECOND if len(experts) > 1 else "")
+    return [_put_in_place(temporary, target)]
+
+
+def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, Adapter]]:
+    """Of each expert, trained or cut out of the difference."""
+    facts = source.facts
+    if facts.get("lora"):
+        for name in facts["experts"]:
+            yield name, trained(source.network(name))
+        return
+    teacher = source.teacher(weights=True)
+    different = [key for key, value in facts["transformer"].items() if teacher.config.get(key, value) != value]
+    if different or set(facts["experts"]) != {e.value for e in teacher.configs}:
+        what = ", ".join(f"`{key}`" for key in different) or "`experts`"
+        raise ConfigError(f"{source.folder}: its student differs from {facts['teacher_path']} in {what}, so it is no LoRA of it. "
+                          "Leave out --adapter; or train one with the recipe key `lora`.")  # fmt: skip
+    for name, model in source.networks(torch.float32):
+        with torch.no_grad():
+            found = extract(model, WeightReader(teacher.path / name).read, energy, rank)
+        print(f"{name}: rank {found.adapter.rank} keeps {found.kept:.2%} of the squared difference of the linear layers; "
+              f"{found.beside:.2%} of all is in biases, norms and tables, which no LoRA holds", file=sys.stderr)  # fmt: skip
+        yield name, found.adapter
+
+
+def _description(facts: dict[str, Any]) -> str:
+    return (f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: sample with CFG 1, shift "
+            f"{facts['shift']}, {facts['steps']} steps, {facts['width']}x{facts['height']}, {facts['num_frames']} frame(s).")
+
+
+def _beside(target: Path) -> Path:
+    """A new folder to fill before it takes `target`'s place."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for name in facts["experts"]:
-        model = _network(source, Expert(name), facts)
-        if facts.get("lora"):
-            model.fuse_lora()
-            model.unload_lora()
-        for parameter, value in list(model.named_parameters()):
-            wan.put(model, parameter, value.to(wan.parameter_dtype(parameter, dtype)))
-        model.save_pretrained(temporary / name)
-    for part in ("vae", "text_encoder", "tokenizer"):
-        link_or_copy(teacher.path / part, temporary / part)
-    _write_scheduler(teacher, facts["shift"], temporary / "scheduler")
-    _write_index(teacher, facts, temporary)
-    return _put_in_place(temporary, target)
-
-
-def export_adapter(
-    run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None
-) -> Path:
-    """Write the LoRA alone, as WanPipeline.load_lora_weights reads it; arguments as for `export`.
-
-    Raises:
-        ConfigError: no checkpoint there, or one of a run without `lora`.
-    """
-    source, facts = _read(run_or_checkpoint, averaged)
-    _refuse_foreign(target)
-    if not facts.get("lora"):
-        raise ConfigError(f"{source}: its run had no `lora`, so it has no adapter. Leave out --adapter.")
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    for name in facts["experts"]:
-        model = _network(source, Expert(name), facts).to(dtype)
-        WanPipeline.save_lora_weights(
-            temporary, adapter_state(model), weight_name=SECOND if Expert(name) is Expert.LOW_NOISE else None,
-            transformer_lora_adapter_metadata=model.peft_config["default"].to_dict(),
-        )  # fmt: skip
-    base = f"`{facts['teacher_path']}`" if facts["init"] == "teacher" else f"`{facts['init']}`"
-    second = f'pipe.load_lora_weights("THIS_FOLDER", weight_name="{SECOND}", load_into_transformer_2=True)\n'
-    card = ADAPTER_CARD.format(base=base, layers=facts["transformer"]["num_layers"], shift=facts["shift"],
-                               second=second if len(facts["experts"]) > 1 else "")  # fmt: skip
-    (temporary / "README.md").write_text(card, encoding="utf-8")
-    write_json(temporary / FACTS, facts)
-    return _put_in_place(temporary, target)
+    return temporary
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -124,6 +207,22 @@ def _refuse_foreign(target: Path) -> None:
         raise ConfigError(f"--output {target}: is a folder with something else in it. Name a new one, or an earlier export.")
 
 
+def _refuse_foreign_files(target: Path, files: list[Path]) -> None:
+    if target.suffix != ".safetensors" or target.is_dir():
+        raise ConfigError(f"--output {target}: is no file name for weights. Write one that ends with .safetensors.")
+    for file in files:
+        if file.is_file() and not _is_ours(file):
+            raise ConfigError(f"--output {file}: is there, and no earlier export. Name another.")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        with safe_open(file, "pt") as opened:
+            return "wandistiller" in (opened.metadata() or {})
+    except Exception:  # safetensors 0.8 has an exception of its own that says nothing about the file
+        return False
+
+
 def _put_in_place(temporary: Path, target: Path) -> Path:
     if target.exists():
         shutil.rmtree(target)
@@ -131,13 +230,15 @@ def _put_in_place(temporary: Path, target: Path) -> Path:
     return target
 
 
-def _read(run_or_checkpoint: Path, averaged: bool | None) -> tuple[Path, dict[str, Any]]:
+def _read(run_or_checkpoint: Path, averaged: bool | None) -> Source:
     """The checkpoint, and its facts with "averaged" as asked."""
-    source = _checkpoint(run_or_checkpoint)
-    facts = read_state(source)["facts"]
+    folder = _checkpoint(run_or_checkpoint)
+    state = read_state(folder)
+    facts = state["facts"]
     if averaged and "ema" not in facts:
-        raise ConfigError(f"{source}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
-    return source, facts | {"averaged": "ema" in facts if averaged is None else averaged}
+        raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
+    recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}  # is of one machine
+    return Source(folder, facts | {"averaged": "ema" in facts if averaged is None else averaged}, recipe)
 
 
 @readable()
@@ -148,17 +249,6 @@ def _checkpoint(folder: Path) -> Path:
     if faults := manifest.faults(found):
         raise ConfigError(f"{found}: {'; '.join(faults)}. Name another checkpoint.")
     return found
-
-
-def _network(source: Path, expert: Expert, facts: dict[str, Any]) -> WanTransformer3DModel:
-    """One expert as it was trained, float32 on the CPU: with its adapters, without the projections of feature matching."""
-    model = wan.skeleton(facts["transformer"])
-    if facts.get("lora"):
-        add_lora(model, Lora(**facts["lora"]), seed=0)
-    for name, value in checkpoint.weights(source, expert, facts["averaged"]).items():
-        if not name.startswith(PROJECTIONS):
-            wan.put(model, name, value)
-    return model
 
 
 def _write_scheduler(teacher: WanFolder, shift: float, folder: Path) -> None:
@@ -172,8 +262,3 @@ def _write_index(teacher: WanFolder, facts: dict[str, Any], folder: Path) -> Non
     if len(facts["experts"]) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     write_json(folder / "model_index.json", index)
-    parameters = wan.count_parameters(facts["transformer"]) * len(facts["experts"]) / 1e6
-    layers, experts = facts["transformer"]["num_layers"], len(facts["experts"])
-    card = CARD.format(**facts | {"experts": experts}, layers=layers, parameters=parameters, prompt="a red circle")
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    write_json(folder / FACTS, facts)

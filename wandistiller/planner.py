@@ -12,7 +12,17 @@ from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine, room_of_a_rank
-from wandistiller.memory import Bytes, Network, bucket_bytes, numels, once_for_each, start_bytes, student_parts, teacher_bytes
+from wandistiller.memory import (
+    Bytes,
+    Network,
+    bucket_bytes,
+    numels,
+    once_for_each,
+    spread_bytes,
+    start_bytes,
+    student_parts,
+    teacher_bytes,
+)
 from wandistiller.pipeline_parts import text_config
 from wandistiller.placement import read_placement
 from wandistiller.rehearsal import decoding, encoding, text_encoding
@@ -181,9 +191,11 @@ class _Planner:
         activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
+        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)}}
         if not self.gpu and self.machine.ranks > 1:
-            work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
-        return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}
+            turns["student's turn"]["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
+            turns["optimizer's turn"] = {"gloo's copies of the weights": Bytes(live=spread_bytes(network, ds, ranks))}
+        return kept, turns
 
     def _prepare(self) -> Phase:
         """Text encoder, VAE and teacher have their turns."""
