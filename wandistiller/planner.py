@@ -34,8 +34,6 @@ PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
 EARLY = 480 * MIB
 """The same while the cache is filled: no engine of DeepSpeed learns yet, and ranks have little to tell each other (the same)."""
-OTHERS = 60 * MIB
-"""What gloo's connections and buffers add where there are other ranks."""
 ENGINE = 80 * MIB
 """What a ZeRO-Inference engine adds to its weights and those on their way (the same)."""
 CUDA_PROCESS = 2500 * MIB
@@ -122,16 +120,8 @@ def plan(job: Job, machine: Machine) -> dict[str, Phase]:
     found = _Planner(job, machine).phases()
     if machine.device_free is not None:
         return found
-    return {name: _all_on_host(phase, add=name in STEADY) for name, phase in found.items()}
-
-
-STEADY = ("train", "draw")
-"""Phases whose turns come again and again: what one frees stays with the C library, in blocks that the next one's do not fit."""
-
-
-def _all_on_host(phase: Phase, add: bool) -> Phase:
-    kept, turns = _on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()}
-    return Phase(kept | {name: b for parts in turns.values() for name, b in parts.items()}) if add else Phase(kept, turns)
+    return {name: Phase(_on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()})
+            for name, phase in found.items()}  # fmt: skip
 
 
 def _on_host(parts: Parts) -> Parts:
@@ -145,7 +135,7 @@ class _Planner:
         self.largest = max((job.size, *job.buckets), key=lambda s: job.folder.tokens(s.height, s.width, s.num_frames))
         self.tokens = job.folder.tokens(self.largest.height, self.largest.width, self.largest.num_frames)
         self.placement = read_placement(job.teacher_ds)
-        self.base = self._libraries(PROCESS + (OTHERS if machine.ranks > 1 else 0))
+        self.base = self._libraries(PROCESS)
 
     def _libraries(self, process: int) -> Parts:
         return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
