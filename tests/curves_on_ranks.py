@@ -45,7 +45,7 @@ def curves(folder: Path, wan: Path, steps: int, names: list[str]) -> dict[str, l
             data, text, made = prepare(job)
             teacher = teacher or made or guided_teacher(job, text)
             trainer = Trainer(job, data, text, teacher, build_student(job))
-            found[f"{name} {precision}"] = [sum(trainer.optimizer_step(step)[0]) for step in range(steps)]
+            found[f"{name} {precision}"] = [sum(trainer.optimizer_step(step).losses) for step in range(steps)]
             trainer.student.engines.clear()
             del trainer
             gc.collect()

@@ -49,7 +49,7 @@ class Runs:
         return Trainer(job, *self._shared, build_student(job))
 
     def train(self, trainer: Trainer, first: int, last: int) -> list[float]:
-        return [sum(trainer.optimizer_step(step)[0]) for step in range(first, last)]
+        return [sum(trainer.optimizer_step(step).losses) for step in range(first, last)]
 
     def result(self, trainer: Trainer, losses: list[float], name: str) -> dict[str, Any]:
         """The losses and what the last weights and averages are."""

@@ -1,5 +1,6 @@
 """The loss curve is the same for every ZeRO stage and rank count, and that of a plain PyTorch loop."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from recipes import recipe, student_engine
 
 from wandistiller.check import read_job
 from wandistiller.config import STRATEGIES, RunConfig
+from wandistiller.trainer import by_sigma
 
 STEPS = 20
 
@@ -75,3 +77,17 @@ def test_student_of_two_experts_trains_each_on_its_side_of_the_boundary(folder: 
     index = (output / "student" / "model_index.json").read_text()
     assert '"boundary_ratio": 0.875' in index and (output / "student" / "transformer_2").is_dir()
     assert len(losses(output)) == 6
+
+
+def test_the_loss_in_each_band_of_sigma_is_that_of_its_samples() -> None:
+    found = by_sigma(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0.05, 0.19, 0.2, 1.0]))
+    assert found == {"0-0.2": 1.5, "0.2-0.4": 4.0, "0.8-1": 8.0}
+
+
+def test_the_bands_do_not_depend_on_the_ranks(folder: Path, wan2: Path) -> None:
+    runs = []
+    for ranks in (1, 2):
+        output = train(folder, wan2, f"bands_{ranks}", ranks, max_steps=3, deepspeed_config=student_engine(2))
+        runs.append([json.loads(line)["loss_by_sigma"] for line in (output / "metrics.jsonl").read_text().splitlines()])
+    for one, two in zip(*runs, strict=True):
+        assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1

@@ -42,6 +42,41 @@ class Pass(NamedTuple):
     def expert(self) -> Expert:
         return next(iter(self.batches.values())).expert
 
+    @property
+    def sigma_B(self) -> Tensor:
+        """Of the states that the first term looks at."""
+        return next(iter(self.batches.values())).sigma_B
+
+
+class Done(NamedTuple):
+    """What is left of a pass when its gradients are there."""
+
+    loss_TB: Tensor
+    sigma_B: Tensor
+    expert: Expert
+
+
+class Learned(NamedTuple):
+    """What an optimizer step was about, over the samples of all ranks."""
+
+    losses: list[float]
+    """Mean of each term, unweighted."""
+    by_sigma: dict[str, float]
+    """Mean of the weighted sum in each of BANDS that was drawn from."""
+    expert: Expert
+    """The last one used."""
+
+
+BANDS = 5
+"""Equal parts of sigma's line from 0 to 1."""
+
+
+def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
+    """Mean loss of the samples in each band, by its ends; bands without samples are left out."""
+    band_N = (sigma_N * BANDS).long().clamp(0, BANDS - 1)
+    drawn = sorted(set(band_N.tolist()))
+    return {f"{k / BANDS:g}-{(k + 1) / BANDS:g}": loss_N[band_N == k].double().mean().item() for k in drawn}
+
 
 class Trainer:
     """Trains `student` towards `teacher` on `data`; every method is collective."""
@@ -79,9 +114,11 @@ class Trainer:
             self._show(start)
         for step in range(start, job.run.max_steps):
             with self._profile.during(step + 1):
-                losses, expert = self.optimizer_step(step)
-            loss, terms, state = job.objective.total(losses), job.objective.named(losses), self.student.state(expert)
-            metrics.step(step + 1, loss=loss, memory=self._memory, expert=expert.value, **state, **terms)
+                learned = self.optimizer_step(step)
+            loss, terms = job.objective.total(learned.losses), job.objective.named(learned.losses)
+            state = self.student.state(learned.expert)
+            metrics.step(step + 1, loss=loss, memory=self._memory, expert=learned.expert.value, loss_by_sigma=learned.by_sigma,
+                         **state, **terms)  # fmt: skip
             self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {}),
                                            **usage.scalars(self._memory)})  # fmt: skip
             self._memory = {}
@@ -131,24 +168,23 @@ class Trainer:
         distributed.barrier()
         return start
 
-    def optimizer_step(self, step: int) -> tuple[list[float], Expert]:
-        """All micro-steps of one optimizer step; returns each term's mean loss over all ranks, and the last expert used.
+    def optimizer_step(self, step: int) -> Learned:
+        """All micro-steps of one optimizer step.
 
         Raises:
             NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
         """
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         doing(f"finishing step {step + 1}")
-        expert = results[-1][1]
-        losses = self._mean_over_ranks([loss_TB for loss_TB, _ in results], expert)
-        learned = self.student.engine(expert)
-        if not (all(map(math.isfinite, losses)) and (learned.was_step_applied() or scales_itself(learned))):
-            self._not_finite(step, expert, [loss_TB for loss_TB, _ in results])
+        learned = self._over_all_ranks(results)
+        used = self.student.engine(learned.expert)
+        if not (all(map(math.isfinite, learned.losses)) and (used.was_step_applied() or scales_itself(used))):
+            self._not_finite(step, learned.expert, [done.loss_TB for done in results])
         for engine in self.student.engines.values():  # learning rates follow the run, not the expert's own turns
-            if not (engine is learned and engine.was_step_applied()) and engine.lr_scheduler is not None:
+            if not (engine is used and engine.was_step_applied()) and engine.lr_scheduler is not None:
                 engine.lr_scheduler.step()
-        self.student.average(expert, step + 1)
-        return losses, expert
+        self.student.average(learned.expert, step + 1)
+        return learned
 
     def _not_finite(self, step: int, expert: Expert, losses: list[Tensor]) -> None:
         """Keep what repeats the step, of which its engine has taken nothing; then stop, unless it may be skipped.
@@ -180,13 +216,13 @@ class Trainer:
         items = [self.data.item_at(i) for i in index_B]
         return see(self.batches(step, micro), items, index_B, losses, distributed.rank(), micro)
 
-    def micro_step(self, step: int, micro: int) -> tuple[Tensor, Expert]:
-        """One forward and backward pass on this rank's samples; returns each term's loss_TB, detached, and the expert."""
+    def micro_step(self, step: int, micro: int) -> Done:
+        """One forward and backward pass on this rank's samples."""
         done = self.forward(step, micro)
         engine = self.backward(step, done)
         doing(f"step {step + 1}, the optimizer's step")
         engine.step()  # updates on the last micro-step only
-        return done.loss_TB.detach(), done.expert
+        return Done(done.loss_TB.detach(), done.sigma_B, done.expert)
 
     def forward(self, step: int, micro: int) -> Pass:
         """Ask teacher and student, and compare."""
@@ -224,25 +260,28 @@ class Trainer:
             found[PATH] = self.schedule.on_path(*self.data.states(sample_index_B), text_BLD, sample_index_B, step)
         return found
 
-    def _mean_over_ranks(self, losses: list[Tensor], expert: Expert) -> list[float]:
-        """Each term's mean over the global batch, summed in sample order whatever the ranks.
+    def _over_all_ranks(self, results: list[Done]) -> Learned:
+        """Means over the global batch, summed in sample order whatever the ranks.
 
         On the way it checks that the experts agree, and learns whether any rank was asked to stop and how much memory each has.
 
         Args:
-            losses: this rank's loss_TB of each micro-step M.
+            results: of each of this rank's micro-steps M.
         """
-        loss_MTB, world = torch.stack(losses).float(), distributed.world_size()
+        world, expert = distributed.world_size(), results[-1].expert
+        found_MKB = torch.stack([torch.cat([done.loss_TB.float(), done.sigma_B[None]]) for done in results])  # K: terms, sigma
         about = [list(Expert).index(expert), float(stopping.reason is not None), *usage.read()]
-        mine = torch.cat([loss_MTB.flatten(), loss_MTB.new_tensor(about)])
+        mine = torch.cat([found_MKB.flatten(), found_MKB.new_tensor(about)])
         all_ranks = distributed.gather_tensor(mine).view(world, -1)
-        loss_RMTB = all_ranks[:, : loss_MTB.numel()].view(world, *loss_MTB.shape)
-        expert_R, stop_R, *memory = all_ranks[:, loss_MTB.numel() :].T.tolist()
+        found_RMKB = all_ranks[:, : found_MKB.numel()].view(world, *found_MKB.shape)
+        expert_R, stop_R, *memory = all_ranks[:, found_MKB.numel() :].T.tolist()
         if len(set(expert_R)) > 1:
             raise RuntimeError(f"The ranks used different experts: {expert_R}. Please report this.")
         self._asked_to_stop = any(stop_R)
         self._memory["train"] = [Usage(*map(int, rank)) for rank in zip(*memory, strict=True)]
-        return loss_RMTB.permute(2, 1, 0, 3).flatten(1).double().mean(1).tolist()
+        *loss_TN, sigma_N = found_RMKB.permute(2, 1, 0, 3).flatten(1)
+        means = [loss_N.double().mean().item() for loss_N in loss_TN]
+        return Learned(means, by_sigma(self.job.objective.total(loss_TN), sigma_N), expert)
 
     def _show(self, done: int) -> bool:
         """Draw, if pictures are due after `done` steps; whether they were."""
