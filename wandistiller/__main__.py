@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     if command == "train" and flags["replay"]:
         command = "replay"
     run = {"prepare": _run_job, "train": _run_job, "replay": _replay, "export": _export, "sample": _sample,
-           "evaluate": _evaluate, "plan": _plan, "doctor": _doctor}[command]  # fmt: skip
+           "evaluate": _evaluate, "plan": _plan, "report": _report, "doctor": _doctor}[command]  # fmt: skip
     from wandistiller import distributed  # here, so that --help and a wrong flag take no seconds
     from wandistiller.failures import AGAIN, OK, Failures, tell_torchrun
 
@@ -184,6 +184,13 @@ def _plan(_: str, flags: dict[str, Any], __: "Failures") -> None:
     distributed.start_log("info")
     for line in said:
         distributed.log0("%s", line)
+
+
+def _report(_: str, flags: dict[str, Any], __: "Failures") -> None:
+    from wandistiller.run_report import report
+
+    for file in report(flags["output"]):
+        print(file)
 
 
 def _doctor(_: str, flags: dict[str, Any], __: "Failures") -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": "a pipeline folder and prompts -> PNG or MP4 files and a grid",
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "bytes of each rank and the least time of a step, before anything is loaded; which JSONs fit",
+    "report": "a run's curves, pictures, evaluation and settings in one HTML file",
     "doctor": "whether this machine, or the nodes of a hostfile, have what a run needs; what to install; how fast they are",
 }
 NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sample_flags(made["sample"])
     _add_evaluate_flags(made["evaluate"])
     _add_plan_flags(made["plan"])
+    made["report"].add_argument("output", type=Path, metavar="OUTPUT", help="the folder of a run, ended or not")
     _add_doctor_flags(made["doctor"])
     return top
 

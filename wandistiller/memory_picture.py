@@ -44,8 +44,8 @@ class Axes(NamedTuple):
 class Pen:
     """Draws in pixels of the finished picture."""
 
-    def __init__(self, high: int):
-        self._image = Image.new("RGB", (WIDE * SCALE, high * SCALE), "white")
+    def __init__(self, high: int, wide: int = WIDE):
+        self._image = Image.new("RGB", (wide * SCALE, high * SCALE), "white")
         self._draw = ImageDraw.Draw(self._image)
 
     def text(self, x: float, y: float, words: str, size: int = 13, anchor: str = "lm", fill: str = "#222222") -> None:

@@ -1,0 +1,117 @@
+"""What `wandistiller report` makes of a run: one page that needs nothing else, and its charts."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from ranks import wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.charts import MOST_POINTS, Chart, Line, Scale, png, smooth, svg, thinned
+from wandistiller.problems import ConfigError
+from wandistiller.run_report import report
+
+VOID = {"meta", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Counts what is open, and collects what would be fetched."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.images = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.images += tag == "img"
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Of a drawing's parts, which have nothing within."""
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    more = {"max_steps": 4, "objective": ["velocity", "feature"], "sample_every": 2}
+    given = recipe(folder, wan1, output_dir=str(folder / "run <1>"), **more)
+    wandistiller("train", "--recipe", write_json(folder / "recipe.json", given), ranks=2)
+    table = "| on 2 prompts | student |\n|---|---|\n| right | 1 < 2 |"
+    (folder / "run <1>" / "evaluation.md").write_text(f"# a\n\n{table}\n\nnotes\n")
+    return folder / "run <1>"
+
+
+def test_the_page_is_whole_and_fetches_nothing(finished: Path) -> None:
+    text = report(finished)[0].read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.fetched == [] and "http" not in text.partition("<pre>")[0] and "url(" not in text
+    assert page.images == 2  # after steps 2 and 4
+
+
+def test_the_page_has_curves_terms_memory_evaluation_and_settings(finished: Path) -> None:
+    text = report(finished)[0].read_text()
+    for words in ("loss by sigma", "loss of each term", "gradient norm", "throughput", "memory, GiB", "4 done", "1 &lt; 2",
+                  "student_deepspeed.json", "teacher_deepspeed.json", "run &lt;1&gt;"):  # fmt: skip
+        assert words in text, words
+    assert "notes" not in text
+
+
+def test_every_chart_is_a_picture_too(finished: Path) -> None:
+    page, *files = report(finished)
+    assert {"loss.png", "loss_by_sigma.png", "terms.png", "memory.png"} <= {file.name for file in files}
+    assert all(Image.open(file).width == 640 for file in files) and page.name == "index.html"
+
+
+def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    line = {"step": 1, "loss": 0.5, "grad_norm": None, "lr": 1e-3, "seconds": 2.0, "samples_per_second": 4.0, "memory_gib": {}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + '{"step": 2, "lo')
+    text = report(tmp_path)[0].read_text()
+    assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in text
+
+
+@pytest.mark.parametrize("content", [None, "", '{"st'])
+def test_a_folder_without_a_step_is_no_run(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        report(tmp_path)
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert Scale(0, 10, 0, 1).ticks() == [0, 2, 4, 6, 8, 10]
+    assert Scale(0, 0.07, 0, 1).ticks() == [0, 0.02, 0.04, 0.06]
+    assert Scale(0.01, 1, 0, 1, True).ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
+    assert Scale(1e-6, 1, 0, 1, True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1])
+
+
+def test_an_axis_goes_from_end_to_end() -> None:
+    assert [Scale(2, 4, 10, 20)(v) for v in (2, 3, 4)] == [10, 15, 20]
+    assert [Scale(1, 100, 0, 2, True)(v) for v in (1, 10, 100)] == pytest.approx([0, 1, 2])
+
+
+def test_long_lines_are_means_of_equal_parts() -> None:
+    found = thinned([(i, i % 2) for i in range(2 * MOST_POINTS)])
+    assert len(found) == MOST_POINTS and {y for _, y in found} == {0.5} and found[0][0] == 0.5
+
+
+def test_a_smooth_line_is_the_mean_of_the_last() -> None:
+    assert smooth([(1, 2.0), (2, float("nan")), (3, 4.0), (4, 8.0)], 2) == [(1, 2.0), (3, 3.0), (4, 6.0)]
+
+
+@pytest.mark.parametrize("points", [[(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)]])
+def test_any_line_can_be_drawn(points: list[tuple[float, float]], tmp_path: Path) -> None:
+    chart = Chart("a < b", "unit", [Line("x & y", points)], True)
+    numbers = [float(n) for pair in re.findall(r'points="([^"]*)"', svg(chart)) for n in re.split("[ ,]", pair)]
+    assert numbers and all(0 <= n <= 640 for n in numbers) and "a &lt; b" in svg(chart)
+    png(chart, tmp_path / "a.png")
