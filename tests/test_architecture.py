@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 # The order in which data flows; a module imports only from modules before it.
 ORDER = """
-    allocators problems launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives placement
-    recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase
-    usage stopping stream manifest watch distributed engines metrics pipeline_parts
+    allocators problems logs launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives
+    placement recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes
+    phase usage stopping stream manifest watch distributed engines metrics pipeline_parts
     wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite rehearsal planner advice failures
@@ -22,9 +22,9 @@ ORDER = """
 """.split()
 TINY = {"tiny_parts", "tiny_text", "tiny_experts", "make_tiny"}
 LAYER_0 = """
-    allocators problems launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives placement
-    recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes phase
-    usage stopping
+    allocators problems logs launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives
+    placement recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes
+    phase usage stopping
 """.split()
 ALLOWED = {
     "deepspeed": {"distributed", "doctor", "loading", "engines", "teacher", "blocks", "fragments", "student", "checkpoint"},

@@ -31,7 +31,7 @@ def _started() -> subprocess.Popen:
     from ranks import environment
 
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment())
+    return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment(TQDM_DISABLE="1"))
 
 
 def fork(words: list[str], cwd: Path, ranks: list[Rank]) -> list[int]:

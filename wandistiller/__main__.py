@@ -7,7 +7,7 @@ import sys
 import typing
 from typing import Any
 
-from wandistiller import allocators, launchers
+from wandistiller import allocators, launchers, logs
 from wandistiller.commandline import NEEDLESS, parser
 from wandistiller.problems import ConfigError
 from wandistiller.stopping import STOP, Stopped, stopping
@@ -78,7 +78,7 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
         flags.pop("replay", None)
         run = read_run(flags.pop("recipe", None), flags)
         job = read_job(run, distributed.world_size())
-    distributed.start_log(job.run.log_level)
+    logs.start(job.run.log_level)
     with distributed.same_problems():
         job = settle(job)
     if job.run.dry_run:
@@ -94,6 +94,7 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
         sweep(folder)
     stopping.install(job.output / STOP if first else None)
     distributed.init(job.run.log_level)
+    logs.to_file(job.output / "logs" / f"rank_{distributed.rank()}.log")
     distributed.set_timeout(job.run.timeout)
     failures.job = job
     distributed.explain(failures.explain)
@@ -181,7 +182,7 @@ def _plan(_: str, flags: dict[str, Any], __: "Failures") -> None:
     own = {key: flags.pop(key) for key in ("gpus", "gpu_memory", "host_memory", "disk", "nodes", "rates", "measure", "recommend")}
     with distributed.same_problems():
         said = plan.said(own, flags)
-    distributed.start_log("info")
+    logs.start("info")
     for line in said:
         distributed.log0("%s", line)
 
@@ -197,7 +198,7 @@ def _doctor(_: str, flags: dict[str, Any], __: "Failures") -> None:
     from wandistiller import distributed
     from wandistiller.doctor import examine
 
-    distributed.start_log("info")
+    logs.start("info")
     for line in examine(**flags):
         distributed.log0("%s", line)
 

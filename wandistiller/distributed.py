@@ -1,9 +1,7 @@
 """The one owner of rank talk: who am I, what do the others say, and one message for all."""
 
-import logging
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,12 +16,12 @@ from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from wandistiller import logs
+from wandistiller.logs import log
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError, Problems
 from wandistiller.stopping import Stopped, stopping
 from wandistiller.watch import Notice, Watch, open_store
-
-log = logging.getLogger("wandistiller")
 
 TIMEOUT_SECONDS = 1800.0
 """Without a sign of life from any rank for so long a run is taken for hung; the recipe key `timeout` says otherwise."""
@@ -52,23 +50,17 @@ def number_of_gpus() -> int:
 
 
 def log0(message: str, *args: object) -> None:
-    """Log on rank 0 only."""
+    """Log on rank 0 only; the others keep it in their files."""
     if rank() == 0:
         log.info(message, *args)
-
-
-def start_log(log_level: str) -> None:
-    """Plain lines on stderr, from `log_level` on."""
-    logging.basicConfig(format="%(message)s", force=True)
-    log.setLevel(log_level.upper())
+    else:
+        logs.keep(message % args)
 
 
 def init(log_level: str = "info") -> None:
     """Join the other ranks; without a launcher be the only one. Collective."""
     global _watch
-    start_log(log_level)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if log_level != "debug" else logging.INFO)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deepspeed 0.19.8's calls
+    logs.start(log_level)
     # deepspeed 0.19.8 would compile an op here that leaves 69 MB per rank and port in /dev/shm; gloo does without
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:

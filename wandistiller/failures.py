@@ -12,6 +12,7 @@ from wandistiller.advice import advice
 from wandistiller.exhausted import Spent, chain, is_out_of_memory, what_ran_out
 from wandistiller.files import system_error
 from wandistiller.job import Job
+from wandistiller.logs import keep
 from wandistiller.machine import memory_line
 from wandistiller.phase import now
 from wandistiller.problems import ConfigError, NonFinite, Problems, StorageError
@@ -52,6 +53,7 @@ class Failures:
             code, text = FAULT, f"rank {distributed.rank()}, {now.what}: {type(error).__name__}: {error}"
             spoken = "".join(traceback.format_exception(error)) + text
         print(spoken, end="\n" if spoken else "", file=sys.stderr, flush=True)
+        keep(text)
         tell_torchrun(for_file or text)
         distributed.leave(code, text)
         return code

@@ -1,11 +1,13 @@
 """What this process is doing, in words: for the message of a failure, for the other ranks' watch, for the debug log."""
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-log = logging.getLogger("wandistiller")
+from wandistiller.logs import keep, log
+
+IN_EVERY_STEP = ("step ", "finishing step ")
+"""How what is done again and again begins: too much for a file."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ def doing(what: str) -> None:
     now.what = what
     alive()
     log.debug("doing: %s", what)
+    if not what.startswith(IN_EVERY_STEP):
+        keep(f"doing: {what}")
     if now.changed:
         now.changed()
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
+from wandistiller.logs import keep
 from wandistiller.phase import doing, now
 from wandistiller.stopping import stopping
 
@@ -165,6 +166,7 @@ class Watch:
         """Leave from beside a main thread that cannot."""
         text = self.followed(notice)
         print(text, file=sys.stderr, flush=True)
+        keep(text)
         tell_torchrun(text)
         os._exit(notice.code)
 

@@ -1,0 +1,55 @@
+"""What a run says on stderr, and keeps in a file for each rank."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from ranks import wandistiller, write_json
+from recipes import recipe
+
+from wandistiller import logs
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
+    """The output folder of a run on two ranks that was stopped by nothing, and its stderr."""
+    folder = tmp_path_factory.mktemp("logs")
+    given = recipe(folder, wan1, output_dir=str(folder / "run"), max_steps=3)
+    return folder / "run", wandistiller("train", "--recipe", write_json(folder / "recipe.json", given), ranks=2).stderr
+
+
+def test_each_rank_keeps_what_the_run_says_with_the_time(said: tuple[Path, str]) -> None:
+    for rank in range(2):
+        lines = (said[0] / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        assert sum(" INFO step 3/3  loss " in line for line in lines) == 1
+        assert all(len(line.split(" ")[0]) == len("2026-01-01") for line in lines if line)
+
+
+def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(said: tuple[Path, str]) -> None:
+    output, stderr = said
+    assert "doing: building the student" in (output / "logs" / "rank_1.log").read_text() and "doing:" not in stderr
+
+
+def test_libraries_say_nothing_in_a_run_where_all_is_well(said: tuple[Path, str]) -> None:
+    assert "WARNING" not in said[1] and "Warning" not in said[1] and "it/s]" not in said[1]
+
+
+def test_there_is_one_line_a_step_with_loss_speed_memory_and_time_left(said: tuple[Path, str]) -> None:
+    steps = [line for line in said[1].splitlines() if line.startswith("step ")]
+    assert len(steps) == 3 and all("loss" in s and "samples/s" in s and "GiB on rank" in s and "left" in s for s in steps)
+
+
+def test_a_run_that_goes_on_adds_to_its_files(said: tuple[Path, str], tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        logs.to_file(tmp_path / "rank_0.log")
+        logs.keep(text)
+    assert [line.split()[-1] for line in (tmp_path / "rank_0.log").read_text().splitlines()] == ["first", "second"]
+
+
+@pytest.fixture(autouse=True)
+def _no_files_afterwards() -> None:
+    yield
+    for name in ("wandistiller", "DeepSpeed", "wandistiller.file"):
+        logger = logging.getLogger(name)
+        for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+            logger.removeHandler(handler)
