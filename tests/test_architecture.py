@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
     allocators problems logs launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives
     placement recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes
-    phase usage stopping stream manifest watch distributed engines metrics pipeline_parts
-    wan loading swap memory footprint flops rates machine dispatch
+    phase usage stopping stream manifest watch distributed engines metrics health learned
+    pipeline_parts wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite rehearsal planner advice failures
     check costs recommend auto plan doctor census timeline memory_picture charts memory_profile trainer probes importance begin

@@ -11,7 +11,7 @@ from recipes import recipe, student_engine
 
 from wandistiller.check import read_job
 from wandistiller.config import STRATEGIES, RunConfig
-from wandistiller.trainer import by_sigma
+from wandistiller.learned import by_sigma
 
 STEPS = 20
 

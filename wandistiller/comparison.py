@@ -28,15 +28,15 @@ class Comparison:
         self.teacher, self.student = teacher, student
         self._first: dict[str, list[Tensor]] = {}
 
-    def draw(self, done: int) -> str:
-        """Write the grid of the student after `done` steps; returns the file."""
+    def draw(self, done: int) -> dict[str, list[Tensor]]:
+        """Write the grid of the student after `done` steps; returns its rows of image_CHW, by name."""
         job = self.job
         vae = Vae(job.folder, distributed.device())
         self._first = self._first or self._first_row(vae)
         rows = self._first | {"student": self._row(partial(self._sampled, self.student), vae)}
         if distributed.rank() == 0:
             save_grid(job.picture(done), rows, job.run.sample_prompts)
-        return str(job.picture(done))
+        return rows
 
     def _first_row(self, vae: Vae) -> dict[str, list[Tensor]]:
         """What the student's pictures are to be like; without a teacher its cached ones, if all prompts are in the data."""

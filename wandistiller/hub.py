@@ -4,6 +4,8 @@ from pathlib import Path
 
 from wandistiller.problems import ConfigError
 
+NETWORK = ("httpx", "httpcore")
+"""Libraries whose errors are of the network (huggingface_hub 1 uses them, under changing names)."""
 LOGIN = "Set HF_TOKEN to a token that may write there (https://huggingface.co/settings/tokens), or run `hf auth login`."
 
 
@@ -28,7 +30,9 @@ def push(made: list[Path], repository: str, private: bool) -> str:
     except HfHubHTTPError as error:
         said = error.server_message or str(error).strip().partition("\n")[0]
         raise ConfigError(f"--push_to_hub {repository}: the hub refuses: {said}. {LOGIN} The export is in {made[0]}.") from None
-    except OSError as error:  # of the network
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith(NETWORK):
+            raise
         raise ConfigError(f"--push_to_hub {repository}: {type(error).__name__}: {error}. The export is in {made[0]}; give the "
                           "same command again once the hub can be reached.") from None
     return str(address)

@@ -50,7 +50,7 @@ def report(output: Path) -> list[Path]:
         png(chart, file)
     colours = "".join(f".l{n} {{ stroke: {c}; }} .k{n}::before {{ background: {c}; }}\n" for n, c in enumerate(COLOURS))
     body = [f"<h1>{escape(output.resolve().name)}</h1>", _summary(output, lines),
-            '<div class="charts">', *map(svg, charts.values()), "</div>",
+            *_alarms(output), '<div class="charts">', *map(svg, charts.values()), "</div>",
             *_pictures(output), *_evaluation(output), *_settings(output), _machine(output)]  # fmt: skip
     page = ('<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(output.resolve().name)}</title><style>{STYLE}{colours}</style>\n" + "\n".join(body) + "</html>\n")
@@ -120,6 +120,14 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
             "teacher": run.get("teacher_path", "?"), "objective": json.dumps(run.get("objective", "velocity"))}  # fmt: skip
     rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in told.items())
     return f"<table>{rows}</table>"
+
+
+def _alarms(output: Path) -> list[str]:
+    """What health.py has said."""
+    file = output / "alarms.jsonl"
+    said = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    rows = "".join(f"<tr><td>step {entry['step']}</td><td>{escape(entry['alarm'])}</td></tr>" for entry in said)
+    return [f"<h2>Alarms</h2><table>{rows}</table>"] if said else []
 
 
 def _pictures(output: Path) -> list[str]:

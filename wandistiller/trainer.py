@@ -1,10 +1,10 @@
 """The training loop: data -> noise -> teacher -> student -> loss -> step, then what a person wants to see."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from wandistiller import distributed, usage
@@ -14,7 +14,9 @@ from wandistiller.comparison import Comparison
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.engines import forget_step, scales_itself
+from wandistiller.health import Health, Spent
 from wandistiller.job import Job
+from wandistiller.learned import Done, Learned, together
 from wandistiller.manifest import set_aside_newer
 from wandistiller.memory_profile import MemoryProfile
 from wandistiller.metrics import Metrics
@@ -23,7 +25,7 @@ from wandistiller.objectives import NOISED, PATH, Teacher
 from wandistiller.phase import doing
 from wandistiller.problems import NonFinite
 from wandistiller.resume import changed_keys, check_cache
-from wandistiller.stopping import Stopped, stopping
+from wandistiller.stopping import Stopped
 from wandistiller.student import Student
 from wandistiller.usage import Usage, within
 
@@ -48,36 +50,6 @@ class Pass(NamedTuple):
         return next(iter(self.batches.values())).sigma_B
 
 
-class Done(NamedTuple):
-    """What is left of a pass when its gradients are there."""
-
-    loss_TB: Tensor
-    sigma_B: Tensor
-    expert: Expert
-
-
-class Learned(NamedTuple):
-    """What an optimizer step was about, over the samples of all ranks."""
-
-    losses: list[float]
-    """Mean of each term, unweighted."""
-    by_sigma: dict[str, float]
-    """Mean of the weighted sum in each of BANDS that was drawn from."""
-    expert: Expert
-    """The last one used."""
-
-
-BANDS = 5
-"""Equal parts of sigma's line from 0 to 1."""
-
-
-def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
-    """Mean loss of the samples in each band, by its ends; bands without samples are left out."""
-    band_N = (sigma_N * BANDS).long().clamp(0, BANDS - 1)
-    drawn = sorted(set(band_N.tolist()))
-    return {f"{k / BANDS:g}-{(k + 1) / BANDS:g}": loss_N[band_N == k].double().mean().item() for k in drawn}
-
-
 class Trainer:
     """Trains `student` towards `teacher` on `data`; every method is collective."""
 
@@ -89,6 +61,8 @@ class Trainer:
         self._comparison = Comparison(job, data, text, teacher, student)
         self._profile = MemoryProfile(job, teacher, student)
         self._saver = Saver(job.output, job.run.keep_checkpoints)
+        self._health = Health(job.output)
+        self._spent = Spent()
         self._asked_to_stop = False
         self._skipped = 0
         self._metrics: Metrics | None = None
@@ -121,6 +95,7 @@ class Trainer:
                          **state, **terms)  # fmt: skip
             self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {}),
                                            **usage.scalars(self._memory)})  # fmt: skip
+            self._health.step(step + 1, loss, state["grad_norm"], state["lr"], learned.spent)
             self._memory = {}
             due = self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps
             if due:
@@ -174,9 +149,12 @@ class Trainer:
         Raises:
             NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
         """
+        self._spent, began = Spent(), time.perf_counter()
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         doing(f"finishing step {step + 1}")
-        learned = self._over_all_ranks(results)
+        spent = self._spent._replace(all=time.perf_counter() - began)
+        learned = together(results, spent, self.job.objective)
+        self._asked_to_stop, self._memory["train"] = learned.asked_to_stop, learned.memory
         used = self.student.engine(learned.expert)
         if not (all(map(math.isfinite, learned.losses)) and (used.was_step_applied() or scales_itself(used))):
             self._not_finite(step, learned.expert, [done.loss_TB for done in results])
@@ -227,13 +205,16 @@ class Trainer:
     def forward(self, step: int, micro: int) -> Pass:
         """Ask teacher and student, and compare."""
         doing(f"step {step + 1}, reading the data")
+        began = time.perf_counter()
         batches = self.batches(step, micro)
+        read = time.perf_counter()
         batch = join(batches)  # one forward pass for all: engines count a backward pass by its forward (deepspeed 0.19.8)
         objective = self.objectives[batch.expert]
         doing(f"step {step + 1}, the teacher's forward pass")
         target = objective.target(self.teacher, batches)
         doing(f"step {step + 1}, the student's forward pass")
         answers = split(self.student.answer(batch), batches)
+        self._spent = Spent(self._spent.data + read - began, self._spent.forward + time.perf_counter() - read)
         return Pass(batches, target, answers, objective.losses(answers, target, batches))
 
     def backward(self, step: int, done: Pass) -> Any:
@@ -260,36 +241,15 @@ class Trainer:
             found[PATH] = self.schedule.on_path(*self.data.states(sample_index_B), text_BLD, sample_index_B, step)
         return found
 
-    def _over_all_ranks(self, results: list[Done]) -> Learned:
-        """Means over the global batch, summed in sample order whatever the ranks.
-
-        On the way it checks that the experts agree, and learns whether any rank was asked to stop and how much memory each has.
-
-        Args:
-            results: of each of this rank's micro-steps M.
-        """
-        world, expert = distributed.world_size(), results[-1].expert
-        found_MKB = torch.stack([torch.cat([done.loss_TB.float(), done.sigma_B[None]]) for done in results])  # K: terms, sigma
-        about = [list(Expert).index(expert), float(stopping.reason is not None), *usage.read()]
-        mine = torch.cat([found_MKB.flatten(), found_MKB.new_tensor(about)])
-        all_ranks = distributed.gather_tensor(mine).view(world, -1)
-        found_RMKB = all_ranks[:, : found_MKB.numel()].view(world, *found_MKB.shape)
-        expert_R, stop_R, *memory = all_ranks[:, found_MKB.numel() :].T.tolist()
-        if len(set(expert_R)) > 1:
-            raise RuntimeError(f"The ranks used different experts: {expert_R}. Please report this.")
-        self._asked_to_stop = any(stop_R)
-        self._memory["train"] = [Usage(*map(int, rank)) for rank in zip(*memory, strict=True)]
-        *loss_TN, sigma_N = found_RMKB.permute(2, 1, 0, 3).flatten(1)
-        means = [loss_N.double().mean().item() for loss_N in loss_TN]
-        return Learned(means, by_sigma(self.job.objective.total(loss_TN), sigma_N), expert)
-
     def _show(self, done: int) -> bool:
         """Draw, if pictures are due after `done` steps; whether they were."""
         due = done % self.job.run.sample_every == 0 or done == self.job.run.max_steps
         if due:
             doing(f"drawing pictures after step {done}")
             with within("draw"):
-                distributed.log0("drew %s", self._comparison.draw(done))
+                rows = self._comparison.draw(done)
+                distributed.log0("drew %s", self.job.picture(done))
+                self._health.pictures(done, rows)
         return due
 
     def _is_drawn(self, done: int) -> bool:

@@ -1,0 +1,93 @@
+"""Alarms, on curves and pictures that are known; and a real run that has none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import wandistiller, write_json
+from recipes import recipe
+from torch import Tensor
+
+from wandistiller.health import LONG, QUIET, SOON, Health, Spent, look
+
+WELL = Spent(0.01, 0.5, 1.0)
+
+
+def alarms(folder: Path, losses: list[float], norms: list[float] | None = None, spent: list[Spent] | None = None) -> list[str]:
+    """The kinds that were said over such a run, one a step."""
+    health = Health(folder)
+    for step, loss in enumerate(losses, 1):
+        health.step(step, loss, norms[step - 1] if norms else 1.0, 1e-4, spent or [WELL, WELL])
+    return said(folder)
+
+
+def said(folder: Path) -> list[str]:
+    file = folder / "alarms.jsonl"
+    return [json.loads(line)["kind"] for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def test_a_loss_that_falls_raises_none(tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1 / step for step in range(1, 3 * LONG)]) == []
+
+
+def test_a_loss_that_grows_to_three_times_its_least_is_said_once(tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1.0] * 20 + [4.0] * 100) == ["blow-up"]
+
+
+def test_one_bad_step_is_no_blow_up(tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1.0] * 20 + [15.0] + [1.0] * 20) == []
+
+
+def test_a_loss_that_stands_still_is_said_again_after_a_while(tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1.0 + 0.1 * (step % 2) for step in range(2 * LONG + QUIET)]) == ["plateau", "plateau"]
+    assert "stands still" in (tmp_path / "alarms.jsonl").read_text()
+
+
+def test_a_gradient_far_from_the_usual_is_said(tmp_path: Path) -> None:
+    falling, usual = [1 / step for step in range(1, 102)], [1.0] * 100
+    assert alarms(tmp_path, falling, [*usual, 25.0]) == ["gradient"]
+    (tmp_path / "alarms.jsonl").unlink()
+    assert alarms(tmp_path, falling, [*usual, 1e-4]) == ["no gradient"]
+    (tmp_path / "alarms.jsonl").unlink()
+    assert alarms(tmp_path, falling, [*usual, 15.0]) == []
+
+
+def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+    falling = [1 / step for step in range(1, SOON + 1)]
+    assert alarms(tmp_path, falling, spent=[WELL, Spent(0.01, 0.9, 1.0), WELL]) == ["slow rank"]
+    assert "Rank 1 is slower than the others, who wait for it 40% of each step" in (tmp_path / "alarms.jsonl").read_text()
+
+
+def test_a_step_that_waits_for_its_data_is_said(tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1 / step for step in range(1, SOON + 1)], spent=[WELL, Spent(0.3, 0.5, 1.0)]) == ["data"]
+
+
+def picture(contrast: float) -> list[Tensor]:
+    """Half of the pixels below 0.5, half above."""
+    return [torch.tensor([0.5 - contrast, 0.5 + contrast]).expand(3, 4, 2)]
+
+
+def test_contrast_is_the_standard_deviation_and_clipped_pixels_are_counted() -> None:
+    assert look(picture(0.25)).contrast == pytest.approx(0.25, rel=0.05) and look(picture(0.25)).clipped == 0
+    assert look(picture(0.5)).clipped == 1
+
+
+DRAWN = [((0.1, 0.1), ["contrast"]), ((0.05, 0.1), []), ((0.4, 0.5), ["contrast", "clipped"]), ((0.2, 0.25), []), ((0.1,), [])]
+"""The student's contrast in each picture, the teacher's being 0.25, and what is said."""
+
+
+@pytest.mark.parametrize(("contrasts", "kinds"), DRAWN)
+def test_pictures_unlike_the_teacher_s_that_do_not_get_better_are_said(
+    contrasts: tuple[float, ...], kinds: list[str], tmp_path: Path
+) -> None:
+    health = Health(tmp_path)
+    for step, contrast in enumerate(contrasts):
+        health.pictures(step, {"teacher": picture(0.25), "student": picture(contrast)})
+    assert said(tmp_path) == kinds
+
+
+def test_a_run_that_goes_well_raises_none_and_says_where_its_time_goes(tmp_path: Path, wan1: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=SOON + 1, sample_every=5)
+    wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given), ranks=2)
+    assert set(said(tmp_path / "run")) <= {"slow rank", "data", "contrast"}  # on a busy machine; an untrained student
