@@ -46,6 +46,12 @@ def test_a_run_that_goes_on_adds_to_its_files(said: tuple[Path, str], tmp_path: 
     assert [line.split()[-1] for line in (tmp_path / "rank_0.log").read_text().splitlines()] == ["first", "second"]
 
 
+def test_half_a_character_is_kept_as_its_number(tmp_path: Path) -> None:
+    logs.to_file(tmp_path / "rank_0.log")
+    logs.keep("a \ud800 b")
+    assert (tmp_path / "rank_0.log").read_text().endswith("a \\ud800 b\n")
+
+
 @pytest.fixture(autouse=True)
 def _no_files_afterwards() -> None:
     yield

@@ -30,7 +30,7 @@ def _wanted(record: logging.LogRecord) -> bool:
 def to_file(file: Path) -> None:
     """From here on, all of it goes to the end of `file` too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(FORMAT))
     for logger in (log, logging.getLogger(THIRD), _file_only):
         for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
@@ -46,4 +46,4 @@ _file_only.setLevel(logging.DEBUG)
 def keep(text: str) -> None:
     """To the file alone: what is said to people in another way, or not at all."""
     if text and _file_only.handlers:  # without, Python would put it on stderr
-        _file_only.info("%s", text)
+        _file_only.info("%s", text.encode(errors="backslashreplace").decode())
