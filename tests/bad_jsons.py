@@ -95,6 +95,7 @@ SECTIONS: list[tuple[dict[str, Any], str]] = [  # in the student's JSON and the 
 OPTIMIZER = ENGINE["optimizer"]
 ENGINES: list[tuple[dict[str, Any], str]] = [  # in the student's JSON alone
     ({"optimizer": None}, "`optimizer` is null. Write an object, {...}."),
+    ({"comet": {"api_key": "abc"}}, "`comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."),
     ({"optimizer": "AdamW"}, '`optimizer` is "AdamW". Write an object, {...}.'),
     ({"optimizer": {"type": "SGD"}}, '`optimizer.type` is "SGD". Write one of: Adam, AdamW'),
     ({"optimizer": {"type": "Adamw2"}}, '`optimizer.type` is "Adamw2"...Did you mean `Adam`?'),

@@ -280,13 +280,15 @@ def _new_lines(log: Path) -> Iterator[str]:
                 yield ""
 
 
-APART = ("cache/", "resolved/", "metrics.jsonl", "memory.json", ".lock", "DONE")
+APART = ("cache/", "resolved/", "logs/", "metrics.jsonl", "memory.json", ".lock", "DONE")
 """Files that hold times, memory or the folder's own name, or metadata in any order; only that they are there is compared."""
+ALARMS = "alarms.jsonl"
+"""Of a slow rank, where a machine is busy."""
 
 
 def differences(reference: Path, output: Path) -> list[str]:
     """In what an output folder differs from that of the run that nobody disturbed; every byte counts but for times."""
-    wanted, found = ({str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (reference, output))
+    wanted, found = ({str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} - {ALARMS} for f in (reference, output))
     for extra, replaced in _between(reference, output).items():  # saved where it was, by ranks whose launcher was killed
         found = {name for name in found if not name.startswith(extra)}
         wanted = {name for name in wanted if not name.startswith(replaced)}

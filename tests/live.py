@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ranks import ROOT, environment
@@ -50,9 +50,10 @@ class Live:
     def pid_of_rank(self, rank: int) -> int:
         """The process whose environment says so."""
         for pid in self.processes():
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"RANK={rank}".encode() in variables:
-                return pid
+            with suppress(OSError):  # it has just ended
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in variables:
+                    return pid
         raise AssertionError(f"no rank {rank} among {self.processes()}")
 
     def still_runs_after(self, seconds: float) -> bool:

@@ -27,10 +27,17 @@ def _wanted(record: logging.LogRecord) -> bool:
     return not any(words in record.getMessage() for words in CHATTER)
 
 
+class _File(logging.FileHandler):
+    """A disk that is full or gone is said by the run itself."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing."""
+
+
 def to_file(file: Path) -> None:
     """From here on, all of it goes to the end of `file` too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
+    handler = _File(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(FORMAT))
     for logger in (log, logging.getLogger(THIRD), _file_only):
         for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:

@@ -47,6 +47,8 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
             "enabled"):  # fmt: skip
         found.append(problem(where, "data_types.grad_accum_dtype", "fp32", "At stage 1 in bf16 DeepSpeed takes another optimizer "
                              "for it, whose checkpoints cannot be read again. Write stage 2, or remove it."))  # fmt: skip
+    if inner(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
+        found.append(f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment.")
     compiled = ds.get("compile")
     if isinstance(compiled, dict) and compiled.get("deepcompile"):
         found.append(problem(where, "compile.deepcompile", True, "It was never tried with the teacher's engine beside it. "

@@ -1,11 +1,14 @@
 """The student in training: its DeepSpeed engines, one per expert."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
+from PIL import Image
 from torch import Tensor
 
 from wandistiller import blocks, distributed, swap, wan
@@ -73,6 +76,18 @@ class Student:
         if monitor.enabled and distributed.rank() == 0:
             known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
             monitor.write_events([(f"Train/{name}", value, step) for name, value in known.items()])
+
+    def show(self, step: int, file: Path) -> None:
+        """Put a picture into those monitors that take any: TensorBoard and W&B."""
+        monitor = self.engine(Expert.HIGH_NOISE).monitor
+        if monitor.tb_monitor:  # rank 0 has it
+            image_HWC = np.asarray(Image.open(file).convert("RGB"))
+            monitor.tb_monitor.summary_writer.add_image("Samples", image_HWC, step, dataformats="HWC")
+            monitor.tb_monitor.flush()
+        if monitor.wandb_monitor:
+            import wandb
+
+            monitor.wandb_monitor.log({"Samples": wandb.Image(str(file))}, step=step)
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""

@@ -250,6 +250,7 @@ class Trainer:
                 rows = self._comparison.draw(done)
                 distributed.log0("drew %s", self.job.picture(done))
                 self._health.pictures(done, rows)
+                self.student.show(done, self.job.picture(done))
         return due
 
     def _is_drawn(self, done: int) -> bool:
