@@ -87,7 +87,7 @@ def test_pictures_unlike_the_teacher_s_that_do_not_get_better_are_said(
     assert said(tmp_path) == kinds
 
 
-def test_a_run_that_goes_well_raises_none_and_says_where_its_time_goes(tmp_path: Path, wan1: Path) -> None:
+def test_a_run_that_goes_well_raises_no_alarm_of_its_losses_and_gradients(tmp_path: Path, wan1: Path) -> None:
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=SOON + 1, sample_every=5)
     wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given), ranks=2)
     assert set(said(tmp_path / "run")) <= {"slow rank", "data", "contrast"}  # on a busy machine; an untrained student

@@ -190,7 +190,6 @@ import sys, torch
 from diffusers import WanPipeline
 pipe = WanPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.float32)
 pipe.scheduler.set_timesteps(4)
-u = torch.linspace(1, 0, 5)[:4].double() * 0.999 + 0.001 * 0
 print([round(s, 6) for s in pipe.scheduler.sigmas.tolist()])
 """
 

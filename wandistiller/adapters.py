@@ -1,7 +1,6 @@
 """LoRA files: of a run that trained one, or cut out of the difference between a student and its teacher of the same shape."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -100,9 +99,3 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
         renamed = "diffusion_model." + original_name(f"{layer}.").removesuffix(".")
         found[f"{renamed}.lora_{part}"] = value * (adapter.alpha / adapter.rank) if name.endswith(B) else value.contiguous()
     return found
-
-
-def per_expert(file: Path, experts: list[str], expert: str) -> Path:
-    """FILE, or for a student of two experts FILE_high_noise and FILE_low_noise."""
-    side = {"transformer": "_high_noise", "transformer_2": "_low_noise"}[expert] if len(experts) > 1 else ""
-    return file.with_name(f"{file.stem}{side}{file.suffix}")

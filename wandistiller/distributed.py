@@ -68,6 +68,8 @@ def init(log_level: str = "info") -> None:
         os.environ.update(alone | {"MASTER_PORT": _free_port()})
     cuda = torch.cuda.is_available()
     if cuda:
+        if torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone; DeepSpeed reads the variable too
+            os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         doing(f"waiting for all {world_size()} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")

@@ -10,6 +10,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
 from wandistiller import distributed, rates
+from wandistiller.engines import MONITORS
 from wandistiller.hostfile import read_hostfile, require_reach
 from wandistiller.machine import GIB, memory_line, this_machine
 
@@ -17,10 +18,9 @@ PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "safetensors", "n
 EXTRAS = {
     "peft": "for LoRA students: pip install peft",
     "imageio-ffmpeg": "to read and write videos: pip install imageio imageio-ffmpeg",
-    "tensorboard": "for the `tensorboard` section of a student JSON: pip install tensorboard",
-    "wandb": "for the `wandb` section of a student JSON: pip install wandb",
-}
-COMPILER = "g++ is missing: CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
+} | {package: f"for the `{section}` section of a student JSON: pip install {package}"
+     for section, (_, package) in MONITORS.items()}  # fmt: skip
+COMPILER = "g++: CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
 
 

@@ -13,12 +13,12 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
 
 from wandistiller import checkpoint, manifest, wan
-from wandistiller.adapters import Adapter, comfy_state, extract, per_expert, trained
+from wandistiller.adapters import Adapter, comfy_state, extract, trained
 from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
 from wandistiller.card import FACTS, write_adapter_card, write_card
 from wandistiller.files import link_or_copy, write_json
-from wandistiller.original import original_state, unlike_published, write_file
+from wandistiller.original import original_state, per_expert, unlike_published, write_file
 from wandistiller.problems import ConfigError, folder_problems, problem, readable
 from wandistiller.resume import find, read_state
 from wandistiller.tuning import Lora, add_lora

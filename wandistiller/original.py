@@ -82,3 +82,9 @@ def write_file(file: Path, tensors: dict[str, Tensor], title: str, description: 
     with atomic(file) as temporary:
         save_file(tensors, temporary, about)
     return file
+
+
+def per_expert(file: Path, experts: list[str], expert: str) -> Path:
+    """FILE, or for a student of two experts FILE_high_noise and FILE_low_noise."""
+    side = {"transformer": "_high_noise", "transformer_2": "_low_noise"}[expert] if len(experts) > 1 else ""
+    return file.with_name(f"{file.stem}{side}{file.suffix}")
