@@ -93,6 +93,7 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     for folder in (job.output, job.cache) if first else ():
         sweep(folder)
     stopping.install(job.output / STOP if first else None)
+    allocators.settle_for(job.largest_network)
     distributed.init(job.run.log_level)
     logs.to_file(job.output / "logs" / f"rank_{distributed.rank()}.log")
     distributed.set_timeout(job.run.timeout)

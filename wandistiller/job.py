@@ -148,6 +148,11 @@ class Job:
             recipe[key] = str(folder / f"{name}.json")
         write_json(folder / "run.json", recipe)
 
+    @property
+    def largest_network(self) -> int:
+        """Parameters of it: one expert of the teacher, as a rule."""
+        return max(count_parameters(config) for config in (self.folder.config, self.student_transformer))
+
     def summary(self) -> list[str]:
         """The run in a few lines, for people."""
         f, r, layers = self.folder, self.run, self.student_transformer["num_layers"]

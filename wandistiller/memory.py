@@ -183,6 +183,15 @@ def bucket_bytes(network: Network, ds: dict[str, Any]) -> int:
     return getattr(torch, dtype_name(ds)).itemsize * min(sum(network.trained.values()), _zero(ds, "reduce_bucket_size"))
 
 
+def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:
+    """What gloo copies while the updated weights of ZeRO-1 and 2 go to all ranks, at once (deepspeed 0.19.8): a rank's part, and
+    the whole before it is cut."""
+    if stage(ds) not in (1, 2):
+        return 0
+    part = _up(sum(network.trained.values()), 2 * ranks) // ranks
+    return getattr(torch, dtype_name(ds)).itemsize * part * (ranks + 1)
+
+
 AVERAGE = "moving average"
 WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and gathered weights"
 """The student's parts."""

@@ -12,7 +12,17 @@ from wandistiller.footprint import activation_bytes, call_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine, room_of_a_rank
-from wandistiller.memory import Bytes, Network, bucket_bytes, numels, once_for_each, start_bytes, student_parts, teacher_bytes
+from wandistiller.memory import (
+    Bytes,
+    Network,
+    bucket_bytes,
+    numels,
+    once_for_each,
+    spread_bytes,
+    start_bytes,
+    student_parts,
+    teacher_bytes,
+)
 from wandistiller.pipeline_parts import text_config
 from wandistiller.placement import read_placement
 from wandistiller.rehearsal import decoding, encoding, text_encoding
@@ -24,8 +34,6 @@ PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
 EARLY = 480 * MIB
 """The same while the cache is filled: no engine of DeepSpeed learns yet, and ranks have little to tell each other (the same)."""
-OTHERS = 60 * MIB
-"""What gloo's connections and buffers add where there are other ranks."""
 ENGINE = 80 * MIB
 """What a ZeRO-Inference engine adds to its weights and those on their way (the same)."""
 CUDA_PROCESS = 2500 * MIB
@@ -112,16 +120,8 @@ def plan(job: Job, machine: Machine) -> dict[str, Phase]:
     found = _Planner(job, machine).phases()
     if machine.device_free is not None:
         return found
-    return {name: _all_on_host(phase, add=name in STEADY) for name, phase in found.items()}
-
-
-STEADY = ("train", "draw")
-"""Phases whose turns come again and again: what one frees stays with the C library, in blocks that the next one's do not fit."""
-
-
-def _all_on_host(phase: Phase, add: bool) -> Phase:
-    kept, turns = _on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()}
-    return Phase(kept | {name: b for parts in turns.values() for name, b in parts.items()}) if add else Phase(kept, turns)
+    return {name: Phase(_on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()})
+            for name, phase in found.items()}  # fmt: skip
 
 
 def _on_host(parts: Parts) -> Parts:
@@ -135,7 +135,7 @@ class _Planner:
         self.largest = max((job.size, *job.buckets), key=lambda s: job.folder.tokens(s.height, s.width, s.num_frames))
         self.tokens = job.folder.tokens(self.largest.height, self.largest.width, self.largest.num_frames)
         self.placement = read_placement(job.teacher_ds)
-        self.base = self._libraries(PROCESS + (OTHERS if machine.ranks > 1 else 0))
+        self.base = self._libraries(PROCESS)
 
     def _libraries(self, process: int) -> Parts:
         return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
@@ -181,9 +181,11 @@ class _Planner:
         activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
+        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)}}
         if not self.gpu and self.machine.ranks > 1:
-            work["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
-        return kept, {"student's turn": work | {"student's activations": Bytes(live=activations)}}
+            turns["student's turn"]["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
+            turns["optimizer's turn"] = {"gloo's copies of the weights": Bytes(live=spread_bytes(network, ds, ranks))}
+        return kept, turns
 
     def _prepare(self) -> Phase:
         """Text encoder, VAE and teacher have their turns."""
