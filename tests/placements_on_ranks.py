@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 
 from wandistiller import deepspeed_json, distributed, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.config import read_json
 from wandistiller.noise import keyed_normal
-from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, build_teacher
+from wandistiller.probes import unguided
+from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, build_teacher
 
 NULL_LD = keyed_normal((512, 32), "null")
 SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
@@ -53,6 +55,16 @@ def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(distributed.gather_objects(mine))
 
 
+def parts(teacher: Any) -> int:
+    """Among how many ranks the weights are cut; 0 where another rank has them."""
+    local = unguided(teacher)
+    local = local.inner if isinstance(local, OwnerTeacher) else local
+    if local is None:
+        return 0
+    weight = local.experts[Expert.HIGH_NOISE].blocks[0].ffn.net[2].weight
+    return dist.get_world_size(weight.ds_process_group) if hasattr(weight, "ds_process_group") else 1
+
+
 def main(folder: Path, work: Path, names: list[str]) -> None:
     distributed.init("warning")
     results: dict[str, Any] = {}
@@ -68,6 +80,7 @@ def main(folder: Path, work: Path, names: list[str]) -> None:
                 ds = deepspeed_json.teacher_engine(name, ds, distributed.world_size())
                 teacher = build_teacher(wan.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
                 results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
+                results[f"parts of {name}"] = distributed.gather_objects(parts(teacher))
                 results[f"{name} {precision} {passes}"] = difference(answers(teacher, layers), wanted[str(passes)])
         if distributed.rank() == 0:
             (work / "results.json").write_text(json.dumps(results))

@@ -52,7 +52,8 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
     """MiB that the rank with most took in each phase."""
     output = Path(given["output_dir"])
     output.mkdir(parents=True, exist_ok=True)
-    run_words([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", str(write_json(output.with_suffix(".json"), given))])
+    file = str(write_json(output.with_suffix(".json"), given))
+    run_words([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", file], timeout=3600)
     found = json.loads((output / "memory.json").read_text())
     shutil.rmtree(output)
     return {phase: round(1024 * max(kinds["host_peak"])) for phase, kinds in found.items()}

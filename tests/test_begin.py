@@ -88,8 +88,8 @@ def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
 def test_the_text_branch_is_found_under_guidance_and_owner() -> None:
     local = two_experts(1)
     guided = GuidedTeacher(local, Guidance(torch.zeros(512, 32), dict.fromkeys(Expert, 2.0)))
-    assert unguided(guided) is local and unguided(OwnerTeacher(guided, 0)).inner is local
-    assert networks(OwnerTeacher(local, 0)) is local.experts and networks(OwnerTeacher(None, 1)) == {}
+    assert unguided(guided) is local and unguided(OwnerTeacher(guided, 0, [0])).inner is local
+    assert networks(OwnerTeacher(local, 0, [0])) is local.experts and networks(OwnerTeacher(None, 1, [0, 1])) == {}
 
 
 def test_the_table_and_the_picture_show_every_block(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_a_shipped_json_is_deepspeed_s_apart_from_one_block(name: str) -> None:
     assert deepspeed_json.key_problems(name, {k: v for k, v in ds.items() if k != "wandistiller"}) == []
 
 
-def test_each_strategy_means_a_shipped_json_and_each_json_but_one_has_a_strategy() -> None:
-    assert sorted(STRATEGIES.values()) == [name for name in NAMES if name != "device_map_balanced"]
+def test_each_strategy_means_a_shipped_json_and_each_json_but_three_has_a_strategy() -> None:
+    assert sorted(STRATEGIES.values()) == sorted({*NAMES} - {"device_map_balanced", "sharded_node", "zero_inference_cpu_node"})
 
 
 MODULES = ["blocks.0", "blocks.1", "blocks.2", "patch_embedding", "proj_out"]

@@ -20,11 +20,12 @@ from wandistiller.memory import Bytes, numels
 from wandistiller.pipeline_parts import UMT5_XXL
 from wandistiller.planner import CONTEXT, MIB, Phase, most, plan
 from wandistiller.rates import GPU, Rates, given, usual
-from wandistiller.recommend import choices
+from wandistiller.recommend import EQUAL, choices
 from wandistiller.shorthands import merged
 
-RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, memory=100, disk=5)
+RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, network=10, memory=100, disk=5)
 ONE_24 = Machine(24 * GIB, 128 * GIB, 1000 * GIB, 1, 1)
+TWO_NODES = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 16, 8)
 EIGHT_80 = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 8, 8)
 ON_CPU = Machine(None, 256 * GIB, GIB, 2, 2)
 
@@ -164,6 +165,32 @@ def test_eight_gpus_each_bring_an_eighth_and_send_it_to_the_others(folder: Path)
     assert moves == {"pcie": whole // 8, "link": whole * 7 // 8}
 
 
+def _moved(job: Job, machine: Machine) -> dict[str, int]:
+    """Bytes of all costs by the way that they go."""
+    moves = [move for cost in Costs(job, machine, RATES).all() for move in cost.moves for _ in range(cost.times)]
+    return {way: sum(move.nbytes for move in moves if move.way == way) for way in {move.way for move in moves}}
+
+
+@pytest.mark.parametrize(("placement", "elsewhere"), [("sharded", 15), ("sharded_node", 0)])
+def test_a_teacher_whose_shards_stay_in_a_node_sends_none_to_the_other(folder: Path, placement: str, elsewhere: int) -> None:
+    asked = job(folder, TWO_NODES, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json", objective="velocity")
+    moves = {m.way: m.nbytes for m in Costs(asked, TWO_NODES, RATES).all()[0].moves}
+    whole = 2 * sum(numels(asked.folder.config).values())
+    assert moves == ({"link": whole * 15 // 16, "network": whole * 15 // 16} if elsewhere else {"link": whole * 7 // 8})
+
+
+AROUND = {"zero0": lambda micro_steps: 2, "zero1": lambda micro_steps: 3, "zero2": lambda micro_steps: 2 * micro_steps + 1,
+          "zero3": lambda micro_steps: 3 * micro_steps}  # fmt: skip
+"""How often all weights' bytes go around: gradients twice but under stage 3, once a step or a micro-step; then weights."""
+
+
+@pytest.mark.parametrize("engine", AROUND)
+def test_gradients_and_weights_go_around_all_ranks_as_often_as_the_stage_asks(folder: Path, engine: str) -> None:
+    asked = job(folder, TWO_NODES, deepspeed_config=f"ds_configs/student/{engine}.json", teacher_device_strategy="gpu")
+    once = 2 * sum(numels(asked.student_transformer).values()) * 15 // 16
+    assert _moved(asked, TWO_NODES)["network"] == pytest.approx(AROUND[engine](asked.batch.accumulation) * once, rel=1e-6)
+
+
 def test_guidance_asks_for_two_samples_and_a_scale_of_1_for_one(folder: Path) -> None:
     one = flops(job(folder, ONE_24).folder.config, 1560).forward / 1e12
     both, text = (Costs(job(folder, ONE_24, guidance_scale=w), ONE_24, RATES).all()[0].tflop for w in (5.0, 1.0))
@@ -190,7 +217,7 @@ def test_what_is_recommended_fits_and_nothing_faster_does(folder: Path, wan: str
     asked = job(folder, EIGHT_80, wan)
     found = choices(asked, EIGHT_80, usual(EIGHT_80.device_free))
     assert found and all(d.is_met for d in demands(found[0].takes, EIGHT_80))
-    assert found[0].seconds <= min(c.seconds for c in found) + 1e-3
+    assert found[0].seconds <= (1 + EQUAL) * min(c.seconds for c in found)
 
 
 def test_of_equally_fast_ones_that_which_moves_least_is_first(folder: Path) -> None:

@@ -163,12 +163,13 @@ def _student_json(job: Job, new: dict[str, Any], said: dict[str, Any], note: str
 def _teachers(job: Job, machine: Machine) -> Iterator[Change]:
     """Other shipped placements of the teacher, in its precision."""
     asked, dtype = read_placement(job.teacher_ds), dtype_name(job.teacher_ds)
-    flags = {STRATEGIES[short]: short for short in STRATEGIES}
+    flags = {STRATEGIES[short]: f"--teacher_device_strategy {short}" for short in STRATEGIES}
     for name in candidates(machine) if asked.placement not in UNKNOWN else ():
         ours = placed(name, dtype) | ({BLOCK: kept} if (kept := _block(name, asked)) else {})
         ds = teacher_engine(name, ours, machine.ranks)
-        how, settings = f"--teacher_device_strategy {flags[name]}", {"teacher_deepspeed_config": ours}
-        if ours != read_json(f"ds_configs/teacher/{name}.json"):
+        file = f"ds_configs/teacher/{name}.json"
+        how, settings = flags.get(name, f"--teacher_deepspeed_config {file}"), {"teacher_deepspeed_config": ours}
+        if ours != read_json(file):
             how += f" --teacher_dtype {dtype}"
         if asked.guidance_passes != 1:
             how = f"in the recipe {json.dumps(settings)[1:-1]}"

@@ -184,7 +184,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: Items | None, batch: Bat
 
 def _device_map_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     ds = parts.get("teacher_ds", {})
-    if not ds or distributed.rank() != read_placement(ds).owner_rank or not isinstance(read_placement(ds).device_map, dict):
+    if not ds or distributed.local_rank() != read_placement(ds).owner_rank or not isinstance(read_placement(ds).device_map, dict):
         return []
     where, _ = deepspeed_json.load(run.teacher_deepspeed_config)
     return device_map_problems(where, ds, top_modules(parts["folder"].config), distributed.number_of_gpus())

@@ -1,7 +1,7 @@
 """The least time of a step: what is computed, and what is moved at the same time, at given rates."""
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from wandistiller.placement import read_placement
 from wandistiller.planner import student_network
 from wandistiller.rates import Rates
 from wandistiller.recompute import read_recompute
+from wandistiller.wan import TEXT_TOKENS
 
 ADAM_BYTES = 30
 """CPU memory read and written for an element of a step of Adam: weight, gradient, moments; weight, moments, a copy in bf16."""
@@ -26,7 +27,7 @@ class Move(NamedTuple):
     what: str
     nbytes: int
     way: str
-    """The rate that it goes at: pcie, link, memory or disk."""
+    """The rate that it goes at: pcie, link, network, memory or disk."""
 
     def seconds(self, rates: Rates) -> float:
         return self.nbytes / (1e9 * getattr(rates, self.way))
@@ -81,10 +82,10 @@ class Costs:
         tflop = branches * j.batch.micro * flops(j.folder.config, self.tokens).forward / 1e12
         times, tflops = j.batch.accumulation, self.rates.tflops
         if asked.on_one_rank:
-            tflop *= m.ranks
+            tflop *= m.ranks_on_node
         if asked.placement == "host_cpu" and m.device_free is not None:
             tflops = self.rates.cpu_tflops / m.ranks_on_node
-        moves = tuple(self._streamed()) * (asked.guidance_passes if branches == 2 else 1)
+        moves = (*tuple(self._streamed()) * (asked.guidance_passes if branches == 2 else 1), *self._asked())
         yield Cost("the teacher's call", times, tflop, tflops, moves)
 
     def _streamed(self) -> Iterator[Move]:
@@ -98,8 +99,17 @@ class Costs:
             yield Move("its weights from disk", whole * m.ranks_on_node // m.ranks, "disk")
         if home != "none" and m.device_free is not None:
             yield Move("its weights over PCIe", whole // m.ranks, "pcie")
-        if m.ranks > 1:
-            yield Move("its weights from the other ranks", whole * (m.ranks - 1) // m.ranks, "link")
+        yield from self._around("its weights from the other ranks", whole, read_placement(ds).shards)
+
+    def _asked(self) -> Iterator[Move]:
+        """What goes to an owner and back, float32: states and texts, answers."""
+        j, m = self.job, self.machine
+        if not read_placement(j.teacher_ds).on_one_rank or m.ranks_on_node == 1:
+            return
+        config = j.folder.config
+        states = 2 * self.tokens * prod(config["patch_size"]) * config["in_channels"]
+        text = TEXT_TOKENS * config["text_dim"]
+        yield Move("questions and answers", 4 * j.batch.micro * (states + text) * (m.ranks_on_node - 1), "link")
 
     def _student(self) -> Cost:
         """A micro-step's forward and backward pass."""
@@ -109,12 +119,10 @@ class Costs:
         item, network = getattr(torch, dtype_name(ds)).itemsize, student_network(j)
         gradients = item * sum(network.trained.values())
         whole = gradients + item * sum(network.frozen.values())
-        others = whole * (m.ranks - 1) // m.ranks
-        moves = [Move("gradients to the other ranks", gradients * (m.ranks - 1) // m.ranks, "link")] if m.ranks > 1 else []
+        moves = list(self._around("gradients to the other ranks", self._reduced(gradients))) if stage(ds) >= 2 else []
         if stage(ds) == 3:
             passes = 2  # forward and backward; what is computed again is still there
-            if m.ranks > 1:
-                moves.append(Move("weights from the other ranks", passes * others, "link"))
+            moves += self._around("weights from the other ranks", passes * whole)
             if offload_device(ds) != "none" and m.device_free is not None:
                 moves.append(Move("weights over PCIe", passes * whole // m.ranks, "pcie"))
             if offload_device(ds) == "nvme":
@@ -125,9 +133,13 @@ class Costs:
 
     def _optimizer(self) -> Cost:
         """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
-        m = self.machine
-        part, home = sum(student_network(self.job).trained.values()) // m.ranks, self._home("offload_optimizer")
-        moves = []
+        m, ds = self.machine, self.job.student_ds
+        trained, home = sum(student_network(self.job).trained.values()), self._home("offload_optimizer")
+        part, whole, moves = trained // m.ranks, trained * getattr(torch, dtype_name(ds)).itemsize, []
+        if stage(ds) <= 1:
+            moves += self._around("gradients to the other ranks", self._reduced(whole))
+        if stage(ds) in (1, 2):
+            moves += self._around("new weights from the other ranks", whole)
         if home != "none" or m.device_free is None:
             moves.append(Move("weights and moments in CPU memory", ADAM_BYTES * part * m.ranks_on_node, "memory"))
             if m.device_free is not None:
@@ -135,6 +147,24 @@ class Costs:
         if home == "nvme":
             moves.append(Move("weights and moments from and to disk", 32 * part * m.ranks_on_node, "disk"))
         return Cost("the optimizer's step", 1, 0.0, self.rates.tflops, tuple(moves))
+
+    def _reduced(self, gradients: int) -> int:
+        """Bytes that go around for their mean: twice, to all ranks, but under stage 3 with NCCL, whose ranks get their own part.
+
+        Stage 2 takes the mean of whole buckets too (deepspeed 0.19.8), and so does gloo for what asks for parts (torch 2.13).
+        """
+        return gradients * (1 if stage(self.job.student_ds) == 3 and self.machine.device_free is not None else 2)
+
+    def _around(self, what: str, whole: int, shards: str = "world") -> Iterator[Move]:
+        """`whole` bytes, a part of each rank's, to all ranks, or to those of each node: around a ring, all but the own part."""
+        m = self.machine
+        nodes = 1 if shards == "node" else -(-m.ranks // m.ranks_on_node)
+        ranks = m.ranks if nodes > 1 else m.ranks_on_node
+        sent = whole * (ranks - 1) // ranks
+        if m.ranks_on_node > 1:
+            yield Move(what, sent, "link")
+        if nodes > 1:
+            yield Move(f"{what}, between nodes", sent, "network")
 
     def _home(self, section: str) -> str:
         return self.job.student_ds["zero_optimization"].get(section, {}).get("device", "none")

@@ -15,7 +15,8 @@ from wandistiller.refused import student_problems
 
 TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
-    "zero_hpz_partition_size": "DeepSpeed allows it for one engine in a process, and the student's may be it; remove it.",
+    "zero_hpz_partition_size": 'A frozen teacher needs no second part: remove it, and write "wandistiller": {"shards": "node"}, '
+                               "which keeps all its weights within a node.",
     "zero_quantized_weights": "It would change the teacher's answers; remove it.",
     "zero_quantized_nontrainable_weights": "It would change the teacher's answers; remove it.",
     "legacy_stage1": "DeepSpeed has removed it; remove it.",

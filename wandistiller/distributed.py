@@ -16,7 +16,7 @@ from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from wandistiller import logs
+from wandistiller import builds, logs
 from wandistiller.logs import log
 from wandistiller.phase import doing
 from wandistiller.problems import ConfigError, Problems
@@ -28,11 +28,18 @@ TIMEOUT_SECONDS = 1800.0
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Of the backends, who cannot tell a long phase of another rank from a hang; `watch` can."""
 _watch: Watch | None = None
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Those of some ranks, by these."""
 
 
 def rank() -> int:
     """This process's number among all ranks; right before `init` too."""
     return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's number among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
@@ -71,6 +78,8 @@ def init(log_level: str = "info") -> None:
         if torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone; DeepSpeed reads the variable too
             os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if local_rank() == 0:
+        builds.forget_killed_builds()
     if not dist.is_initialized():
         doing(f"waiting for all {world_size()} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         _watch = Watch(rank(), world_size(), TIMEOUT_SECONDS)
@@ -156,6 +165,7 @@ def finish() -> None:
             _watch.stop()
         dist.barrier()  # rank 0 keeps the store of all watches
         dist.destroy_process_group()
+        _groups.clear()
         _watch = None
 
 
@@ -196,6 +206,15 @@ def node_peers() -> list[int]:
     return [rank for rank, there in enumerate(gather_objects(here)) if there == here]
 
 
+def group(peers: list[int]) -> dist.ProcessGroup:
+    """The group of `peers`, for each rank those that it is one of. Collective, and made once."""
+    every = sorted({tuple(theirs) for theirs in gather_objects(peers)})
+    for ranks in every:
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks))
+    return _groups[tuple(peers)]
+
+
 def gather_tensor(value_B: Tensor) -> Tensor:
     """Concatenate equal-shaped tensors in rank order, on every rank. Collective."""
     parts = [torch.empty_like(value_B) for _ in range(world_size())]
@@ -203,10 +222,13 @@ def gather_tensor(value_B: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Ask the rank `owner` for what it alone can compute; the first dimension of the inputs may differ by rank. Collective.
+def exchange(
+    owner: int, peers: list[int], mine: list[Tensor], answer: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Ask the rank `owner` for what, of `peers`, it alone can compute; the inputs' first dimension may differ. Collective.
 
     Args:
+        peers: ranks that ask the same owner, this one among them.
         mine: this rank's inputs, equal in number, dtype and all but the first dimension on every rank.
         answer: what the owner does with one rank's inputs; tensors of any number, shape and dtype on the inputs' device.
     Returns:
@@ -222,7 +244,7 @@ def exchange(owner: int, mine: list[Tensor], answer: Callable[[list[Tensor]], li
         for t in results:
             dist.recv(t, owner)
         return results
-    for other in range(world_size()):
+    for other in peers:
         if other == owner:
             results = answer(mine)
             continue

@@ -126,7 +126,7 @@ def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str,
     placement, found = read_placement(ds), config_problems(where, without_block(ds))
     if placement.placement == "auto":
         found.append(problem(where, "wandistiller.placement", "auto", "Only training chooses; name the file that it chose."))
-    if distributed.rank() == placement.owner_rank:
+    if distributed.local_rank() == placement.owner_rank:
         found += device_map_problems(where, ds, top_modules(teacher.config), distributed.number_of_gpus())
     if found:
         raise ConfigError(*found)

@@ -185,8 +185,10 @@ def placement_name(ds: dict[str, Any]) -> str:
     """Where a teacher JSON puts the weights, in a few words."""
     placement = read_placement(ds)
     if placement.on_one_rank:
-        return f"{placement.placement} rank {placement.owner_rank}"
+        return f"{placement.placement} rank {placement.owner_rank} of a node"
     if placement.placement != "engine":
         return placement.placement
     offload = deepspeed_json.offload_device(ds)
-    return "replicated" if deepspeed_json.stage(ds) == 0 else "sharded" if offload == "none" else f"sharded on {offload}"
+    if deepspeed_json.stage(ds) == 0:
+        return "replicated"
+    return f"sharded{' in each node' * (placement.shards == 'node')}{'' if offload == 'none' else f' on {offload}'}"

@@ -33,14 +33,18 @@ def load_whole(
 
 
 def load_sharded(
-    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, ds: dict[str, Any], device: torch.device
+    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, ds: dict[str, Any], device: torch.device,
+    peers: list[int] | None = None,
 ) -> WanTransformer3DModel:
     """Load for ZeRO-3: each rank reads the part of each tensor that it keeps, where `ds` says. Collective.
 
+    Args:
+        peers: the ranks that a tensor is cut among, which are those of this node; all, if it is left out.
+
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model, home = skeleton(config), _Partition(ds, dtype)
-    arena = _host_arena(model, ds, dtype)
+    model, home = skeleton(config), _Partition(ds, dtype, peers)
+    arena = _host_arena(model, ds, dtype, home.dp_world_size)
     for name, wanted in _one_by_one(model, dtype, reader):
         if home.swaps(wanted):
             value = Arena(_aligned(wanted)).take(wanted)  # given back to the system at once, and untouched pages take none
@@ -88,10 +92,11 @@ def _one_by_one(model: nn.Module, dtype: torch.dtype, reader: WeightReader) -> I
 class _Partition(deepspeed.zero.Init):
     """zero.Init without its broadcast from rank 0: every rank reads its own bytes (deepspeed 0.19.8)."""
 
-    def __init__(self, ds: dict[str, Any], dtype: torch.dtype):
+    def __init__(self, ds: dict[str, Any], dtype: torch.dtype, peers: list[int] | None):
         # its argument `dtype` is passed over where the accelerator has no fp16 (deepspeed 0.19.8), so the sections say it
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
-        super().__init__(config_dict_or_path=_pageable(ds) | sections)
+        group = distributed.group(peers) if peers else None
+        super().__init__(config_dict_or_path=_pageable(ds) | sections, data_parallel_group=group)
 
     def part(self, wanted: Tensor) -> slice:
         """This rank's elements; the last may lie past the end."""
@@ -126,14 +131,13 @@ class _Partition(deepspeed.zero.Init):
         parameter.partition()  # finds that it has been cut
 
 
-def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype) -> "Arena":
+def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks: int) -> "Arena":
     """Room for what a rank may keep in CPU memory, in one block of its exact size, page-locked if `ds` asks for that.
 
     DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13): 1.8 times the
     memory for Wan's feed-forward layers. What is not taken of it takes no memory.
     """
-    world = distributed.world_size()
-    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // world))) for _, p in _parameters(model, dtype)))
+    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in _parameters(model, dtype)))
     section = ds["zero_optimization"].get("offload_param", {})
     if torch.cuda.is_available() and section.get("device") == "cpu" and section.get("pin_memory", False):
         arena.pin()

@@ -197,8 +197,10 @@ def placed(name: str, dtype_name: str) -> dict[str, Any]:
 def candidates(machine: Machine) -> list[str]:
     """Placements to choose from, the fastest first, without those that one rank would not gain from."""
     if machine.device_free is not None:
-        names = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
-        single = {"sharded": machine.ranks}
+        names = ["replicated", "sharded_node", "sharded", "zero_inference_cpu_node", "zero_inference_cpu", "zero_inference_nvme",
+                 "host_cpu"]  # fmt: skip
+        nodes = machine.ranks // machine.ranks_on_node
+        single = {"sharded": machine.ranks, "sharded_node": min(nodes, machine.ranks_on_node), "zero_inference_cpu_node": nodes}
     else:  # ranks on CPUs that share a copy need no communication
         names = ["replicated", "host_cpu", "sharded", "zero_inference_nvme"]
         single = {"host_cpu": machine.ranks_on_node, "sharded": machine.ranks}

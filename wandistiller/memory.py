@@ -86,8 +86,10 @@ def numels(config: dict[str, Any]) -> dict[str, int]:
 def teacher_bytes(folder: WanFolder, ds: dict[str, Any], ranks: int) -> Bytes:
     """What the teacher takes of one rank, all experts together, where `ds` (checked by `teacher_engine`) places it.
 
-    For `owner` and `device_map` it is the owner's, for the latter as if nothing were mapped to CPU or disk. The second
-    part that hpZ keeps is not counted.
+    For `owner` and `device_map` it is the owner's, for the latter as if nothing were mapped to CPU or disk.
+
+    Args:
+        ranks: those that an engine of stage 3 is cut among.
     """
     return one_at_a_time([_expert_bytes(config, ds, ranks) for config in folder.configs.values()])
 

@@ -16,13 +16,15 @@ class Placement:
     """The keys of the block; each is used by the placements named with it in `KEYS`."""
 
     placement: str = "engine"
-    """engine: as `zero_optimization` says. owner, device_map: on one rank. host_cpu: one copy per node. auto: chosen."""
+    """engine: as `zero_optimization` says. owner, device_map: on one rank of a node. host_cpu: once per node. auto: chosen."""
     owner_rank: int = 0
-    """The rank that holds the teacher and answers for the others."""
+    """Which of a node's ranks, from 0, holds the teacher and answers for the others there."""
     device_map: str | dict = "sequential"
     """For accelerate: sequential, balanced, or {layer: device}; see `expand_device_map`."""
     max_memory: dict | None = None
     """Limits for the whole teacher, {"0": "20GiB", "cpu": "100GiB"}; accelerate reads what is free where it is left out."""
+    shards: str = "world"
+    """Over which ranks an engine of stage 3 is cut: all, or those of each node, so that no weight goes from node to node."""
     guidance_passes: int = 1
     """2: text and null branch one after the other, for half the memory of a call."""
 
@@ -33,7 +35,7 @@ class Placement:
 
 ALWAYS = {"placement", "guidance_passes"}
 KEYS = {
-    "engine": ALWAYS,
+    "engine": ALWAYS | {"shards"},
     "owner": ALWAYS | {"owner_rank"},
     "host_cpu": ALWAYS,
     "device_map": ALWAYS | {"owner_rank", "device_map", "max_memory"},
@@ -62,12 +64,16 @@ def placement_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
         return [*found, problem(where, f"{BLOCK}.placement", kind, f"Write one of: {', '.join(KEYS)}.{nearest(kind, KEYS)}")]
     for key in sorted(block.keys() & {f.name for f in fields(Placement)} - KEYS[kind]):
         found.append(problem(where, f"{BLOCK}.{key}", block[key], f"It means nothing for the placement {kind}; remove it."))
-    owner, passes = block.get("owner_rank", 0), block.get("guidance_passes", 1)
+    owner, passes, shards = block.get("owner_rank", 0), block.get("guidance_passes", 1), block.get("shards", "world")
     if type(owner) is not int or not 0 <= owner < world:
         found.append(problem(where, f"{BLOCK}.owner_rank", owner, f"There are {world} rank(s); write 0 to {world - 1}."))
     if passes not in (1, 2) or type(passes) is not int:
         found.append(problem(where, f"{BLOCK}.guidance_passes", passes, "Write 1 or 2."))
     zero = ds.get("zero_optimization")
+    if shards not in ("world", "node"):
+        found.append(problem(where, f"{BLOCK}.shards", shards, "Write world or node."))
+    elif shards == "node" and not (isinstance(zero, dict) and zero.get("stage") == 3):
+        found.append(problem(where, f"{BLOCK}.shards", shards, "Only an engine of stage 3 is cut: write it, or remove this."))
     if kind != "engine" and isinstance(zero, dict) and zero.get("stage", 0) != 0:
         found.append(problem(where, "zero_optimization.stage", zero["stage"],
                              f"The placement {kind} uses no ZeRO engine; write 0 or remove the section."))  # fmt: skip

@@ -162,7 +162,8 @@ class _Planner:
         j, asked = self.job, self.placement
         if asked.placement in UNKNOWN:
             return {}, {}
-        whole = teacher_bytes(j.folder, j.teacher_ds, self.machine.ranks)
+        sharers = self.machine.ranks_on_node if asked.shards == "node" else self.machine.ranks
+        whole = teacher_bytes(j.folder, j.teacher_ds, sharers)
         branches = 2 // asked.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
         taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
         call = Bytes(host=taken) if asked.placement == "host_cpu" else Bytes(live=taken)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from wandistiller import distributed
 from wandistiller.batch import Batch, Expert
 from wandistiller.data import CachedData
 from wandistiller.job import Job
@@ -58,8 +59,8 @@ def networks(teacher: Teacher) -> dict[Expert, nn.Module]:
 
 
 def holder(teacher: Teacher) -> int:
-    """A rank that has the teacher's modules, the same on all ranks."""
-    return teacher.owner if isinstance(teacher, OwnerTeacher) else 0
+    """A rank that has the teacher's modules, the same on all ranks. Collective."""
+    return distributed.from_rank_0(teacher.owner) if isinstance(teacher, OwnerTeacher) else 0
 
 
 class VelocityError:

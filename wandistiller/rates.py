@@ -28,6 +28,8 @@ class Rates:
     """10^9 bytes a second between CPU memory and the accelerator, one way."""
     link: float
     """10^9 bytes a second from one rank to another of its node."""
+    network: float
+    """10^9 bytes a second that all ranks of a node together send to other nodes."""
     memory: float
     """10^9 bytes a second of a node's CPU memory, read and written together."""
     disk: float
@@ -35,15 +37,15 @@ class Rates:
 
 
 GPU = {
-    16: Rates(tflops=30, cpu_tflops=1, pcie=12, link=10, memory=50, disk=3),
-    24: Rates(tflops=100, cpu_tflops=1, pcie=24, link=20, memory=60, disk=5),
-    48: Rates(tflops=150, cpu_tflops=2, pcie=24, link=20, memory=150, disk=5),
-    40: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, memory=200, disk=5),
-    80: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, memory=200, disk=5),
+    16: Rates(tflops=30, cpu_tflops=1, pcie=12, link=10, network=1.2, memory=50, disk=3),
+    24: Rates(tflops=100, cpu_tflops=1, pcie=24, link=20, network=1.2, memory=60, disk=5),
+    48: Rates(tflops=150, cpu_tflops=2, pcie=24, link=20, network=12, memory=150, disk=5),
+    40: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, network=100, memory=200, disk=5),
+    80: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, network=100, memory=200, disk=5),
 }
 """By GiB of a GPU: what products of matrices reach in bf16 on a V100; RTX 4090; L40S or A6000 Ada; A100 40 and 80 GB. Round
-numbers below the makers' peak; `--measure` and `--rates` replace them."""
-CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, memory=20, disk=1)
+numbers below the makers' peak, with 10, 10, 100, 800 and 800 Gbit/s between nodes; `--measure` and `--rates` replace them."""
+CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, network=1.2, memory=20, disk=1)
 """A few cores in float32."""
 MEASURED = 3
 """Times that each rate is measured; the best counts."""

@@ -22,6 +22,8 @@ KEPT = (*BATCH_KEYS, "zero_optimization", "aio")
 """Keys of a student JSON that are chosen here; the others are the run's."""
 
 
+EQUAL = 0.01
+"""Share of a step's time within which two floors are taken for equal, as they leave out more than that."""
 OWN = "as given"
 """Of what is not chosen, instead of a file's name."""
 
@@ -36,6 +38,8 @@ class Choice(NamedTuple):
     job: Job
     takes: Bytes
     seconds: float
+    order: tuple[int, int]
+    """Its place among students' and teachers' JSONs, of which the first are the simplest and move least."""
 
     def demands(self, machine: Machine) -> list[Demand]:
         """What it takes of each kind of memory of `machine`."""
@@ -71,13 +75,14 @@ def choices(job: Job, machine: Machine, rates: Rates) -> list[Choice]:
 
 
 def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
-    """Those of which nothing is short."""
-    return [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
+    """Those of which nothing is short; of those about as fast as the fastest, the simplest first."""
+    fits = [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
+    equal = (1 + EQUAL) * min((choice.seconds for choice in fits), default=0)
+    return sorted(fits, key=lambda choice: (max(choice.seconds, equal), choice.order))
 
 
 def ranked(job: Job, machine: Machine, rates: Rates, *, student: bool = True, teacher: bool = True) -> list[Choice]:
-    """Every combination at the run's global batch, the fastest first; of equals that which moves least, as its floor is nearest
-    to the truth.
+    """Every combination at the run's global batch, the fastest first.
 
     Args:
         student: whether its engine is to be chosen; else it stays as it is.
@@ -87,9 +92,8 @@ def ranked(job: Job, machine: Machine, rates: Rates, *, student: bool = True, te
     for s, (name, changed) in enumerate(_students(job) if student else [(OWN, job)]):
         placed = _teachers(changed, machine) if teacher and job.objective.needs_teacher else [(OWN, changed)]
         for t, (place, both) in enumerate(placed):
-            made = Choice(name, place, both, most(plan(both, machine)), Costs(both, machine, rates).floor())
-            found.append(((round(made.seconds, 3), s, t), made))
-    return [made for _, made in sorted(found, key=lambda pair: pair[0])]
+            found.append(Choice(name, place, both, most(plan(both, machine)), Costs(both, machine, rates).floor(), (s, t)))
+    return sorted(found, key=lambda c: (c.seconds, c.order))
 
 
 def _students(job: Job) -> Iterator[tuple[str, Job]]:

@@ -12,7 +12,7 @@ from wandistiller import dispatch, distributed, loading, swap, wan
 from wandistiller.batch import Answer, Batch, Expert, join, split
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.objectives import Teacher
-from wandistiller.placement import read_placement, without_block
+from wandistiller.placement import BLOCK, Placement, read_placement, without_block
 from wandistiller.problems import ConfigError
 from wandistiller.wan import WanFolder
 from wandistiller.weights import WeightReader
@@ -82,11 +82,14 @@ class GuidedTeacher(Teacher):
 
 @dataclass(frozen=True, slots=True)
 class OwnerTeacher(Teacher):
-    """The teacher lives on one rank, which answers for all, rank by rank: so the answers are those of a replica."""
+    """The teacher lives on one rank of a node, which answers for all there, rank by rank: so the answers are a replica's."""
 
     inner: Teacher | None
     """None on the other ranks."""
     owner: int
+    """Of this node."""
+    peers: list[int]
+    """The ranks of this node."""
 
     def answer(self, batch: Batch, blocks: tuple[int, ...]) -> Answer:
         """The answer to this rank's batch. Collective; the ranks' batches may differ in length."""
@@ -96,7 +99,7 @@ class OwnerTeacher(Teacher):
             found = self.inner.answer(Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert), blocks)
             return [found.v_BCFHW, *(found.features[k] for k in blocks)]
 
-        v_BCFHW, *features = distributed.exchange(self.owner, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], ask)
+        v_BCFHW, *features = distributed.exchange(self.owner, self.peers, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], ask)
         return Answer(v_BCFHW, dict(zip(blocks, features, strict=True)))
 
 
@@ -106,8 +109,11 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.
     """
-    placement = read_placement(ds)
-    here = not placement.on_one_rank or distributed.rank() == placement.owner_rank
+    placement, peers = read_placement(ds), distributed.node_peers()
+    if found := distributed.agree_on_problems(_owner_problems(placement, peers)):
+        raise ConfigError(*found)
+    owner = peers[placement.owner_rank]
+    here = not placement.on_one_rank or distributed.rank() == owner
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
     experts = {e: _LOADERS[placement.placement](folder, e, reader, ds) for e, reader in readers.items()}
     if problems := distributed.agree_on_problems([p for reader in readers.values() for p in reader.found_bad]):
@@ -117,7 +123,14 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
         device = torch.device("cpu") if placement.placement == "host_cpu" else distributed.device()
         teacher = LocalTeacher({e: experts.get(e, experts[Expert.HIGH_NOISE]).eval() for e in Expert}, device)
         teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
-    return OwnerTeacher(teacher, placement.owner_rank) if placement.on_one_rank else teacher
+    return OwnerTeacher(teacher, owner, peers) if placement.on_one_rank else teacher
+
+
+def _owner_problems(placement: Placement, peers: list[int]) -> list[str]:
+    if placement.owner_rank < len(peers):
+        return []
+    return [f"`{BLOCK}.owner_rank` of the teacher's JSON is {placement.owner_rank}, but the node of rank {peers[0]} has "
+            f"{len(peers)} rank(s); write 0 to {len(peers) - 1}."]  # fmt: skip
 
 
 def _dtype(ds: dict[str, Any]) -> torch.dtype:
@@ -135,7 +148,8 @@ def _engine(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[st
         dtype = _dtype(ds)
         swapped = [s.shape.numel() for name, s in reader.stored.items() if wan.parameter_dtype(name, dtype) == dtype]
         engine_ds = swap.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}")
-    model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device())
+    peers = distributed.node_peers() if read_placement(ds).shards == "node" else None
+    model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device(), peers)
     engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
     # called through .module: the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
     return engine.module

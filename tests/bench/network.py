@@ -1,0 +1,111 @@
+"""Bytes between ranks, and between nodes, in a step of each shipped JSON: by the arithmetic of `wandistiller plan`, and counted.
+
+    sudo env PATH=$PATH python tests/bench/network.py                 # a quarter of an hour on two cores
+    sudo env PATH=$PATH python tests/bench/network.py --students zero2 zero3 --teachers replicated
+
+One node with two ranks, and two nodes with two ranks each: network namespaces of this machine joined by one virtual cable, on
+which the kernel counts every byte (so root is needed), and process namespaces, by which ranks know their node. A rank sends the
+first number, a node the second. Beside them what DeepSpeed's comms logger has of a rank, by collective: the sizes of tensors,
+without those that do not go through it (an owner's, and a few numbers of each step for logs).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+from memory import STUDENTS, TEACHERS  # noqa: E402
+from planned import pipeline, recipe  # noqa: E402
+from ranks import ROOT, environment, free_port, write_json  # noqa: E402
+
+from wandistiller.check import read_job  # noqa: E402
+from wandistiller.config import RunConfig  # noqa: E402
+from wandistiller.costs import Costs  # noqa: E402
+from wandistiller.machine import machine_now  # noqa: E402
+from wandistiller.rates import usual  # noqa: E402
+
+MIB = 2**20
+SPACE, CABLE, ADDRESS = "wandistiller{}", "cable", "10.203.0.{}"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def two_nodes() -> Iterator[None]:
+    """Two network namespaces with a cable."""
+    try:
+        for node in range(2):
+            ip("netns", "add", SPACE.format(node))
+        ends = [["netns", SPACE.format(node), "name", CABLE] for node in range(2)]
+        ip("link", "add", *ends[0][2:], *ends[0][:2], "type", "veth", "peer", *ends[1][2:], *ends[1][:2])
+        for node in range(2):
+            inside = "-n", SPACE.format(node)
+            ip(*inside, "addr", "add", f"{ADDRESS.format(node + 1)}/24", "dev", CABLE)
+            for device in ("lo", CABLE):
+                ip(*inside, "link", "set", device, "up")
+        yield
+    finally:
+        for node in range(2):
+            subprocess.run(["ip", "netns", "delete", SPACE.format(node)], check=False)
+
+
+def run(given: Path, nodes: int) -> list[dict]:
+    """What each rank has written down."""
+    port, started = free_port(), []
+    for node in range(nodes):
+        words = ["ip", "netns", "exec", SPACE.format(node), "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
+                 sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}", "--nproc_per_node=2",
+                 f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}", "tests/network_on_ranks.py", given]  # fmt: skip
+        with given.with_name(f"node{node}.log").open("w") as out:
+            started.append(subprocess.Popen(words, cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME=CABLE), stdout=out, stderr=out))
+    codes = [process.wait() for process in started]
+    assert not any(codes), (codes, given.with_name("node0.log").read_text()[-3000:])
+    return [json.loads((given.parent / f"sent_{rank}.json").read_text()) for rank in range(2 * nodes)]
+
+
+def said(given: dict, nodes: int) -> tuple[float, float]:
+    """MiB that a rank sends, and a node to the other."""
+    job = read_job(RunConfig(**given), 2 * nodes)
+    machine = replace(machine_now(), ranks=2 * nodes, ranks_on_node=2)
+    costs = Costs(job, machine, usual(None)).all()
+    return tuple(sum(c.times * m.nbytes for c in costs for m in c.moves if m.way == way) / MIB for way in ("link", "network"))
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--folder", type=Path, default=Path("runs/bench_network"))
+    made.add_argument("--students", nargs="+", default=STUDENTS)
+    made.add_argument("--teachers", nargs="+", default=[*TEACHERS, "sharded_node", "zero_inference_cpu_node"])
+    args = made.parse_args()
+    if os.geteuid():
+        sys.exit("Only root may make network namespaces; see the first lines of this file.")
+    folder = args.folder.absolute()
+    wan = pipeline(folder, 512, 2)
+    pairs = [(s, "replicated") for s in args.students] + [("zero2", t) for t in args.teachers if t != "replicated"]
+    print("| student, teacher | one node: a rank sends, MiB, said / counted | two: a node sends | comms logger, two nodes |")
+    print("|---|---|---|---|")
+    with two_nodes():
+        for student, teacher in pairs:
+            given = recipe(folder, wan, 2, student, teacher) | {"max_steps": 3, "sample_every": 9, "save_every": 9}
+            cells = []
+            for nodes in (1, 2):
+                seen = run(write_json(folder / "run.json", given), nodes)
+                rank = seen[0]["sent"]["lo"] / 2
+                node = sum(seen[2 * n]["sent"][CABLE] for n in range(nodes)) / nodes
+                one, between = said(given, nodes)
+                cells.append(f"{one:.1f} / {rank / MIB:.1f}" if nodes == 1 else f"{between:.1f} / {node / MIB:.1f}")
+            ops = ", ".join(f"{name} {size / MIB:.1f}" for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20)
+            print(f"| {student}, {teacher} | {cells[0]} | {cells[1]} | {ops} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
