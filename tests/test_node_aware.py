@@ -1,4 +1,4 @@
-"""Where a teacher lives on two nodes, here two process namespaces of this machine, of two ranks and of one."""
+"""What nodes share and what each has for itself; nodes are process and mount namespaces of this machine here."""
 
 import json
 import subprocess
@@ -7,43 +7,91 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment, free_port
+from ranks import ROOT, environment, free_port, losses, wandistiller, write_json
+from recipes import recipe
 
-OWN_PROCESSES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
 NODES = [(0, 1), (2,)]
 PARTS = {
     "sharded": [3, 3, 3], "sharded_node": [2, 2, 1], "zero_inference_cpu_node": [2, 2, 1], "host_cpu": [1, 1, 1],
     "owner": [1, 0, 1],
 }  # fmt: skip
 """Among how many ranks the weights are cut that each rank has; 0 where it has none."""
+SKIP = bool(subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode)
+pytestmark = pytest.mark.skipif(SKIP, reason="needs the right to make namespaces: run as root")
+
+
+def on_nodes(
+    work: Path, nodes: list[tuple[int, ...]], words: list[Any], before: dict[int, str] | None = None
+) -> tuple[list[int], str]:
+    """Run `words` on each rank of each node; the nodes' exit codes, and all that was said.
+
+    Args:
+        before: by node, what its shell does first.
+    """
+    world = {"WORLD_SIZE": str(sum(map(len, nodes))), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program, started = " ".join(map(str, words)), []
+    for node, ranks in enumerate(nodes):
+        each = [f"RANK={rank} LOCAL_RANK={local} {program} & p{local}=$!" for local, rank in enumerate(ranks)]
+        waits = [f"wait $p{local} || code=$?" for local, _ in enumerate(ranks)]
+        shell = "\n".join([(before or {}).get(node, ":"), *each, "code=0", *waits, "exit $code"])
+        with (work / f"node{node}.log").open("w") as log:
+            started.append(subprocess.Popen([*NAMESPACES, "bash", "-c", shell], cwd=ROOT, stdout=log, stderr=log,
+                                            env=environment(**world, LOCAL_WORLD_SIZE=str(len(ranks)))))  # fmt: skip
+    codes = [node.wait(300) for node in started]
+    return codes, "\n".join((work / f"node{node}.log").read_text() for node in range(len(nodes)))
+
+
+# Where a teacher lives
 
 
 @pytest.fixture(scope="module")
-def on_two_nodes(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What placements_on_ranks.py found of each teacher JSON."""
-    if subprocess.run([*OWN_PROCESSES, "true"], capture_output=True).returncode:
-        pytest.skip("needs the right to make process namespaces: run as root")
-    work, port = tmp_path_factory.mktemp("nodes"), free_port()
-    program = " ".join(map(str, [sys.executable, ROOT / "tests" / "placements_on_ranks.py", wan2, work, *PARTS]))
-    nodes = []
-    for node, ranks in enumerate(NODES):
-        each = [f"RANK={rank} LOCAL_RANK={local} {program} & p{local}=$!" for local, rank in enumerate(ranks)]
-        waits = [f"wait $p{local} || exit 1" for local, _ in enumerate(ranks)]
-        where = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (work / f"node{node}.log").open("w") as log:
-            nodes.append(subprocess.Popen([*OWN_PROCESSES, "bash", "-c", "\n".join([*each, *waits])], cwd=ROOT, stdout=log,
-                                          stderr=log, env=environment(**where)))  # fmt: skip
-    codes = [node.wait(300) for node in nodes]
-    assert codes == [0, 0], "\n".join((work / f"node{node}.log").read_text() for node in range(2))
+    work = tmp_path_factory.mktemp("nodes")
+    codes, said = on_nodes(work, NODES, [sys.executable, ROOT / "tests" / "placements_on_ranks.py", wan2, work, *PARTS])
+    assert codes == [0, 0], said
     return json.loads((work / "results.json").read_text())
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_each_node_has_its_own_where_the_json_says_so(on_two_nodes: dict[str, Any], name: str) -> None:
-    assert on_two_nodes[f"parts of {name}"] == PARTS[name]
+def test_each_node_has_its_own_where_the_json_says_so(placed: dict[str, Any], name: str) -> None:
+    assert placed[f"parts of {name}"] == PARTS[name]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_wherever_it_lives_its_answers_are_bitwise_diffusers(on_two_nodes: dict[str, Any], name: str) -> None:
-    differences = [on_two_nodes[f"{name} {precision} {passes}"] for precision in ("float32", "bfloat16") for passes in (1, 2)]
+def test_wherever_it_lives_its_answers_are_bitwise_diffusers(placed: dict[str, Any], name: str) -> None:
+    differences = [placed[f"{name} {precision} {passes}"] for precision in ("float32", "bfloat16") for passes in (1, 2)]
     assert differences == [0, 0, 0, 0]
+
+
+# Where the cache is
+
+
+def own_disks(work: Path, *nodes: int) -> dict[int, str]:
+    """What gives each of these nodes a folder `cache` of its own, `disk0` and so on."""
+    (work / "cache").mkdir()
+    for node in nodes:
+        (work / f"disk{node}").mkdir()
+    return {node: f"mount --bind {work / f'disk{node}'} {work / 'cache'}" for node in nodes}
+
+
+def test_what_a_node_has_cached_on_a_disk_of_its_own_the_others_are_given(wan1: Path, tmp_path: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "one"), max_steps=2)
+    wandistiller("train", "--recipe", write_json(tmp_path / "one.json", given), ranks=2)
+    given |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache")}
+    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", write_json(tmp_path / "run.json", given)]
+    codes, said = on_nodes(tmp_path, [(0,), (1,)], words, own_disks(tmp_path, 0, 1))
+    assert codes == [0, 0], said
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+    files = [{f.relative_to(disk): f.read_bytes() for f in disk.rglob("*.safetensors")}
+             for disk in (tmp_path / "disk0", tmp_path / "disk1")]  # fmt: skip
+    assert files[0] == files[1] and len(files[0]) > 1
+
+
+def test_a_cache_that_some_nodes_share_and_one_does_not_stops_all_with_one_message(wan1: Path, tmp_path: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))
+    words = [sys.executable, "-m", "wandistiller", "prepare", "--recipe", write_json(tmp_path / "run.json", given)]
+    codes, said = on_nodes(tmp_path, [(0,), (1,), (2, 3)], words, own_disks(tmp_path, 2))
+    assert codes == [2, 2, 2] and said.count("some nodes see the same folder and others do not") == 1, said
+    assert "0, 1; 2. Give a --cache_dir that all nodes share" in said and not list((tmp_path / "cache").iterdir())

@@ -83,7 +83,7 @@ class Costs:
         times, tflops = j.batch.accumulation, self.rates.tflops
         if asked.on_one_rank:
             tflop *= m.ranks_on_node
-        if asked.placement == "host_cpu" and m.device_free is not None:
+        if asked.on_cpu and m.device_free is not None:
             tflops = self.rates.cpu_tflops / m.ranks_on_node
         moves = (*tuple(self._streamed()) * (asked.guidance_passes if branches == 2 else 1), *self._asked())
         yield Cost("the teacher's call", times, tflop, tflops, moves)

@@ -103,7 +103,7 @@ def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], ranks: int) -> Byt
         raise ValueError("auto stands for another placement; choose it first")
     if kind != "engine" or stage(ds) == 0:
         whole = _total(sizes, ranks=1)
-        return Bytes(node=whole) if kind == "host_cpu" else Bytes(device=whole)
+        return Bytes(node=whole) if read_placement(ds).on_cpu else Bytes(device=whole)
     kept, live = _gathered(sizes, ds, ranks)
     if home == "nvme":
         return Bytes(kept, live) + _swapped(sizes, ds, ranks, dtype.itemsize)

@@ -29,6 +29,11 @@ class Placement:
     """2: text and null branch one after the other, for half the memory of a call."""
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the CPU computes, wherever the student is."""
+        return self.placement == "host_cpu"
+
+    @property
     def on_one_rank(self) -> bool:
         return self.placement in ("owner", "device_map")
 

@@ -166,7 +166,7 @@ class _Planner:
         whole = teacher_bytes(j.folder, j.teacher_ds, sharers)
         branches = 2 // asked.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
         taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
-        call = Bytes(host=taken) if asked.placement == "host_cpu" else Bytes(live=taken)
+        call = Bytes(host=taken) if asked.on_cpu else Bytes(live=taken)
         engine = ENGINE if asked.placement == "engine" and stage(j.teacher_ds) == 3 else 0
         pinned = j.teacher_ds["zero_optimization"].get("offload_param", {}).get("pin_memory") and self.gpu
         kept = replace(whole, live=0, host=whole.host + engine, pinned=whole.host if pinned else 0)

@@ -120,7 +120,7 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
         raise ConfigError(*problems)
     teacher: Teacher | None = None
     if here:
-        device = torch.device("cpu") if placement.placement == "host_cpu" else distributed.device()
+        device = torch.device("cpu") if placement.on_cpu else distributed.device()
         teacher = LocalTeacher({e: experts.get(e, experts[Expert.HIGH_NOISE]).eval() for e in Expert}, device)
         teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
     return OwnerTeacher(teacher, owner, peers) if placement.on_one_rank else teacher

@@ -54,6 +54,9 @@ def pipeline_problems(name: str, experts: dict[str, dict[str, Any]], vae: dict[s
                 found.append(problem(f"{name}/{folder}/config.json", key, config[key],
                                      f"The other expert has {experts[first][key]}; give two of one shape."))  # fmt: skip
     channels = experts[first]["in_channels"]
+    if (out := experts[first].get("out_channels") or channels) != channels:
+        found.append(problem(f"{name}/{first}/config.json", "out_channels", out,
+                             f"It reads {channels} channels; only a Wan that answers with as many as it reads can be distilled."))
     for key, has in (("z_dim", vae["z_dim"]), *((k, len(vae[k])) for k in ("latents_mean", "latents_std"))):
         if has != channels:
             found.append(f"{vae_file}: `{key}` is for {has} channels, the transformer for {channels}. Give the VAE that "
