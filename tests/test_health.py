@@ -53,6 +53,16 @@ def test_a_gradient_far_from_the_usual_is_said(tmp_path: Path) -> None:
     assert alarms(tmp_path, falling, [*usual, 15.0]) == []
 
 
+def test_a_run_that_goes_on_forgets_alarms_of_steps_that_it_comes_to_again(tmp_path: Path) -> None:
+    gradients = [*[1.0] * 100, 25.0]
+    assert alarms(tmp_path, [1 / step for step in range(1, 102)], gradients) == ["gradient"]
+    health = Health(tmp_path)
+    health.go_on_from(101)
+    assert (tmp_path / "alarms.jsonl").read_text().count("gradient norm") == 1
+    health.go_on_from(100)
+    assert not (tmp_path / "alarms.jsonl").read_text()
+
+
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     falling = [1 / step for step in range(1, SOON + 1)]
     assert alarms(tmp_path, falling, spent=[WELL, Spent(0.01, 0.9, 1.0), WELL]) == ["slow rank"]

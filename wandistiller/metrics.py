@@ -45,7 +45,7 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step(line: str) -> float:
+def step_of(line: str) -> float:
     """The step of a line; of one that was cut off by a kill, one that never comes."""
     try:
         return json.loads(line)["step"]
@@ -61,7 +61,7 @@ class Metrics:
         self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
         self._start, self._began, self._last = start, time.monotonic(), time.monotonic()
         if rank() == 0:
-            kept = [line for line in file.read_text().splitlines() if _step(line) <= start] if start and file.exists() else []
+            kept = [line for line in file.read_text().splitlines() if step_of(line) <= start] if start and file.exists() else []
             with atomic(file) as temporary:
                 temporary.write_text("".join(f"{line}\n" for line in kept))
 

@@ -81,6 +81,7 @@ class Trainer:
         job, start = self.job, self._resumed()
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
         self._metrics = metrics
+        self._health.go_on_from(start)
         self._cache = self.data.stamps()
         self._note_phases()
         self._profile.say(start)
