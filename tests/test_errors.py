@@ -198,8 +198,12 @@ TEACHERS = [
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
      "`zero_optimization.offload_param.nvme_path` is null. Write a folder on a fast disk."),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-     "`zero_optimization.zero_hpz_partition_size` is 2. DeepSpeed allows it for one engine in a process, and the student's may "
-     "be it; remove it."),
+     "`zero_optimization.zero_hpz_partition_size` is 2. A frozen teacher needs no second part: remove it, and write "
+     '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.'),
+    ({"wandistiller": {"shards": "nodes"}, "zero_optimization": {"stage": 3}},
+     '`wandistiller.shards` is "nodes". Write world or node.'),
+    ({"wandistiller": {"shards": "node"}},
+     '`wandistiller.shards` is "node". Only an engine of stage 3 is cut: write it, or remove this.'),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
      "`zero_optimization.zero_quantized_weights` is true. It would change the teacher's answers; remove it."),
     ({"wandistiller": {"placement": "owner", "owner_rank": 1}},

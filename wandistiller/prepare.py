@@ -13,6 +13,7 @@ from wandistiller.job import Job
 from wandistiller.latents import LatentCache, Sample
 from wandistiller.media import Size, nearest_buckets, pixel_sizes
 from wandistiller.objectives import Teacher
+from wandistiller.phase import doing
 from wandistiller.problems import ConfigError
 from wandistiller.teacher import Guidance, build_teacher
 from wandistiller.usage import within
@@ -31,6 +32,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if any(other != job.identity for other in distributed.gather_objects(job.identity)):
         raise ConfigError("The ranks read different settings or data: a file changed while the run started, or the nodes do not "
                           "see the same files. Start again.")  # fmt: skip
+    doing("reading the cache")
     device = distributed.device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     latents = LatentCache(
@@ -40,11 +42,13 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     selection, samples = _select(job, latents, device)
     prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
     text = TextCache(job.cache, job.folder.path, prompts, dtype)
+    doing("encoding the prompts")
     text.fill(device)
     made = {latents.key(s): s for s in samples.values() if not s.item.media}
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
+        doing("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
     distributed.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     return CachedData(selection, samples, latents, text, device), text, teacher
@@ -97,6 +101,7 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
 
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """The teacher as it will be asked: placed by its JSON, guidance folded in. Collective."""
+    doing("loading the teacher")
     return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
 
 

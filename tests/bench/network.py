@@ -83,7 +83,7 @@ def said(given: dict, nodes: int) -> tuple[float, float]:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_network"))
-    made.add_argument("--students", nargs="+", default=STUDENTS)
+    made.add_argument("--students", nargs="*", default=STUDENTS)
     made.add_argument("--teachers", nargs="+", default=[*TEACHERS, "sharded_node", "zero_inference_cpu_node"])
     args = made.parse_args()
     if os.geteuid():
