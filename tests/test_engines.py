@@ -155,14 +155,6 @@ def test_the_flops_profiler_of_the_json_counts_a_whole_forward_pass(tmp_path: Pa
     assert "fwd flops per GPU" in text and "WanTransformer3DModel" in text
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_monitor_of_the_json_records_every_step(tmp_path: Path) -> None:
-    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    curve(engine_json(csv_monitor=section), steps=3)
-    (file,) = tmp_path.glob("run/*lr.csv")
-    assert [float(line.split(",")[1]) for line in file.read_text().splitlines()[1:]] == [1e-3] * 3
-
-
 @pytest.mark.parametrize("monitor", [name for name in MONITORS if not find_spec(MONITORS[name][0])])
 def test_a_monitor_whose_package_is_missing_is_said_before_the_start(monitor: str) -> None:
     (found,) = config_problems("x.json", engine_json(**{monitor: {"enabled": True}}))

@@ -1,11 +1,12 @@
 """What a run says on stderr, and keeps in a file for each rank."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 from ranks import wandistiller, write_json
-from recipes import recipe
+from recipes import recipe, student_engine
 
 from wandistiller import logs
 
@@ -59,3 +60,19 @@ def _no_files_afterwards() -> None:
         logger = logging.getLogger(name)
         for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
             logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
+    experts: int, wan1: Path, wan2: Path, tmp_path: Path
+) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
+    given = recipe(tmp_path, (wan1, wan2)[experts - 1], output_dir=str(tmp_path / "run"), max_steps=4,
+                   student_config={"num_layers": 1, "experts": ("one", "two")[experts - 1]},
+                   deepspeed_config=student_engine(2, csv_monitor=section))  # fmt: skip
+    wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "lr", "grad_norm"):
+        rows = [row.split(",") for row in (tmp_path / "csv" / f"Train_{name}.csv").read_text().splitlines()[1:]]
+        assert [(int(step), float(value)) for step, value in rows] == [(line["step"], line[name]) for line in lines]
+    assert not list(tmp_path.glob("csv/*Samples*"))

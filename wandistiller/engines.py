@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import cpuinfo
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.profiling.flops_profiler import profiler
@@ -118,6 +120,21 @@ def skip_bad_gradients(engine: Any) -> None:
         take(lr_kwargs)
 
     engine._take_model_step = take_if_finite
+
+
+def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of an engine that writes no curves."""
+    return {key: value for key, value in ds.items() if key not in (*MONITORS, "csv_monitor")}
+
+
+def take_monitor(engine: Any) -> MonitorMaster:
+    """What writes the curves, no longer the engine's own.
+
+    DeepSpeed would write the learning rate over samples, beside ours over steps, and Weights & Biases then drops ours: its steps
+    may not go back (deepspeed 0.19.8, wandb 0.31).
+    """
+    monitor, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
+    return monitor
 
 
 def forget_step(engine: Any) -> None:

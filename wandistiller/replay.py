@@ -13,6 +13,7 @@ from wandistiller import checkpoint, distributed, resume
 from wandistiller.batch import Answer
 from wandistiller.config import RunConfig
 from wandistiller.deepspeed_keys import BATCH_KEYS
+from wandistiller.engines import without_monitors
 from wandistiller.job import Job
 from wandistiller.nonfinite import Case, Seen, not_finite_B
 from wandistiller.phase import doing
@@ -23,8 +24,6 @@ from wandistiller.student import Student
 from wandistiller.train import in_engines, student_models
 from wandistiller.trainer import Pass, Trainer
 
-MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
-"""Sections of the student's JSON that would add to the run's own curves."""
 NAMED = 8
 """Modules and parameters that are named; of the others, their number."""
 
@@ -54,7 +53,7 @@ def read_case(flags: dict[str, Any], world: int) -> tuple[Case, RunConfig]:
 def _on_ranks(ds: dict[str, Any], world: int) -> dict[str, Any]:
     """The engine with the same samples in a step, in micro-steps that `world` ranks can share; without its monitors."""
     total, micro, accumulation = (ds.get(key) for key in BATCH_KEYS)
-    rest = {key: value for key, value in ds.items() if key not in MONITORS}
+    rest = without_monitors(ds)
     if any(type(n) is not int or n < 1 for n in (total, micro, accumulation)) or total % world:
         return rest  # what is wrong with it is said when the engine is checked
     sizes = (n for n in range(min(micro, total // world), 0, -1) if total % (n * world) == 0)

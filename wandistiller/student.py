@@ -16,7 +16,14 @@ from wandistiller.batch import Answer, Batch, Expert
 from wandistiller.blocks import Blocks
 from wandistiller.deepspeed_json import on_nvme
 from wandistiller.ema import Ema
-from wandistiller.engines import forget_powers, forget_trial_step, mend_flops_profiler, skip_bad_gradients
+from wandistiller.engines import (
+    forget_powers,
+    forget_trial_step,
+    mend_flops_profiler,
+    skip_bad_gradients,
+    take_monitor,
+    without_monitors,
+)
 from wandistiller.fragments import Trained
 from wandistiller.placement import without_block
 from wandistiller.recompute import read_recompute
@@ -40,6 +47,7 @@ class Student:
             blocks.configure(ds)
         self._blocks = {expert: Blocks(model, again) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()}
+        self._monitor, *_ = (take_monitor(engine) for engine in self.engines.values())
         self.trained = {expert: Trained(engine) for expert, engine in self.engines.items()}
         for optimizer in {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}.values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: forget_powers(optimizer))
@@ -71,15 +79,14 @@ class Student:
         return found
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV); DeepSpeed itself writes the learning rate."""
-        monitor = self.engine(Expert.HIGH_NOISE).monitor
-        if monitor.enabled and distributed.rank() == 0:
+        """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV)."""
+        if self._monitor.enabled and distributed.rank() == 0:
             known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-            monitor.write_events([(f"Train/{name}", value, step) for name, value in known.items()])
+            self._monitor.write_events([(f"Train/{name}", value, step) for name, value in known.items()])
 
     def show(self, step: int, file: Path) -> None:
         """Put a picture into those monitors that take any: TensorBoard and W&B."""
-        monitor = self.engine(Expert.HIGH_NOISE).monitor
+        monitor = self._monitor
         if monitor.tb_monitor:  # rank 0 has it
             image_HWC = np.asarray(Image.open(file).convert("RGB"))
             monitor.tb_monitor.summary_writer.add_image("Samples", image_HWC, step, dataformats="HWC")
@@ -111,6 +118,8 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: di
     if on_nvme(ds):
         distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}")
+    if expert is not Expert.HIGH_NOISE:  # one is there for all
+        ds = without_monitors(ds)
     engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     forget_trial_step(engine)
     skip_bad_gradients(engine)

@@ -94,8 +94,8 @@ class Trainer:
             state = self.student.state(learned.expert)
             metrics.step(step + 1, loss=loss, memory=self._memory, expert=learned.expert.value, loss_by_sigma=learned.by_sigma,
                          **state, **terms)  # fmt: skip
-            self.student.record(step + 1, {"loss": loss, "grad_norm": state["grad_norm"], **terms.get("losses", {}),
-                                           **usage.scalars(self._memory)})  # fmt: skip
+            shown = {key: state.get(key) for key in ("grad_norm", "lr", "loss_scale")}
+            self.student.record(step + 1, {"loss": loss, **shown, **terms.get("losses", {}), **usage.scalars(self._memory)})
             self._health.step(step + 1, loss, state["grad_norm"], state["lr"], learned.spent)
             self._memory = {}
             due = self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps
