@@ -10,7 +10,7 @@ from ranks import has_async_io, losses, wandistiller, write_json
 from recipes import recipe, student_engine
 
 from wandistiller.check import read_job
-from wandistiller.config import STRATEGIES, RunConfig
+from wandistiller.config import STRATEGIES, RunConfig, read_json
 from wandistiller.learned import by_sigma
 
 STEPS = 20
@@ -91,3 +91,18 @@ def test_the_bands_do_not_depend_on_the_ranks(folder: Path, wan2: Path) -> None:
         runs.append([json.loads(line)["loss_by_sigma"] for line in (output / "metrics.jsonl").read_text().splitlines()])
     for one, two in zip(*runs, strict=True):
         assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_student_s_secondary_partitions_change_no_loss(experts: int, wan1: Path, wan2: Path, tmp_path: Path) -> None:
+    """With them it is gathered among the ranks of a node."""
+    found = []
+    for ranks in (1, 2):
+        zero = student_engine(3)
+        zero["zero_optimization"]["zero_hpz_partition_size"] = ranks
+        given = recipe(tmp_path, (wan1, wan2)[experts - 1], output_dir=str(tmp_path / str(ranks)), max_steps=3,
+                       deepspeed_config=zero, student_config={"num_layers": 1, "experts": ("one", "two")[experts - 1]},
+                       teacher_deepspeed_config=read_json("ds_configs/teacher/sharded_node.json"))  # fmt: skip
+        wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given), ranks=2)
+        found.append(losses(tmp_path / str(ranks)))
+    assert found[0] == found[1]
