@@ -20,7 +20,7 @@ RETURNED = 2**20
 to keep those of up to 32 MiB, most of a network's tensors, and holds about as much in holes between them as is in use."""
 LARGE = 16_000_000
 """Parameters of a network from which that is worth its price: the kernel empties each new page, which halves the speed of a small
-network's steps, whose holes are small too, and hardly slows a large one's (tests/bench/allocator.py)."""
+network's steps, whose holes are small too, and costs a large one's a sixth at most (tests/bench/allocator.py)."""
 
 
 def settle() -> None:

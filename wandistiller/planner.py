@@ -34,7 +34,7 @@ PROCESS = 520 * MIB
 """CPU memory of a rank beside its tensors: Python, torch, DeepSpeed, diffusers, transformers (tests/bench/memory.py)."""
 EARLY = 480 * MIB
 """The same while the cache is filled: no engine of DeepSpeed learns yet, and ranks have little to tell each other (the same)."""
-ENGINE = 80 * MIB
+ENGINE = 40 * MIB
 """What a ZeRO-Inference engine adds to its weights and those on their way (the same)."""
 CUDA_PROCESS = 2500 * MIB
 """The same with CUDA's libraries; not measured by us."""
