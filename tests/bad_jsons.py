@@ -28,7 +28,7 @@ STUDENTS: list[tuple[dict[str, Any], str]] = [
     ({"keep_layers": [0, True]}, "`keep_layers` is [0, true]. Write rising layer numbers"),
     ({"keep_layers": ["0"]}, '`keep_layers` is ["0"]. Write rising layer numbers'),
     ({"keep_layers": "some"}, '`keep_layers` is "some". Write uniform, ends, importance, or a list'),
-    ({"keep_layers": [0, 1], "num_layers": 3}, "`num_layers` is 3. keep_layers names 2; leave one out."),
+    ({"keep_layers": [0, 1], "num_layers": 3}, "`num_layers` is 3. keep_layers names 2; leave one of the two keys out."),
     ({"experts": 2}, "`experts` is 2. Write one or two."),
     ({"experts": ["one"]}, '`experts` is ["one"]. Write one or two.'),
     ({"from_expert": "both"}, '`from_expert` is "both". Write low_noise or high_noise or average.'),

@@ -155,7 +155,7 @@ def test_two_experts_start_from_a_folder_s_two(wan2: Path) -> None:
      ({"keep_layers": [1, 0]}, "`keep_layers` is [1, 0]. Write rising layer numbers from 0 to 3."),
      ({"keep_layers": []}, "`keep_layers` is []. Write rising layer numbers from 0 to 3."),
      ({"keep_layers": [0, "1"]}, '`keep_layers` is [0, "1"]. Write rising layer numbers from 0 to 3.'),
-     ({"keep_layers": [0, 1], "num_layers": 3}, "`num_layers` is 3. keep_layers names 2; leave one out."),
+     ({"keep_layers": [0, 1], "num_layers": 3}, "`num_layers` is 3. keep_layers names 2; leave one of the two keys out."),
      ({"init": "random", "attention_head_dim": 15}, "`attention_head_dim` is 15. Write an even integer from 2 to 1024."),
      ({"init": "nowhere"}, '`init` is "nowhere". Write teacher, random, or a folder with a Wan transformer.')],
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_blocks_stand_for_all_up_to_the_next_one_kept(wan2: Path) -> None:
 
 
 def test_two_experts_need_a_teacher_with_two(wan1: Path) -> None:
-    assert refused(wan1, experts="two") == [f's.json: `experts` is "two". {wan1} has one expert; write one.']
+    assert refused(wan1, experts="two") == [f's.json: `experts` is "two". {wan1} has one expert; write "one".']
 
 
 def test_sizes_beside_a_folder_are_refused(wan1: Path) -> None:

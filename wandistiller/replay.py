@@ -46,7 +46,7 @@ def read_case(flags: dict[str, Any], world: int) -> tuple[Case, RunConfig]:
         values["deepspeed_config"] = _on_ranks(ds, world)
     run = merged(values | {"resume": case.checkpoint}, flags, file)
     if run.max_steps and case.step > run.max_steps:
-        raise ConfigError(problem(file, "step", case.step, f"That run has {run.max_steps}."))
+        raise ConfigError(problem(file, "step", case.step, f"That run ends with step {run.max_steps}; write one up to that."))
     return case, run
 
 

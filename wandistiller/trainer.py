@@ -29,6 +29,9 @@ from wandistiller.stopping import Stopped
 from wandistiller.student import Student
 from wandistiller.usage import Usage, within
 
+TRIMMED = 50
+"""Steps after which what was freed goes back to the system, before its holes are many."""
+
 
 class Pass(NamedTuple):
     """A forward pass over this rank's samples of one micro-step."""
@@ -106,6 +109,8 @@ class Trainer:
                 raise Stopped(f"after step {step + 1} of {job.run.max_steps}")
             if self._show(step + 1) or due:
                 self._note_phases()
+            if (step + 1) % TRIMMED == 0:
+                usage.trim()
             metrics.pause()
         self._saver.finish()
 

@@ -56,7 +56,7 @@ def within(phase: str) -> Iterator[None]:
     now.phase = outer
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give what was freed back to the system: glibc keeps blocks of less than 32 MiB, which are most of a network's tensors."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -66,7 +66,7 @@ def _close() -> None:
     """Keep the peaks of the phase that ends here, and forget them where the system lets us; else the next has no less."""
     seen, before = read(), peaks.get(now.phase)
     peaks[now.phase] = Usage(*map(max, seen, before)) if before else seen
-    _trim()
+    trim()
     with suppress(OSError):
         CLEAR.write_text(PEAK_ONLY)
     if torch.cuda.is_available():
