@@ -115,7 +115,8 @@ def _value_problems(where: str, student: StudentConfig, folder: WanFolder) -> li
         if not keep or any(type(k) is not int or not 0 <= k < layers for k in keep) or sorted(set(keep)) != keep:
             found.append(problem(where, "keep_layers", keep, f"Write rising layer numbers from 0 to {layers - 1}."))
         elif student.num_layers not in (None, len(keep)):
-            found.append(problem(where, "num_layers", student.num_layers, f"keep_layers names {len(keep)}; leave one of the two keys out."))
+            found.append(problem(where, "num_layers", student.num_layers,
+                                 f"keep_layers names {len(keep)}; leave one of the two keys out."))  # fmt: skip
     elif keep not in ("uniform", "ends", IMPORTANCE):
         found.append(problem(where, "keep_layers", keep, "Write uniform, ends, importance, or a list of layer numbers."))
     return found
