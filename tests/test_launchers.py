@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from ranks import ROOT, losses, run, wandistiller, write_json
 from recipes import recipe
 
-from wandistiller.launchers import PORTS, adopt, first_host
+from wandistiller.launchers import PORTS, adopt, first_host, own_programs_first
 from wandistiller.problems import ConfigError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -45,6 +46,13 @@ def test_mpirun_on_two_nodes_must_be_told_the_first(env: dict[str, str]) -> None
 
 def test_what_deepspeed_or_torchrun_said_is_kept() -> None:
     assert adopted(**SLURM, RANK="0", WORLD_SIZE="2") == SLURM | {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def test_a_process_that_ssh_started_finds_its_environment_s_own_programs_first() -> None:
+    env, own = {"PATH": "/usr/bin:/bin"}, str(Path(sys.executable).parent)
+    for _ in range(2):
+        own_programs_first(env)
+    assert env["PATH"] == f"{own}:/usr/bin:/bin"
 
 
 def test_a_shell_in_an_allocation_is_no_rank() -> None:

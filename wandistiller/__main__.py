@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     failures = Failures()
     try:
+        launchers.own_programs_first(os.environ)
         launchers.adopt(os.environ)
         run(command, flags, failures)
     except Stopped as stopped:

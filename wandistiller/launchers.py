@@ -1,8 +1,11 @@
 """Which rank this process is, whoever started it: what srun and mpirun say, in the words of torchrun and deepspeed's launcher."""
 
+import os
 import re
+import sys
 import zlib
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import NamedTuple
 
 from wandistiller.problems import ConfigError
@@ -51,6 +54,17 @@ def adopt(env: MutableMapping[str, str]) -> None:
             raise ConfigError(f"{launcher}: started {env[names.size]} ranks on several nodes, and does not say which is the "
                               "first. Set MASTER_ADDR to its name or address on all of them, with `mpirun -x MASTER_ADDR=HOST` "
                               "(Open MPI) or `mpirun -genv MASTER_ADDR HOST` (MPICH, Intel).")
+
+
+def own_programs_first(env: MutableMapping[str, str]) -> None:
+    """Let those of this Python's environment be found before others, as in a shell where it is active.
+
+    A launcher that comes by ssh activates nothing. Without ninja no C++ part is built, and another version of it than the last
+    time builds all parts anew.
+    """
+    own, path = str(Path(sys.executable).parent), env.get("PATH", os.defpath)
+    if own not in path.split(os.pathsep):
+        env["PATH"] = own + os.pathsep + path
 
 
 def _first_node(env: MutableMapping[str, str], names: Names) -> str:
