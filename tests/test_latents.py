@@ -141,7 +141,7 @@ def scaled(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_decoding_gives_the_stock_pipeline_s_pixels(scaled: Path) -> None:
     latent, pixels_BFCHW = (stock(scaled, 2, 1.0, None, kind) for kind in ("latent", "pt"))
     torch.testing.assert_close(
-        Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-6
+        Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5
     )
 
 

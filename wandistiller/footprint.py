@@ -54,15 +54,17 @@ def activation_bytes(config: dict[str, Any], ds: dict[str, Any], tokens: int, mi
     return layers * block - -(-layers // again.checkpoint_every) * (part - kept) + first + ends
 
 
-def call_bytes(config: dict[str, Any], ds: dict[str, Any], tokens: int, samples: int) -> int:
+def call_bytes(config: dict[str, Any], ds: dict[str, Any], tokens: int, samples: int, *, accelerator: bool) -> int:
     """What a call without gradients takes at its height, a feed-forward: its hidden units before and after the activation,
-    the hidden state, and three tensors of its size that wait or are cast.
+    the hidden state, and three tensors of its size that wait or are cast. A CPU without bf16 arithmetic of its own keeps the
+    hidden units in float32 first (oneDNN and MKL under torch 2.13); any CPU is taken for one, as it may be another's.
 
     Args:
         config: of the teacher's transformer.
         ds: its JSON, checked by `teacher_engine`.
         samples: those that it is asked for at once; with guidance each is two.
+        accelerator: it computes there, not on a CPU.
     """
     i, wide = getattr(torch, dtype_name(ds)).itemsize, width(config)
-    per_token = 4 * wide + 2 * config["ffn_dim"]
-    return samples * (tokens * per_token + TEXT_TOKENS * wide) * i + 8 * config["attention_head_dim"] * tokens
+    hidden = config["ffn_dim"] * (i + (i if accelerator else 4))
+    return samples * (tokens * (4 * wide * i + hidden) + TEXT_TOKENS * wide * i) + 8 * config["attention_head_dim"] * tokens

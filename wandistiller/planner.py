@@ -165,7 +165,8 @@ class _Planner:
         sharers = self.machine.ranks_on_node if asked.shards == "node" else self.machine.ranks
         whole = teacher_bytes(j.folder, j.teacher_ds, sharers)
         branches = 2 // asked.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
-        taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples)
+        on_gpu = self.gpu and not asked.on_cpu
+        taken = call_bytes(j.folder.config, j.teacher_ds, self.tokens, branches * samples, accelerator=on_gpu)
         call = Bytes(host=taken) if asked.on_cpu else Bytes(live=taken)
         engine = ENGINE if asked.placement == "engine" and stage(j.teacher_ds) == 3 else 0
         pinned = j.teacher_ds["zero_optimization"].get("offload_param", {}).get("pin_memory") and self.gpu
@@ -230,7 +231,7 @@ class _Planner:
         j = self.job
         latents = 1, *j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
         need = decoding(j.folder.vae, latents, accelerator=self.gpu)
-        taken = call_bytes(j.student_transformer, j.student_ds, self.tokens, j.batch.micro)
+        taken = call_bytes(j.student_transformer, j.student_ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         return Phase(self.base | kept | {"VAE": self._vae(need.weights)}, {
             "teacher's turn": call,
             "student's turn": student | {"student's activations": Bytes(live=taken)},
