@@ -6,6 +6,7 @@ if [ -e /usr/include/libaio.h ]; then
 else
   echo "libaio is missing, so the tests of a teacher on NVMe are skipped; on Debian or Ubuntu: apt install libaio-dev"
 fi
+[ "${DS_ACCELERATOR-}" != cpu ] || build fused_adam FusedAdamBuilder "Adam of students that are not offloaded"
 export OMP_NUM_THREADS=1 # two ranks must not fight for two cores
 ruff check .
 python -m pytest -q -n 2 --dist loadfile "$@"

@@ -1,12 +1,13 @@
-"""Alarms, on curves and pictures that are known; and a real run that has none."""
+"""Alarms, on curves and pictures that are known; and real runs, one that goes well and one whose learning rate climbs to 0.15."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import wandistiller, write_json
-from recipes import recipe
+from recipes import recipe, student_engine
 from torch import Tensor
 
 from wandistiller.health import LONG, QUIET, SOON, Health, Spent, look
@@ -101,3 +102,12 @@ def test_a_run_that_goes_well_raises_no_alarm_of_its_losses_and_gradients(tmp_pa
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=SOON + 1, sample_every=5)
     wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given), ranks=2)
     assert set(said(tmp_path / "run")) <= {"slow rank", "data", "contrast"}  # on a busy machine; an untrained student
+
+
+def test_a_run_whose_learning_rate_climbs_too_far_says_that_its_loss_blows_up(tmp_path: Path, wan1: Path) -> None:
+    climb = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 200, "warmup_type": "linear"}
+    engine = student_engine(2, scheduler={"type": "WarmupLR", "params": climb})
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=30, deepspeed_config=engine)
+    done = wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
+    assert "blow-up" in said(tmp_path / "run")
+    assert re.search(r"ALARM +after step \d+: The loss has grown to .*, .* times the .* of step \d+", done.stderr)
