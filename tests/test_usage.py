@@ -2,10 +2,12 @@
 
 import json
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from ranks import wandistiller, write_json
+from ranks import environment, wandistiller, write_json
 from recipes import recipe
 
 from wandistiller import phase, usage
@@ -148,3 +150,22 @@ def test_memory_does_not_grow(tmp_path: Path, wan1: Path) -> None:
     wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given))
     held = [memory["train"]["host"][0] for memory in lines(tmp_path / "run")]
     assert held[-1] < 1.01 * held[99]
+
+
+COLLECTIVES = """
+import torch
+from wandistiller import distributed, usage
+distributed.init("warning")
+t = torch.ones(4)
+torch.distributed.all_reduce(t)
+before = usage.read().host
+for _ in range(2000):
+    torch.distributed.all_reduce(t)
+print("KiB:", (usage.read().host - before) // 1024)
+"""
+
+
+def test_collectives_leave_nothing_behind() -> None:
+    """torch's record of them was 1.8 MiB after 2,000."""
+    done = subprocess.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, env=environment())
+    assert int(done.stdout.partition("KiB:")[2]) < 500, done.stdout + done.stderr

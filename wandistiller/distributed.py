@@ -84,6 +84,8 @@ def init(log_level: str = "info") -> None:
         doing(f"waiting for all {world_size()} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         _watch = Watch(rank(), world_size(), TIMEOUT_SECONDS)
         _watch.start()
+        if not cuda:  # torch 2.13 keeps 2,000 of gloo's collectives too, in MiB that only a dump of NCCL's would show
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=COLLECTIVE_TIMEOUT)
         if world_size() > 1:
             _watch.join(_common_store())
