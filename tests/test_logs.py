@@ -2,10 +2,12 @@
 
 import json
 import logging
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
-from ranks import wandistiller, write_json
+from ranks import run, wandistiller, write_json
 from recipes import recipe, student_engine
 
 from wandistiller import logs
@@ -76,3 +78,16 @@ def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
         rows = [row.split(",") for row in (tmp_path / "csv" / f"Train_{name}.csv").read_text().splitlines()[1:]]
         assert [(int(step), float(value)) for step, value in rows] == [(line["step"], line[name]) for line in lines]
     assert not list(tmp_path.glob("csv/*Samples*"))
+
+
+def test_comet_has_every_step_when_the_process_has_ended(wan1: Path, tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="pip install comet_ml")
+    engine = student_engine(2, comet={"enabled": True, "online": False})
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=3, deepspeed_config=engine)
+    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", str(write_json(tmp_path / "r.json", given))]
+    run(words, COMET_OFFLINE_DIRECTORY=str(tmp_path / "comet"))
+    (archive,) = (tmp_path / "comet").glob("*.zip")
+    messages = [json.loads(line)["payload"] for line in zipfile.ZipFile(archive).read("messages.json").splitlines()]
+    metrics = [m["metric"] for m in messages if m.get("metric", {}).get("metricName") == "Train/loss"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(m["step"], m["metricValue"]) for m in metrics] == [(line["step"], line["loss"]) for line in lines]

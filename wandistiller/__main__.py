@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     allocators.settle()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of a lost connection are 30 lines of C++ each
+    os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # what it finds by itself, for which it would come before torch
     flags = vars(parser().parse_args(argv))
     for needless in ("--local_rank", "--num_workers", *NEEDLESS):
         flags.pop(needless.removeprefix("--"), None)

@@ -182,6 +182,8 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
     lean = BUCKETS | (LEAN_STAGE_3 if stage(ds) == 3 else {})
     ds["zero_optimization"] = lean | ds["zero_optimization"]
+    if "comet" in ds:
+        ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
     return ds, batch
 
 

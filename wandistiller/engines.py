@@ -1,5 +1,6 @@
 """What DeepSpeed itself says of a JSON, before any weight is loaded, and what must be mended in its engines."""
 
+import atexit
 import copy
 import inspect
 from collections.abc import Iterable
@@ -134,6 +135,8 @@ def take_monitor(engine: Any) -> MonitorMaster:
     may not go back (deepspeed 0.19.8, wandb 0.31).
     """
     monitor, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
+    if monitor.comet_monitor and (experiment := monitor.comet_monitor.experiment):  # rank 0 has it
+        atexit.register(experiment.end)  # or its curves are lost: it waits for the interpreter's teardown (comet_ml 3.58)
     return monitor
 
 
