@@ -1,5 +1,6 @@
 """The training loop: data -> noise -> teacher -> student -> loss -> step, then what a person wants to see."""
 
+import gc
 import math
 import time
 from pathlib import Path
@@ -30,7 +31,8 @@ from wandistiller.student import Student
 from wandistiller.usage import Usage, within
 
 TRIMMED = 50
-"""Steps after which what was freed goes back to the system, before its holes are many."""
+"""Steps after which circles are collected, which Python (3.11) by itself does after 140,000 new objects beside the 560,000 that
+libraries keep, and what was freed goes back to the system, before its holes are many."""
 
 
 class Pass(NamedTuple):
@@ -110,6 +112,7 @@ class Trainer:
             if self._show(step + 1) or due:
                 self._note_phases()
             if (step + 1) % TRIMMED == 0:
+                gc.collect()
                 usage.trim()
             metrics.pause()
         self._saver.finish()
