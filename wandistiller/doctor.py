@@ -38,7 +38,7 @@ def examine(hostfile: Path | None, ssh_port: int | None, measure: bool) -> list[
     if nodes:  # before a launch: the rest is looked at by `doctor` alone
         return [f"hostfile   {hostfile}: {len(nodes)} nodes, {sum(nodes.values())} slots; all of them let us in"]
     distributed.init()
-    found = [*_software(), *_operators(), *_memory()]
+    found = [*_software(), *_operators(), *_memory(), *slow_bf16()]
     if measure:
         found += _rates()
     distributed.finish()
@@ -89,6 +89,19 @@ def _memory() -> list[str]:
     return [f"memory     {memory_line(distributed.rank())}",
             f"a node     {gpus}, {machine.host_free / GIB:.1f} GiB of CPU memory free, {machine.disk_free / GIB:.1f} GiB of disk",
             f"ranks      {machine.ranks}, at most {machine.ranks_on_node} a node"]  # fmt: skip
+
+
+def slow_bf16(root: Path = Path("/")) -> list[str]:
+    """A CPU that has to train, but computes bf16 by way of float32, which takes longer than float32.
+
+    Args:
+        root: the folder of proc/.
+    """
+    info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
+    if distributed.device().type != "cpu" or not info.is_file() or "bf16" in info.read_text():
+        return []
+    return ["slow       bf16: this CPU has no arithmetic of its own for it. Without a GPU give "
+            "`--mixed_precision no --teacher_dtype float32`"]  # fmt: skip
 
 
 def _rates() -> list[str]:

@@ -36,9 +36,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def train(name: str, steps: int, folder: Path) -> Path:
     """One run; returns its output folder."""
     ds = json.loads((ROOT / "ds_configs" / "student" / "quickstart.json").read_text())
-    ds["scheduler"]["params"]["total_num_steps"] = "auto"
     del ds["activation_checkpointing"]
+    ds["bf16"] = {"enabled": True}
     recipe = json.loads((ROOT / "ds_configs" / "recipes" / "quickstart.json").read_text())
+    del recipe["teacher_device_strategy"], recipe["teacher_dtype"]
     output = folder / f"{name.replace(' ', '_').replace(',', '')}_{steps}"
     recipe |= {"student_config": STUDENT, "deepspeed_config": ds, "max_steps": steps, "save_every": steps, "rollout_path": True,
                "teacher_deepspeed_config": "ds_configs/teacher/replicated.json", "sample_every": steps, "sample_steps": 2,

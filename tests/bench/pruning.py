@@ -37,7 +37,7 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
     changes = {"data_path": str(prompts), "output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"),
                "student_config": student, "teacher_deepspeed_config": "ds_configs/teacher/replicated.json",
                "teacher_dtype": "float32"}  # fmt: skip
-    values = {k: v for k, v in read_json("ds_configs/recipes/quickstart.json").items() if k not in changes}
+    values = {k: v for k, v in read_json("ds_configs/recipes/quickstart.json").items() if k != "teacher_device_strategy"}
     return read_job(read_run_config(values | changes, {}), 1)
 
 
