@@ -19,7 +19,7 @@ from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, demands, room_of_a_rank
 from wandistiller.memory import Bytes, numels
 from wandistiller.pipeline_parts import UMT5_XXL
-from wandistiller.planner import CONTEXT, MIB, Phase, most, plan
+from wandistiller.planner import CONTEXT, MIB, Phase, activations, most, plan
 from wandistiller.rates import GPU, Rates, given, usual
 from wandistiller.recommend import EQUAL, choices
 from wandistiller.shorthands import merged
@@ -252,6 +252,23 @@ def test_a_machine_that_is_not_this_one_can_be_described(folder: Path, capsys: p
     said = told(folder, capsys, "--gpus 8 --nodes 2 --gpu_memory 80 --host_memory 2000 --disk 300", wan="Wan2.2-T2V-A14B")
     assert "2 node(s), each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 300 GiB of disk; 16 rank(s)" in said
     assert "fits: " in said and "a step takes at least" in said
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_activations_are_told_with_and_without_checkpointing_whatever_the_json_says(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    ds = read_json("ds_configs/student/zero3.json")
+    found = {}
+    for says, json_of in (("with", ds), ("without", {k: v for k, v in ds.items() if k != "activation_checkpointing"})):
+        asked = job(folder, ONE_24, deepspeed_config=json_of)
+        found[says] = plan(asked, ONE_24)["train"].turns["student's turn"]["student's activations"].live
+        both = activations(asked, ONE_24)
+    assert both == (found["with"], found["without"]) and found["without"] > 5 * found["with"]
+    said = told(folder, capsys, "--gpus 1 --gpu_memory 24 --host_memory 128 --disk 1000", "--deepspeed_config",
+                "ds_configs/student/zero3.json")  # fmt: skip
+    with_, without = (f"{n / GIB:.2f} GiB" for n in both)
+    assert f"student's activations: {with_} with checkpointing (as its JSON says), {without} without\n" in said
 
 
 @pytest.mark.usefixtures("quiet_logging")

@@ -14,10 +14,11 @@ from wandistiller.files import write_json
 from wandistiller.job import Job
 from wandistiller.machine import GIB, Demand, Machine, demands, this_machine
 from wandistiller.memory import Bytes
-from wandistiller.planner import Phase, most, plan
+from wandistiller.planner import Phase, activations, most, plan
 from wandistiller.problems import ConfigError, problem
 from wandistiller.rates import Rates
 from wandistiller.recommend import choices
+from wandistiller.recompute import SECTION
 from wandistiller.shorthands import merged
 
 HEAD = ("GPU", "CPU", "of it pinned", "all ranks'", "disk")
@@ -89,8 +90,8 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
 def lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
     """All that the command says."""
     phases = plan(job, machine)
-    return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), "", *_step(job, machine, rates), "",
-            *_verdict(phases, machine)]  # fmt: skip
+    return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), _activations(job, machine), "",
+            *_step(job, machine, rates), "", *_verdict(phases, machine)]  # fmt: skip
 
 
 def _machine(m: Machine) -> list[str]:
@@ -108,6 +109,13 @@ def _table(phases: dict[str, Phase], machine: Machine) -> list[str]:
         if name == worst:
             found += [_row(f"    {what}", taken) for what, taken in phase.parts().items() if _any(taken)]
     return found
+
+
+def _activations(job: Job, machine: Machine) -> str:
+    """Of a micro-step, both ways."""
+    again, kept = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
+    ours = [" (as its JSON says)" * said for said in (SECTION in job.student_ds, SECTION not in job.student_ds)]
+    return f"student's activations: {again} with checkpointing{ours[0]}, {kept} without{ours[1]}"
 
 
 def _row(name: str, b: Bytes) -> str:
@@ -145,7 +153,8 @@ def _verdict(phases: dict[str, Phase], machine: Machine) -> list[str]:
     short = [d for d in taken if not d.is_met]
     if short:
         return [f"does NOT fit: {_over(d)}" for d in short]
-    return [f"fits: {d} of {d.supply}" for d in taken]
+    why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
+    return [*(f"fits: {d.need / GIB:.1f} of {d.supply}" for d in taken), why]
 
 
 def _over(d: Demand) -> str:

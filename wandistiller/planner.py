@@ -24,7 +24,8 @@ from wandistiller.memory import (
     teacher_bytes,
 )
 from wandistiller.pipeline_parts import text_config
-from wandistiller.placement import read_placement
+from wandistiller.placement import BLOCK, read_placement
+from wandistiller.recompute import SECTION
 from wandistiller.rehearsal import decoding, encoding, text_encoding
 from wandistiller.tuning import tune
 from wandistiller.wan import skeleton, width
@@ -122,6 +123,14 @@ def plan(job: Job, machine: Machine) -> dict[str, Phase]:
         return found
     return {name: Phase(_on_host(phase.kept), {turn: _on_host(parts) for turn, parts in phase.turns.items()})
             for name, phase in found.items()}  # fmt: skip
+
+
+def activations(job: Job, machine: Machine) -> tuple[int, int]:
+    """Bytes of the student's on a rank with activation checkpointing, as its JSON has it or else of every block; and without."""
+    p, ds = _Planner(job, machine), job.student_ds
+    both = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
+    again, kept = (activation_bytes(job.student_transformer, ds, p.tokens, job.batch.micro, accelerator=p.gpu) for ds in both)
+    return again, kept
 
 
 def _on_host(parts: Parts) -> Parts:
