@@ -75,6 +75,7 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     from wandistiller.files import lock, sweep
     from wandistiller.shorthands import read_run
     from wandistiller.wan import require_weights
+    from wandistiller.written import tell
 
     with distributed.same_problems():
         flags.pop("replay", None)
@@ -84,8 +85,10 @@ def _run_job(command: str, flags: dict[str, Any], failures: "Failures") -> None:
     with distributed.same_problems():
         job = settle(job)
     if job.run.dry_run:
-        for line in [*job.summary(), "dry run: nothing was loaded or written"]:
+        for line in job.summary():
             distributed.log0(line)
+        tell(job)
+        distributed.log0("dry run: nothing was loaded or written")
         return
     first = distributed.rank() == 0
     with distributed.same_problems():

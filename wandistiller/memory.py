@@ -206,7 +206,8 @@ def _whole(
     a quarter more (tests/bench/memory.py)."""
     item, numel = sizes[0].item, sum(s.numel for s in sizes)
     masters, step = (4 * numel, 5 * numel) if item < 4 else (0, 0)
-    return {WEIGHTS: Bytes(device=item * numel + _total(frozen, ranks=1)), MASTERS: Bytes(device=masters + _states(ds) * numel),
+    masters += optimizer_states(ds) * numel
+    return {WEIGHTS: Bytes(device=item * numel + _total(frozen, ranks=1)), MASTERS: Bytes(device=masters),
             GRADIENTS: Bytes(live=item * numel + step)}  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def _flat(
     sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
 ) -> dict[str, Bytes]:
     """ZeRO-1 and 2: all weights on every rank, of which it updates its part of `part` elements."""
-    item, numel, states = sizes[0].item, sum(s.numel for s in sizes), _states(ds)
+    item, numel, states = sizes[0].item, sum(s.numel for s in sizes), optimizer_states(ds)
     part = _up(numel, 2 * ranks) // ranks
     weights, largest = item * part * ranks + _total(frozen, ranks=1), item * max(s.numel for s in sizes)
     bucket = item * min(numel, _zero(ds, "reduce_bucket_size"))
@@ -238,7 +239,7 @@ def _partitioned(
     sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
 ) -> dict[str, Bytes]:
     """ZeRO-3: a part of `part` elements of everything on each rank, updated in groups."""
-    item, every, states = sizes[0].item, [*sizes, *frozen], _states(ds)
+    item, every, states = sizes[0].item, [*sizes, *frozen], optimizer_states(ds)
     part, all_parts = (_total(some, ranks) // item for some in (sizes, every))
     group = min(part, _zero(ds, "sub_group_size"))
     kept, live = _gathered(every, ds, ranks, reused=_zero(ds, "stage3_max_reuse_distance"))
@@ -266,7 +267,7 @@ def _partitioned(
     return {WEIGHTS: weights, MASTERS: masters, GRADIENTS: gradients, WORKING: working}
 
 
-def _states(ds: dict[str, Any]) -> int:
+def optimizer_states(ds: dict[str, Any]) -> int:
     """Bytes that the optimizer keeps for an element."""
     return 4 if ds["optimizer"]["type"].lower() in ("lion", "adagrad") else 8
 

@@ -1,5 +1,6 @@
 """`wandistiller plan`: what a run will take of a machine, phase by phase, and how long a step lasts at least."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from wandistiller.rates import Rates
 from wandistiller.recommend import choices
 from wandistiller.recompute import SECTION
 from wandistiller.shorthands import merged
+from wandistiller.written import Written, written
 
 HEAD = ("GPU", "CPU", "of it pinned", "all ranks'", "disk")
 """Columns: of a rank's own CPU memory how much is page-locked; and CPU memory that the ranks of a node share."""
@@ -48,8 +50,9 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     rates = known.given(known.usual(machine.device_free), own["rates"])
     if own["measure"]:
         rates = known.measured(rates, Path(), getattr(torch, dtype_name(job.student_ds)))
-    found = lines(job, machine, rates)
-    best = choices(job, machine, rates)
+    files = written(job, accelerator=machine.device_free is not None)
+    found = lines(job, machine, rates, files)
+    best = choices(job, replace(machine, disk_free=max(0, machine.disk_free - files.whole)), rates)
     found += ["", "fastest of the shipped JSONs that fit:" if best else "no combination of the shipped JSONs fits"]
     found += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:SHOWN]]
     if file := own["recommend"]:
@@ -87,11 +90,11 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
     return Machine(free, host, disk, gpus * given["nodes"], gpus)
 
 
-def lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    """All that the command says."""
+def lines(job: Job, machine: Machine, rates: Rates, files: Written) -> list[str]:
+    """All that the command says of this run."""
     phases = plan(job, machine)
-    return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), _activations(job, machine), "",
-            *_step(job, machine, rates), "", *_verdict(phases, machine)]  # fmt: skip
+    return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), _activations(job, machine),
+            f"files of all ranks: {files}", "", *_step(job, machine, rates), "", *_verdict(phases, machine, files)]  # fmt: skip
 
 
 def _machine(m: Machine) -> list[str]:
@@ -148,8 +151,9 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     return found
 
 
-def _verdict(phases: dict[str, Phase], machine: Machine) -> list[str]:
-    taken = [d for d in demands(most(phases), machine) if d.need]
+def _verdict(phases: dict[str, Phase], machine: Machine, files: Written) -> list[str]:
+    *memory, disk = demands(most(phases), machine)
+    taken = [d for d in (*memory, disk._replace(need=disk.need + files.whole)) if d.need]
     short = [d for d in taken if not d.is_met]
     if short:
         return [f"does NOT fit: {_over(d)}" for d in short]

@@ -25,6 +25,7 @@ from wandistiller.student import Student
 from wandistiller.trainer import Trainer
 from wandistiller.tuning import tune
 from wandistiller.usage import within
+from wandistiller.written import tell
 
 DONE = "DONE"
 """File in the output folder of a run that has come to its end: what a program that waits for it can rely on."""
@@ -40,6 +41,7 @@ def run(job: Job) -> None:
         job.write_resolved()
     for line in job.summary():
         distributed.log0(line)
+    tell(job)
     job = dataclasses.replace(job, resume_from=resume.verified(job.output, job.run.resume))
     if job.resume_from and job.run.resume == "auto" and distributed.rank() == 0:
         settle(job.resume_from, job.run.keep_checkpoints)  # a run may have been killed between publishing it and this

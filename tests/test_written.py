@@ -1,0 +1,92 @@
+"""What a run is said to write to disk, against sums done by hand and against what a run then wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import planned
+import pytest
+from machines import write_wans
+from ranks import wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.check import read_job
+from wandistiller.config import read_json
+from wandistiller.job import Job
+from wandistiller.machine import GIB, Machine
+from wandistiller.shorthands import merged
+from wandistiller.wan import count_parameters
+from wandistiller.written import told, written
+
+ONE = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 1, 1)
+X0 = 4 * 16 * 60 * 104
+"""Bytes of the latent of an image of 480x832."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wans(tmp_path_factory.mktemp("written"))
+
+
+def job(folder: Path, wan: str = "Wan2.1-T2V-1.3B", **more: Any) -> Job:
+    return planned.published_job(folder, wan, ONE, **more)
+
+
+def test_a_checkpoint_is_weights_and_two_moments_of_each_network_and_the_average(folder: Path) -> None:
+    two = "ds_configs/students/half_two_experts.json"
+    for n, wan, more in ((12, "Wan2.1-T2V-1.3B", {}), (16, "Wan2.1-T2V-1.3B", {"ema": 0.9}),
+                         (24, "Wan2.2-T2V-A14B", {"student_config": two})):  # fmt: skip
+        asked = job(folder, wan, **more)
+        assert written(asked, accelerator=True).checkpoint == n * count_parameters(asked.student_transformer)
+
+
+def test_of_frozen_weights_no_moments_are_kept(folder: Path) -> None:
+    whole, part = (written(job(folder, **more), accelerator=True).checkpoint for more in ({}, {"frozen": ["blocks.*"]}))
+    assert whole / 3 < part < whole / 2.5
+
+
+@pytest.mark.parametrize(("steps", "every", "keep", "at_once"), [(100, 500, 3, 1), (1000, 500, 3, 2), (5000, 500, 3, 4)])
+def test_one_more_checkpoint_is_there_than_are_kept(folder: Path, steps: int, every: int, keep: int, at_once: int) -> None:
+    asked = job(folder, max_steps=steps, save_every=every, keep_checkpoints=keep)
+    assert written(asked, accelerator=True).checkpoints == at_once
+
+
+def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_steps_reach(folder: Path) -> None:
+    def cache(**more: Any) -> int:
+        return written(job(folder, **more), accelerator=True).cache
+
+    prompts, batch = len(job(folder).items), job(folder).batch.total
+    assert cache(rollouts_per_prompt=2, max_steps=100) - cache(max_steps=100) == prompts * X0
+    assert cache(max_steps=100, rollout_path=True, rollout_steps=10) - cache(max_steps=100) == 10 * prompts * X0
+    assert cache(rollouts_per_prompt=100, max_steps=3) - cache(max_steps=100) == (3 * batch - prompts) * X0
+
+
+def test_texts_are_half_as_large_in_bf16(folder: Path) -> None:
+    asked = job(folder)
+    latents = len(asked.items) * X0
+    on_gpu, on_cpu = (written(asked, accelerator=a).cache - latents for a in (True, False))
+    assert on_cpu == pytest.approx(2 * on_gpu, abs=2) and on_gpu > 0
+
+
+def test_a_run_writes_what_was_said(tmp_path: Path, wan1: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "out"), max_steps=2, save_every=1, student_config={"num_layers": 1})
+    read = read_job(merged(given, {}, None), 1)
+    said = written(read, accelerator=False)
+    wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
+    saved = tmp_path / "out/checkpoints/step_00000002"
+    states = sum(f.stat().st_size for f in saved.rglob("*.safetensors"))
+    student = sum(f.stat().st_size for f in (tmp_path / "out/student/transformer").glob("*.safetensors"))
+    latents = sum(f.stat().st_size for f in (tmp_path / "cache/latents").rglob("*.safetensors"))
+    assert said.checkpoint <= states < 1.05 * said.checkpoint + 20_000  # names and places of the pieces
+    assert said.student <= student < 1.05 * said.student + 20_000
+    assert 0.5 * latents < said.cache
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    roomy = told(job(folder, output_dir=str(tmp_path)), accelerator=True)
+    narrow = told(job(folder, output_dir=str(tmp_path), keep_checkpoints=10**6, save_every=1, max_steps=10**6), accelerator=True)
+    assert "TOO LITTLE" not in roomy and narrow.endswith(f"free at {tmp_path}, TOO LITTLE")
+
+
+def test_the_student_is_in_two_bytes(folder: Path) -> None:
+    asked = job(folder, student_config=read_json("ds_configs/students/half.json"))
+    assert written(asked, accelerator=True).student == 2 * count_parameters(asked.student_transformer)
