@@ -11,6 +11,7 @@ from ranks import run, wandistiller, write_json
 from recipes import recipe, student_engine
 
 from wandistiller import logs
+from wandistiller.metrics import scalars
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,22 @@ def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
                    deepspeed_config=student_engine(2, csv_monitor=section))  # fmt: skip
     wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for name in ("loss", "lr", "grad_norm"):
-        rows = [row.split(",") for row in (tmp_path / "csv" / f"Train_{name}.csv").read_text().splitlines()[1:]]
-        assert [(int(step), float(value)) for step, value in rows] == [(line["step"], line[name]) for line in lines]
+    wanted: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in scalars(line).items():
+            wanted.setdefault(f"Train_{name.replace('/', '_')}.csv", []).append((line["step"], value))
+    assert {"Train_loss.csv", "Train_samples_per_second.csv", "Train_memory_gib_train_host_rank_0.csv"} <= wanted.keys()
+    for name, values in wanted.items():
+        rows = [row.split(",") for row in (tmp_path / "csv" / name).read_text().splitlines()[1:]]
+        assert [(int(step), float(value)) for step, value in rows] == values, name
     assert not list(tmp_path.glob("csv/*Samples*"))
+
+
+def test_a_line_s_numbers_have_names_for_monitors() -> None:
+    line = {"step": 7, "loss": 0.5, "grad_norm": None, "expert": "transformer", "skipped": True, "losses": {"velocity": 1.0},
+            "memory_gib": {"train": {"host": [1.0, 2.0]}}, "lr": float("nan")}  # fmt: skip
+    assert scalars(line) == {"loss": 0.5, "losses/velocity": 1.0, "memory_gib/train/host/rank_0": 1.0,
+                             "memory_gib/train/host/rank_1": 2.0}  # fmt: skip
 
 
 def test_comet_has_every_step_when_the_process_has_ended(wan1: Path, tmp_path: Path) -> None:

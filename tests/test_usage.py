@@ -14,7 +14,7 @@ from wandistiller import phase, usage
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig
 from wandistiller.prepare import prepare
-from wandistiller.usage import GIB, Usage, in_gib, read, scalars, within, worst
+from wandistiller.usage import GIB, Usage, in_gib, read, within, worst
 
 BLOCK = 2**28
 
@@ -85,10 +85,6 @@ def test_numbers_of_an_accelerator_are_left_out_where_there_is_none() -> None:
 def test_the_worst_rank_is_that_with_the_greatest_peak_of_the_accelerator_or_else_of_the_host() -> None:
     assert worst(RANKS) == (1, 3 * GIB)
     assert worst(GPUS) == (0, 5 * GIB)
-
-
-def test_monitors_get_each_number_by_phase_kind_and_rank() -> None:
-    assert scalars({"train": RANKS})["memory_gib/train/host_peak/rank_1"] == 3
 
 
 @pytest.fixture(scope="module")

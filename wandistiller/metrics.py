@@ -45,6 +45,17 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def scalars(value: Any, name: str = "") -> dict[str, float]:
+    """The numbers of a line, and of what is in it, by names for TensorBoard and its like: memory_gib/train/host_peak/rank_1."""
+    if isinstance(value, dict):
+        inner = {f"{name}/{key}" if name else key: v for key, v in value.items() if key != "step"}
+    elif isinstance(value, list):
+        inner = {f"{name}/rank_{i}": v for i, v in enumerate(value)}
+    else:
+        return {name: value} if type(value) in (int, float) and math.isfinite(value) else {}
+    return {n: number for key, v in inner.items() for n, number in scalars(v, key).items()}
+
+
 def step_of(line: str) -> float:
     """The step of a line; of one that was cut off by a kill, one that never comes."""
     try:
@@ -66,8 +77,8 @@ class Metrics:
                 temporary.write_text("".join(f"{line}\n" for line in kept))
 
     def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, memory: dict[str, list[Usage]],
-             **more: Any) -> None:  # fmt: skip
-        """Record one finished optimizer step, counted from 1; numbers that are not finite as null, which JSON has.
+             **more: Any) -> dict[str, Any]:  # fmt: skip
+        """Record one finished optimizer step, counted from 1, and give its line; numbers that are not finite are null in JSON.
 
         Args:
             memory: of each rank, by phase; the step's own is that of `train`.
@@ -85,6 +96,7 @@ class Metrics:
         log0("step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %.2f GiB on rank %d  %s left", step, self._max_steps,
              "SKIPPED  " if more.get("skipped") else "", loss, lr, self._global_batch / seconds, most / GIB, holder,
              clock(left))  # fmt: skip
+        return entry
 
     def flush(self) -> None:
         """Have all lines on the disk, as a checkpoint that stands for them is about to be."""

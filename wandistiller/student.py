@@ -81,8 +81,7 @@ class Student:
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV)."""
         if self._monitor.enabled and distributed.rank() == 0:
-            known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-            self._monitor.write_events([(f"Train/{name}", value, step) for name, value in known.items()])
+            self._monitor.write_events([(f"Train/{name}", value, step) for name, value in values.items()])
 
     def show(self, step: int, file: Path) -> None:
         """Put a picture into those monitors that take any: TensorBoard and W&B."""

@@ -20,7 +20,7 @@ from wandistiller.job import Job
 from wandistiller.learned import Done, Learned, together
 from wandistiller.manifest import set_aside_newer
 from wandistiller.memory_profile import MemoryProfile
-from wandistiller.metrics import Metrics
+from wandistiller.metrics import Metrics, scalars
 from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
 from wandistiller.phase import doing
@@ -97,10 +97,9 @@ class Trainer:
                 learned = self.optimizer_step(step)
             loss, terms = job.objective.total(learned.losses), job.objective.named(learned.losses)
             state = self.student.state(learned.expert)
-            metrics.step(step + 1, loss=loss, memory=self._memory, expert=learned.expert.value, loss_by_sigma=learned.by_sigma,
-                         **state, **terms)  # fmt: skip
-            shown = {key: state.get(key) for key in ("grad_norm", "lr", "loss_scale")}
-            self.student.record(step + 1, {"loss": loss, **shown, **terms.get("losses", {}), **usage.scalars(self._memory)})
+            line = metrics.step(step + 1, loss=loss, memory=self._memory, expert=learned.expert.value,
+                                loss_by_sigma=learned.by_sigma, **state, **terms)  # fmt: skip
+            self.student.record(step + 1, scalars(line))
             self._health.step(step + 1, loss, state["grad_norm"], state["lr"], learned.spent)
             self._memory = {}
             due = self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps

@@ -79,12 +79,6 @@ def in_gib(ranks: list[Usage]) -> dict[str, list[float]]:
             for kind, numbers in zip(Usage._fields, zip(*ranks, strict=True), strict=True) if any(numbers)}  # fmt: skip
 
 
-def scalars(memory: dict[str, list[Usage]]) -> dict[str, float]:
-    """The numbers of each phase, kind and rank, GiB, by a name for TensorBoard and its like."""
-    return {f"memory_gib/{phase}/{kind}/rank_{rank}": gib for phase, ranks in memory.items()
-            for kind, numbers in in_gib(ranks).items() for rank, gib in enumerate(numbers)}  # fmt: skip
-
-
 def worst(ranks: list[Usage]) -> tuple[int, int]:
     """The rank that holds most at its peak, and how much: of the accelerator's memory where there is one."""
     most = [u.peak or u.host_peak for u in ranks]
