@@ -9,6 +9,7 @@ from machines import write_wans
 from ranks import wandistiller, write_json
 from recipes import recipe
 
+from wandistiller.__main__ import main
 from wandistiller.check import read_job
 from wandistiller.config import read_json
 from wandistiller.job import Job
@@ -85,6 +86,17 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(folder: Pat
     roomy = told(job(folder, output_dir=str(tmp_path)), accelerator=True)
     narrow = told(job(folder, output_dir=str(tmp_path), keep_checkpoints=10**6, save_every=1, max_steps=10**6), accelerator=True)
     assert "TOO LITTLE" not in roomy and narrow.endswith(f"free at {tmp_path}, TOO LITTLE")
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_plan_counts_files_and_says_what_fewer_checkpoints_bring(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--teacher_path", str(folder / "Wan-AI/Wan2.1-T2V-14B-Diffusers"), "--data_path", str(folder / "prompts.txt"),
+             "--gpus", "8", "--gpu_memory", "80", "--host_memory", "1000", "--max_steps", "5000"]  # fmt: skip
+    each = written(job(folder, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
+    assert main(["plan", *words, "--disk", "2000"]) == 0 and "does NOT fit" not in capsys.readouterr().err
+    assert main(["plan", *words, "--disk", "300"]) == 0
+    assert f"GiB of disk (30.0 of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less" in (
+        capsys.readouterr().err)  # fmt: skip
 
 
 def test_the_student_is_in_two_bytes(folder: Path) -> None:

@@ -156,7 +156,9 @@ def _verdict(phases: dict[str, Phase], machine: Machine, files: Written) -> list
     taken = [d for d in (*memory, disk._replace(need=disk.need + files.whole)) if d.need]
     short = [d for d in taken if not d.is_met]
     if short:
-        return [f"does NOT fit: {_over(d)}" for d in short]
+        fewer = (files.checkpoints - 2) * files.checkpoint
+        hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less" if fewer > 0 and short[-1].where == disk.where else ""
+        return [f"does NOT fit: {_over(d)}" for d in short[:-1]] + [f"does NOT fit: {_over(short[-1])}{hint}"]
     why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
     return [*(f"fits: {d.need / GIB:.1f} of {d.supply}" for d in taken), why]
 
