@@ -19,7 +19,7 @@ from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, demands, room_of_a_rank
 from wandistiller.memory import Bytes, numels
 from wandistiller.pipeline_parts import UMT5_XXL
-from wandistiller.planner import CONTEXT, MIB, Phase, activations, most, plan
+from wandistiller.planner import CONTEXT, MIB, Phase, activations, most, plan, student_network
 from wandistiller.rates import GPU, Rates, given, usual
 from wandistiller.recommend import EQUAL, choices
 from wandistiller.shorthands import merged
@@ -108,6 +108,15 @@ def test_what_is_drawn_is_decoded_beside_teacher_student_and_vae(folder: Path) -
     draw = plan(job(folder, EIGHT_80, num_frames=81), EIGHT_80)["draw"]
     assert draw.turns["decode"]["VAE's activations"].live == pytest.approx(7796 * MIB, rel=1e-3)
     assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
+
+
+def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(folder: Path) -> None:
+    narrow, wide, layers = {"num_layers": 0.5, "num_attention_heads": 0.5}, 5120, 20
+    trained = {}
+    for objective in ("velocity", "feature"):
+        asked = job(folder, ONE_24, objective=objective, student_config=narrow)
+        trained[objective] = sum(student_network(asked).trained.values())
+    assert trained["feature"] - trained["velocity"] == layers * wide // 2 * wide
 
 
 def test_a_run_that_asks_no_teacher_holds_none_in_training(folder: Path) -> None:

@@ -97,8 +97,13 @@ def most(phases: dict[str, Phase]) -> Bytes:
 
 def student_network(job: Job) -> Network:
     """What of one of the student's networks is trained, its adapters and projections included, and what is frozen."""
+    return _network(job.student_transformer, job.run.frozen, job.run.lora, _compared(job), width(job.folder.config))
+
+
+def _compared(job: Job) -> list[int]:
+    """The student's blocks whose hidden states are matched; `lineage` may not be known yet."""
     term = job.objective.feature_term
-    return _network(job.student_transformer, job.run.frozen, job.run.lora, term.blocks if term else [], width(job.folder.config))
+    return (term.blocks or list(range(job.student_transformer["num_layers"]))) if term else []
 
 
 @once_for_each
