@@ -10,8 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from wandistiller import footprint
-from wandistiller.blocks import Blocks, configure
-from wandistiller.footprint import activation_bytes, call_bytes
+from wandistiller.batch import Answer
+from wandistiller.blocks import Blocks, add_projections, configure
+from wandistiller.footprint import activation_bytes, call_bytes, compared_bytes
+from wandistiller.objectives import FeatureMatching
 from wandistiller.recompute import read_recompute
 from wandistiller.wan import fresh_rope, velocity
 
@@ -122,3 +124,29 @@ def test_a_cpu_keeps_hidden_units_in_float32_too() -> None:
 def test_a_gpu_s_one_kernel_norms_keep_less_than_the_cpu_s() -> None:
     cpu, gpu = (activation_bytes(config(1), student_json("bfloat16"), TOKENS, 1, accelerator=a) for a in (False, True))
     assert cpu - gpu == (8 - 2) * 256 * (3 * TOKENS + TEXT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("teacher_width", [256, 512])
+def test_hidden_states_that_are_compared_take_what_was_said(one_rank: torch.device, teacher_width: int, dtype: str) -> None:
+    ds, layers, kind = student_json(dtype, checkpoint="blocks"), 6, getattr(torch, dtype)
+    made = transformer(0, layers, **SIZES)
+    add_projections(made, range(layers), teacher_width)
+    made = made.to(kind)
+    made.rope = fresh_rope(made)
+    for p in made.parameters():
+        p.grad = torch.zeros_like(p)
+    configure({k: v for k, v in ds.items() if k != "wandistiller"})
+    watched = Blocks(made, read_recompute(ds))
+    x_t_BCFHW, text_BLD = torch.randn(MICRO, 16, 1, SIDE, SIDE), torch.randn(MICRO, TEXT, 32)
+    term = FeatureMatching().for_student(list(range(layers)))
+
+    def run() -> None:
+        targets = {k: torch.ones(MICRO, TOKENS, teacher_width, dtype=kind) for k in range(layers)}
+        v_BCFHW = velocity(made, x_t_BCFHW, torch.ones(MICRO), text_BLD)
+        features, watched.features = watched.features, {}
+        (v_BCFHW.square().mean() + term.loss(Answer(v_BCFHW, features), Answer(v_BCFHW, targets), None).mean()).backward()
+
+    said = activation_bytes(config(layers), ds, TOKENS, MICRO, accelerator=False)
+    said += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), (kind.itemsize, kind.itemsize))
+    assert said == pytest.approx(height(run), rel=0.15)

@@ -119,6 +119,22 @@ def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(fo
     assert trained["feature"] - trained["velocity"] == layers * wide // 2 * wide
 
 
+def test_hidden_states_that_are_matched_are_counted_where_they_wait(folder: Path) -> None:
+    turns = plan(job(folder, ONE_24, objective="feature"), ONE_24)["train"].turns
+    states = 20 * (480 // 16) * (832 // 16) * 5120  # numbers of one sample
+    assert turns["student's turn"]["hidden states to compare"].live == states * (2 + 2 + 4)
+    assert turns["teacher's turn"]["the teacher's hidden states"].live == states * 2 * 3  # both branches, and the text's alone
+
+
+def test_states_of_two_kinds_go_through_the_student_together(folder: Path) -> None:
+    live = {}
+    for objective in ("velocity", "trajectory", ["velocity", "trajectory"]):
+        asked = job(folder, ONE_24, objective=objective, num_frames=17)
+        live[str(objective)] = plan(asked, ONE_24)["train"].turns["student's turn"]["student's activations"].live
+    one, other, both = live.values()
+    assert one == other and 1.9 < both / one < 2
+
+
 def test_a_run_that_asks_no_teacher_holds_none_in_training(folder: Path) -> None:
     phases = plan(job(folder, ONE_24, objective="trajectory"), ONE_24)
     assert "teacher's weights" not in phases["train"].kept and "teacher's weights" in phases["prepare"].turns["rollouts"]

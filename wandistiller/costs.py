@@ -115,7 +115,7 @@ class Costs:
         """A micro-step's forward and backward pass."""
         j, m, ds = self.job, self.machine, self.job.student_ds
         again = read_recompute(ds)
-        tflop = j.batch.micro * flops(j.student_transformer, self.tokens).step(again) / 1e12
+        tflop = j.batch.micro * len(j.objective.states) * flops(j.student_transformer, self.tokens).step(again) / 1e12
         item, network = getattr(torch, dtype_name(ds)).itemsize, student_network(j)
         gradients = item * sum(network.trained.values())
         whole = gradients + item * sum(network.frozen.values())

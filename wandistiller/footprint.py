@@ -68,3 +68,19 @@ def call_bytes(config: dict[str, Any], ds: dict[str, Any], tokens: int, samples:
     i, wide = getattr(torch, dtype_name(ds)).itemsize, width(config)
     hidden = config["ffn_dim"] * (i + (i if accelerator else 4))
     return samples * (tokens * (4 * wide * i + hidden) + TEXT_TOKENS * wide * i) + 8 * config["attention_head_dim"] * tokens
+
+
+def compared_bytes(blocks: int, tokens: int, asked: int, seen: int, widths: tuple[int, int], items: tuple[int, int]) -> int:
+    """What the comparison of hidden states keeps of `blocks` until backward: the teacher's, the student's in its width, and what
+    their projection was made from where the widths differ; and each difference, in float32.
+
+    Args:
+        tokens: of one sample.
+        asked: samples that the teacher was asked for.
+        seen: samples that the student answers at once, those of other terms too.
+        widths: of teacher and student.
+        items: bytes of a number of each.
+    """
+    (wide, own), (of_teacher, i) = widths, items
+    projected = own * i if own != wide else 0
+    return blocks * tokens * (asked * wide * (of_teacher + 4) + seen * (wide * i + projected))

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from wandistiller.blocks import add_projections
-from wandistiller.deepspeed_json import stage
-from wandistiller.footprint import activation_bytes, call_bytes
+from wandistiller.deepspeed_json import dtype_name, stage
+from wandistiller.footprint import activation_bytes, call_bytes, compared_bytes
 from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine, room_of_a_rank
@@ -134,7 +134,8 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's on a rank with activation checkpointing, as its JSON has it or else of every block; and without."""
     p, ds = _Planner(job, machine), job.student_ds
     both = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-    again, kept = (activation_bytes(job.student_transformer, ds, p.tokens, job.batch.micro, accelerator=p.gpu) for ds in both)
+    samples = job.batch.micro * len(job.objective.states)
+    again, kept = (activation_bytes(job.student_transformer, ds, p.tokens, samples, accelerator=p.gpu) for ds in both)
     return again, kept
 
 
@@ -165,7 +166,7 @@ class _Planner:
                 "start": {"student's weights in float32": Bytes(host=start_bytes(config, experts))},
                 "first look": student | call,
             }),
-            "train": Phase(self.base | kept | student, {"teacher's turn": call} | steps),
+            "train": Phase(self.base | kept | student, {"teacher's turn": call | self._shown()} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
             "draw": self._draw(kept | student, call, steps["student's turn"]),
             "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
@@ -188,16 +189,33 @@ class _Planner:
         turn = {"teacher's weights on their way": Bytes(live=whole.live), "a call of the teacher": call}
         return {"teacher's weights": kept}, turn
 
+    def _shown(self) -> Parts:
+        """The teacher's hidden states while it answers: of both branches, until those of the null branch are dropped."""
+        j, blocks = self.job, len(_compared(self.job))
+        branches = 2 // self.placement.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 0
+        item = getattr(torch, dtype_name(j.teacher_ds)).itemsize
+        whole = blocks * self.tokens * width(j.folder.config) * item * j.batch.micro * (1 + branches)
+        return {"the teacher's hidden states": Bytes(live=whole)} if blocks else {}
+
+    def _compared(self) -> Parts:
+        """Hidden states that are compared, until the student goes back through them."""
+        j, blocks = self.job, len(_compared(self.job))
+        items = tuple(getattr(torch, dtype_name(ds)).itemsize for ds in (j.teacher_ds, j.student_ds))
+        widths = width(j.folder.config), width(j.student_transformer)
+        n = compared_bytes(blocks, self.tokens, j.batch.micro, j.batch.micro * len(j.objective.states), widths, items)
+        return {"hidden states to compare": Bytes(live=n)} if blocks else {}
+
     def _student(self) -> tuple[Parts, dict[str, Parts]]:
         """What is there all the time, and the turns of a step."""
         j = self.job
         config, ds = j.student_transformer, j.student_ds
         network, ranks = student_network(j), self.machine.ranks
         parts = student_parts(network, len(j.student_experts), ds, ranks, accelerator=self.gpu, ema=j.run.ema is not None)
-        activations = activation_bytes(config, ds, self.tokens, j.batch.micro, accelerator=self.gpu)
+        samples = j.batch.micro * len(j.objective.states)  # the terms' states go through it together
+        activations = activation_bytes(config, ds, self.tokens, samples, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
-        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)}}
+        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)} | self._compared()}
         if not self.gpu and self.machine.ranks > 1:
             turns["student's turn"]["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
             turns["optimizer's turn"] = {"gloo's copies of the weights": Bytes(live=spread_bytes(network, ds, ranks))}
