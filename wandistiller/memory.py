@@ -257,10 +257,11 @@ def _partitioned(
     }[offload_device(ds)]
     offload = _offload(ds, "optimizer")
     lock = _lock(offload, accelerator)
+    # on NVMe: a group's gradients beside its buffers, until the first step (deepspeed 0.19.8, initialize_optimizer_states)
     masters, gradients = {
         "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
         "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
-        "nvme": (Bytes(host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), lock(item * part)),
+        "nvme": (Bytes(4 * group, host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), lock(item * part)),
     }[offload["device"]]  # fmt: skip
     # what is reduced is there twice: in the bucket, and in the order of the ranks
     working = Bytes(kept + bucket, live=max(live + bucket, step if offload["device"] == "none" else 0))
