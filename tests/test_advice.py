@@ -175,8 +175,8 @@ needs_async_io = pytest.mark.skipif(not has_async_io(), reason="libaio or a comp
 def test_what_is_in_use_is_not_proposed(published: dict[str, str]) -> None:
     found = hows(told(read_job(settings(published, **LAST), 4)))
     assert found
-    assert not [how for how in found for mark in ("ds_configs/student/", "device_strategy", "micro_batch", "checkpointing",
-                                                   "dtype", "bf16") if mark in how]  # fmt: skip
+    marks = "zero3_nvme", "device_strategy", "micro_batch", "checkpointing", "dtype", "bf16"
+    assert not [how for how in found for mark in marks if mark in how]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=needs_async_io) if "nvme" in n else n for n in STUDENT_JSONS])
@@ -217,6 +217,8 @@ def test_a_teacher_that_training_does_not_ask_is_not_moved(published: dict[str, 
 def test_a_run_that_can_do_no_less_is_told_so(published: dict[str, str]) -> None:
     least = {"num_frames": 1, "height": 16, "width": 16, "student_config": {"num_layers": 1},
              "teacher_deepspeed_config": "ds_configs/teacher/zero_inference_nvme.json"}  # fmt: skip
+    # of so small a student the buffers of an optimizer on NVMe would take more than it takes itself
+    least["deepspeed_config"] = "ds_configs/student/zero3_offload_all.json"
     job = read_job(settings(published, **LAST | least), 1)
     assert advice(job, Spent.HOST) == [
         "No setting of this run saves CPU memory. What helps is more of it, or fewer ranks that share it."
