@@ -97,10 +97,10 @@ def most(phases: dict[str, Phase]) -> Bytes:
 
 def student_network(job: Job) -> Network:
     """What of one of the student's networks is trained, its adapters and projections included, and what is frozen."""
-    return _network(job.student_transformer, job.run.frozen, job.run.lora, _compared(job), width(job.folder.config))
+    return _network(job.student_transformer, job.run.frozen, job.run.lora, _matched_blocks(job), width(job.folder.config))
 
 
-def _compared(job: Job) -> list[int]:
+def _matched_blocks(job: Job) -> list[int]:
     """The student's blocks whose hidden states are matched; `lineage` may not be known yet."""
     term = job.objective.feature_term
     return (term.blocks or list(range(job.student_transformer["num_layers"]))) if term else []
@@ -134,8 +134,7 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's on a rank with activation checkpointing, as its JSON has it or else of every block; and without."""
     p, ds = _Planner(job, machine), job.student_ds
     both = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-    samples = job.batch.micro * len(job.objective.states)
-    again, kept = (activation_bytes(job.student_transformer, ds, p.tokens, samples, accelerator=p.gpu) for ds in both)
+    again, kept = (activation_bytes(job.student_transformer, ds, p.tokens, p.samples, accelerator=p.gpu) for ds in both)
     return again, kept
 
 
@@ -149,6 +148,8 @@ class _Planner:
         self.gpu = machine.device_free is not None
         self.largest = max((job.size, *job.buckets), key=lambda s: job.folder.tokens(s.height, s.width, s.num_frames))
         self.tokens = job.folder.tokens(self.largest.height, self.largest.width, self.largest.num_frames)
+        self.samples = job.batch.micro * len(job.objective.states)
+        """That go through the student together: the states of all terms."""
         self.placement = read_placement(job.teacher_ds)
         self.base = self._libraries(PROCESS)
 
@@ -191,7 +192,7 @@ class _Planner:
 
     def _shown(self) -> Parts:
         """The teacher's hidden states while it answers: of both branches, until those of the null branch are dropped."""
-        j, blocks = self.job, len(_compared(self.job))
+        j, blocks = self.job, len(_matched_blocks(self.job))
         branches = 2 // self.placement.guidance_passes if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 0
         item = getattr(torch, dtype_name(j.teacher_ds)).itemsize
         whole = blocks * self.tokens * width(j.folder.config) * item * j.batch.micro * (1 + branches)
@@ -199,10 +200,10 @@ class _Planner:
 
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student goes back through them."""
-        j, blocks = self.job, len(_compared(self.job))
+        j, blocks = self.job, len(_matched_blocks(self.job))
         items = tuple(getattr(torch, dtype_name(ds)).itemsize for ds in (j.teacher_ds, j.student_ds))
         widths = width(j.folder.config), width(j.student_transformer)
-        n = compared_bytes(blocks, self.tokens, j.batch.micro, j.batch.micro * len(j.objective.states), widths, items)
+        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items)
         return {"hidden states to compare": Bytes(live=n)} if blocks else {}
 
     def _student(self) -> tuple[Parts, dict[str, Parts]]:
@@ -211,8 +212,7 @@ class _Planner:
         config, ds = j.student_transformer, j.student_ds
         network, ranks = student_network(j), self.machine.ranks
         parts = student_parts(network, len(j.student_experts), ds, ranks, accelerator=self.gpu, ema=j.run.ema is not None)
-        samples = j.batch.micro * len(j.objective.states)  # the terms' states go through it together
-        activations = activation_bytes(config, ds, self.tokens, samples, accelerator=self.gpu)
+        activations = activation_bytes(config, ds, self.tokens, self.samples, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
         turns = {"student's turn": work | {"student's activations": Bytes(live=activations)} | self._compared()}

@@ -31,12 +31,14 @@ class Written(NamedTuple):
     """One of them."""
     checkpoints: int
     """How many there are at a time: those that are kept, and the next before the oldest goes."""
+    frozen: int
+    """Weights that are not trained, once for all checkpoints."""
     student: int
 
     @property
     def output(self) -> int:
         """What lies in the output folder, beside the cache."""
-        return self.checkpoint * self.checkpoints + self.student
+        return self.checkpoint * self.checkpoints + self.frozen + self.student
 
     @property
     def whole(self) -> int:
@@ -44,7 +46,7 @@ class Written(NamedTuple):
 
     def __str__(self) -> str:
         return (f"cache {_size(self.cache)}, {self.checkpoints} checkpoint(s) at a time of {_size(self.checkpoint)}, "
-                f"student {_size(self.student)}")  # fmt: skip
+                f"{f'frozen weights {_size(self.frozen)}, ' if self.frozen else ''}student {_size(self.student)}")  # fmt: skip
 
 
 def _size(nbytes: int) -> str:
@@ -60,8 +62,8 @@ def written(job: Job, *, accelerator: bool) -> Written:
     r, experts = job.run, len(job.student_experts)
     network, made = student_network(job), -(-r.max_steps // r.save_every)
     trained, frozen = (sum(part.values()) for part in network)
-    each = trained * (4 + optimizer_states(job.student_ds) + (4 if r.ema is not None else 0)) + 4 * frozen
-    return Written(_cache(job, accelerator), experts * each, min(made, r.keep_checkpoints + 1),
+    each = trained * (4 + optimizer_states(job.student_ds) + (4 if r.ema is not None else 0))
+    return Written(_cache(job, accelerator), experts * each, min(made, r.keep_checkpoints + 1), 4 * experts * frozen,
                    2 * experts * count_parameters(job.student_transformer))  # fmt: skip
 
 
