@@ -9,7 +9,11 @@ import pytest
 import torch
 from ranks import ROOT, has_async_io, launcher, run
 
-from wandistiller.loading import ALIGNED, Arena
+from wandistiller.config import read_json
+from wandistiller.deepspeed_json import teacher_engine
+from wandistiller.loading import ALIGNED, Arena, _Partition, load_sharded
+from wandistiller.wan import open_wan
+from wandistiller.weights import WeightReader
 
 MIB = 2**20
 NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
@@ -69,3 +73,17 @@ def test_an_arena_lives_as_long_as_its_tensors() -> None:
     kept = Arena(ALIGNED).take(torch.empty(4))
     kept.fill_(7)
     assert kept.tolist() == [7, 7, 7, 7]
+
+
+def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerator(
+    wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gathers a parameter that is its module's only one to where its empty shell is."""
+    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
+    ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    elsewhere = torch.device("meta")  # the one other kind of device that is everywhere
+    monkeypatch.setattr(_Partition, "local_device", property(lambda _: elsewhere, lambda *_: None), raising=False)
+    folder = open_wan(str(wan1))
+    model = load_sharded(WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank)
+    assert {p.device for p in model.parameters()} == {elsewhere}
+    assert {p.ds_tensor.device.type for p in model.parameters()} == {"cpu"}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,16 +108,35 @@ def test_two_nodes_reached_by_pdsh_have_the_losses_of_one(
     assert losses(tmp_path / "run") == on_one_node
 
 
-def test_the_death_of_a_node_ends_the_other(wan1: Path, tmp_path: Path) -> None:
-    """Within ten seconds where its system closes its connections, and LOST_SECONDS where nothing more is heard of it."""
-    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=10000, sample_every=10000, save_every=10000)
+@pytest.fixture
+def in_training(wan1: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
+    """Both nodes, after a step of a run that has long to go."""
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=100000, sample_every=100000, save_every=100000)
     nodes = started(tmp_path, write_json(tmp_path / "run.json", given))
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < until:
         time.sleep(0.5)
-    os.killpg(nodes[1].pid, signal.SIGKILL)
-    code = nodes[0].wait(LOST_SECONDS + 3 * LEAVE_SECONDS)
-    assert code == 1 and "Rank 1 is gone" in (tmp_path / "node0.log").read_text()
+    yield nodes
+    for node in nodes:
+        with suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_death_of_a_node_ends_the_other(in_training: list[subprocess.Popen], tmp_path: Path, node: int) -> None:
+    """Its system closes its connections, so it is not waited for until LOST_SECONDS are over."""
+    os.killpg(in_training[node].pid, signal.SIGKILL)
+    code = in_training[1 - node].wait(LOST_SECONDS / 2)
+    assert code == 1 and f"Rank {node} is gone" in (tmp_path / f"node{1 - node}.log").read_text()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_falls_silent_ends_the_other(in_training: list[subprocess.Popen], tmp_path: Path, node: int) -> None:
+    """Nothing closes its connections: as with a host without power, or a cable that is pulled."""
+    os.killpg(in_training[node].pid, signal.SIGSTOP)
+    code = in_training[1 - node].wait(LOST_SECONDS + 4 * LEAVE_SECONDS)
+    assert code == 1 and f"Rank {node} is gone" in (tmp_path / f"node{1 - node}.log").read_text()
 
 
 BAD = {

@@ -52,7 +52,8 @@ def load_sharded(
             put(model, name, value)
             home.split(model.get_parameter(name))
         else:
-            put(model, name, torch.empty(1, dtype=wanted.dtype).expand(wanted.shape))  # a shape that takes no memory
+            hollow = torch.empty(1, dtype=wanted.dtype, device=home.local_device)  # DeepSpeed 0.19.8 gathers to where it is
+            put(model, name, hollow.expand(wanted.shape))  # a shape that takes no memory
             home.keep(model.get_parameter(name), lambda part, name=name: reader.read(name, *part), arena)
     model.rope.to(device)
     return model
@@ -116,6 +117,7 @@ class _Partition(deepspeed.zero.Init):
         """Cut a parameter whose part, at least, is filled."""
         self._convert_to_deepspeed_param(parameter)
         parameter.partition()
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.local_device)  # as in `load_sharded`
 
     def keep(self, parameter: nn.Parameter, fill: Callable[[tuple[Tensor, int]], None], arena: "Arena") -> None:
         """Make a parameter of which only this rank's part ever exists, filled where it stays."""

@@ -46,6 +46,8 @@ class Watch:
         """`timeout`: seconds without any sign of life from any rank's main thread after which the run is taken for hung."""
         self.rank, self.world, self.timeout = rank, world, timeout
         self._store: TCPStore | None = None
+        self._unanswered = 0
+        """Looks since the store, which is on rank 0, last answered."""
         self._ended = threading.Event()
         self._heard: dict[int, tuple[int, float]] = {}
         self._beats: dict[int, dict[str, Any]] = {}
@@ -59,6 +61,7 @@ class Watch:
     def join(self, store: TCPStore) -> None:
         """All ranks are there; `store` is this thread's own way to what they say."""
         self._store = store
+        threading.Thread(target=self._talk, daemon=True).start()
 
     def stop(self) -> None:
         """The work is done; the others may leave as they like."""
@@ -73,8 +76,13 @@ class Watch:
             return
         self.stop()
         doing(f"leaving: {text.splitlines()[0] if text else ''}")
+        telling = threading.Thread(target=self._say_that_it_leaves, args=(Notice(self.rank, code, text),), daemon=True)
+        telling.start()
+        telling.join(3 * LEAVE_SECONDS)  # a host that is gone answers nothing, and TCP waits for a quarter of an hour
+
+    def _say_that_it_leaves(self, notice: Notice) -> None:
         try:
-            self._store.set(f"notice/{self._store.add('left', 1)}", json.dumps(Notice(self.rank, code, text)))
+            self._tell(notice)
             until = time.monotonic() + 2 * LEAVE_SECONDS
             while self._store.add("left", 0) < self.world and time.monotonic() < until:
                 time.sleep(0.05)
@@ -100,19 +108,28 @@ class Watch:
         return None
 
     def _run(self) -> None:
-        beaten = 0.0
+        """What needs no other rank, and so is never kept waiting."""
         while not self._ended.wait(LOOK_SECONDS):
             stopping.look()
             if self._store is None:
                 if self.world > 1 and stopping.reason:
                     self._end(Notice(self.rank, AGAIN, f"Stopped before all ranks were there, by {stopping.reason}."))
                 continue
+            self._unanswered += 1  # looks, not seconds: a process that was itself held up has not heard for long either
+            if self._unanswered * LOOK_SECONDS > LOST_SECONDS:
+                self._end(self._lost(0))
+
+    def _talk(self) -> None:
+        """Say and hear how it stands; a call waits for ever if rank 0's host is gone without a word."""
+        beaten = 0.0
+        while not self._ended.wait(LOOK_SECONDS):
             try:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
                     beaten = time.monotonic()
                     self._beat()
                     self._listen()
                 notice = self._first_notice() or self._missing()
+                self._unanswered = 0
             except RuntimeError:  # the store is on rank 0
                 notice = self._lost(0)
             if notice and not self._ended.wait(LEAVE_SECONDS):
