@@ -253,12 +253,14 @@ def test_a_folder_with_other_latent_channels_is_refused(wan1: Path, copy_of: Cal
     assert "in_channels" in refused(wan1, init=str(folder))[0]
 
 
+ADAM = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_gives_back_the_start_weights(tmp_path: Path, wan1: Path, stage: int, dtype: torch.dtype) -> None:
-    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-    ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}}
+    ds = {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
     try:
         ds, _ = student_engine("x.json", ds | {"bf16": {"enabled": dtype is torch.bfloat16}}, 1)
     except ConfigError:
@@ -269,3 +271,16 @@ def test_a_checkpoint_gives_back_the_start_weights(tmp_path: Path, wan1: Path, s
     student = Student({Expert.HIGH_NOISE: model}, ds)
     found = checkpoint.weights(checkpoint.save(student, tmp_path, 1, {}, keep=1), Expert.HIGH_NOISE)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_3_never_moves_a_whole_network_to_the_accelerator(
+    stage: int, wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr(WanTransformer3DModel, "to", lambda model, *to: moved.append(to) or model)
+    model = started(wan1)
+    ds, _ = student_engine("", {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": stage}}, 1)
+    Student({Expert.HIGH_NOISE: model}, ds)
+    assert bool(moved) == (stage == 2)
+    assert "to" not in vars(model)

@@ -3,8 +3,8 @@
 import atexit
 import copy
 import inspect
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -24,8 +24,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pydantic import ValidationError
+from torch import nn
 
-from wandistiller.deepspeed_json import dtype_name, on_nvme
+from wandistiller.deepspeed_json import dtype_name, on_nvme, stage
 from wandistiller.deepspeed_keys import BATCH_KEYS
 from wandistiller.problems import problem
 
@@ -71,6 +72,20 @@ def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
         if ds.get(key, {}).get("enabled") and not find_spec(module):
             found.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
     return found
+
+
+@contextmanager
+def moved_part_by_part(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
+    """While its engine is made, let ZeRO-3 take each parameter to the accelerator as it cuts it, not all of them whole before.
+
+    The engine moves a module that `zero.Init` has not cut (deepspeed 0.19.8), which may be far larger than the GPU.
+    """
+    if stage(ds) < 3:
+        yield
+        return
+    model.to = lambda *_: model
+    yield
+    del model.to
 
 
 def forget_trial_step(engine: Any) -> None:

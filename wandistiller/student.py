@@ -20,6 +20,7 @@ from wandistiller.engines import (
     forget_powers,
     forget_trial_step,
     mend_flops_profiler,
+    moved_part_by_part,
     skip_bad_gradients,
     take_monitor,
     without_monitors,
@@ -119,7 +120,8 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: di
         ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}")
     if expert is not Expert.HIGH_NOISE:  # one is there for all
         ds = without_monitors(ds)
-    engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
+    with moved_part_by_part(model, ds):
+        engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     forget_trial_step(engine)
     skip_bad_gradients(engine)
     model.rope = wan.fresh_rope(model).to(distributed.device())  # data_types.buffer_dtype would have cast its tables
