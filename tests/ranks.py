@@ -19,7 +19,8 @@ def environment(**more: str) -> dict[str, str]:
     """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each."""
     rendezvous = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
     kept = {k: v for k, v in os.environ.items() if k not in rendezvous}
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
+    hidden = {} if more.get("DS_ACCELERATOR") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**kept, **hidden, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
 
 
 def wandistiller(

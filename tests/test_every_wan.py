@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import reduce
 from inspect import signature
 from pathlib import Path
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -188,6 +190,8 @@ def test_the_stock_pipeline_draws_what_sample_drew(run: Run) -> None:
         drawn = np.asarray(Image.open(run.samples / "0000.png"))
         assert np.array_equal(drawn, (frames[0] * 255).round().astype(np.uint8))
     else:  # MP4 loses detail
+        with closing(imageio_ffmpeg.read_frames(str(run.samples / "0000.mp4"))) as frames_of_file:
+            assert next(frames_of_file)["fps"] == (24 if run.job.folder.spatial == 16 else 16)
         drawn = np.stack([np.asarray(f) for f in load_video(str(run.samples / "0000.mp4"))])
         assert drawn.shape == (5, 32, 64, 3) and np.abs(drawn.mean((1, 2)) - 255 * frames.mean((1, 2))).max() < 8
 

@@ -1,18 +1,22 @@
 """Alarms, on curves and pictures that are known; and real runs, one that goes well and one whose learning rate climbs to 0.15."""
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import wandistiller, write_json
+from live import PATIENCE, live
+from ranks import launcher, wandistiller, write_json
 from recipes import recipe, student_engine
 from torch import Tensor
 
-from wandistiller.health import LONG, QUIET, SOON, Health, Spent, look
+from wandistiller.health import LONG, PACES, QUIET, SOON, Health, Spent, look
 
-WELL = Spent(0.01, 0.5, 1.0)
+WELL = Spent(0.01, 0.02, 1.0)
 
 
 def alarms(folder: Path, losses: list[float], norms: list[float] | None = None, spent: list[Spent] | None = None) -> list[str]:
@@ -65,13 +69,20 @@ def test_a_run_that_goes_on_forgets_alarms_of_steps_that_it_comes_to_again(tmp_p
 
 
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
-    falling = [1 / step for step in range(1, SOON + 1)]
-    assert alarms(tmp_path, falling, spent=[WELL, Spent(0.01, 0.9, 1.0), WELL]) == ["slow rank"]
-    assert "Rank 1 is slower than the others, who wait for it 40% of each step" in (tmp_path / "alarms.jsonl").read_text()
+    falling = [1 / step for step in range(1, PACES + 1)]
+    assert alarms(tmp_path, falling, spent=[WELL, Spent(0.01, 0.04, 1.0), WELL]) == ["slow rank"]
+    assert "Rank 1 takes 2.0 times as long as the others for the same work" in (tmp_path / "alarms.jsonl").read_text()
+
+
+def test_a_rank_that_was_slow_for_a_moment_is_not_named(tmp_path: Path) -> None:
+    health = Health(tmp_path)
+    for step in range(1, 3 * PACES):
+        health.step(step, 1 / step, 1.0, 1e-4, [WELL, Spent(0.01, 0.2 if step % PACES == 0 else 0.02, 1.0)])
+    assert said(tmp_path) == []
 
 
 def test_a_step_that_waits_for_its_data_is_said(tmp_path: Path) -> None:
-    assert alarms(tmp_path, [1 / step for step in range(1, SOON + 1)], spent=[WELL, Spent(0.3, 0.5, 1.0)]) == ["data"]
+    assert alarms(tmp_path, [1 / step for step in range(1, SOON + 1)], spent=[WELL, Spent(0.3, 0.02, 1.0)]) == ["data"]
 
 
 def picture(contrast: float) -> list[Tensor]:
@@ -111,3 +122,20 @@ def test_a_run_whose_learning_rate_climbs_too_far_says_that_its_loss_blows_up(tm
     done = wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
     assert "blow-up" in said(tmp_path / "run")
     assert re.search(r"ALARM +after step \d+: The loss has grown to .*, .* times the .* of step \d+", done.stderr)
+
+
+def test_a_rank_that_other_work_slows_down_is_named(tmp_path: Path, wan1: Path) -> None:
+    """Under ZeRO-3, where each rank waits for the others in its own forward pass."""
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=10000, sample_every=10000, save_every=10000,
+                   deepspeed_config=student_engine(3))  # fmt: skip
+    file = write_json(tmp_path / "recipe.json", given)
+    with live([*launcher(2), "-m", "wandistiller", "train", "--recipe", str(file)], tmp_path / "log") as run:
+        run.wait_for("step 1/")
+        slow, until = run.pid_of_rank(1), time.monotonic() + PATIENCE
+        while "slow rank" not in said(tmp_path / "run") and time.monotonic() < until:
+            for _ in range(20):  # a fifth of its time is left to it
+                os.kill(slow, signal.SIGSTOP)
+                time.sleep(0.04)
+                os.kill(slow, signal.SIGCONT)
+                time.sleep(0.01)
+    assert "slow rank" in said(tmp_path / "run") and "Rank 1 takes " in (tmp_path / "run" / "alarms.jsonl").read_text()

@@ -1,17 +1,23 @@
 """Lean loading: each rank reads the bytes that it keeps, and a node that shares a copy holds one."""
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import ROOT, has_async_io, launcher, run
 
+from wandistiller.batch import Expert
 from wandistiller.config import read_json
 from wandistiller.deepspeed_json import teacher_engine
+from wandistiller.engines import forget
 from wandistiller.loading import ALIGNED, Arena, _Partition, load_sharded
+from wandistiller.teacher import build_teacher
 from wandistiller.wan import open_wan
 from wandistiller.weights import WeightReader
 
@@ -87,3 +93,30 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
     model = load_sharded(WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank)
     assert {p.device for p in model.parameters()} == {elsewhere}
     assert {p.ds_tensor.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_teacher_that_is_forgotten_leaves_no_network(wan1: Path) -> None:
+    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
+    teacher = build_teacher(open_wan(str(wan1)), ds)
+    network = weakref.ref(teacher.experts[Expert.HIGH_NOISE])
+    forget(teacher.experts.values())
+    del teacher
+    gc.collect()
+    assert network() is None
+
+
+def test_pages_are_unlocked_when_the_last_tensor_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    driver = SimpleNamespace(cudaHostRegister=lambda address, *_: calls.append(("lock", address)) or 0,
+                             cudaHostUnregister=lambda address: calls.append(("unlock", address)))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    arena = Arena(4 * ALIGNED)
+    arena.pin()
+    kept = arena.take(torch.ones(3))
+    address = kept.data_ptr()
+    del arena
+    assert calls == [("lock", address)]
+    del kept
+    assert calls == [("lock", address), ("unlock", address)]

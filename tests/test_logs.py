@@ -11,6 +11,8 @@ from ranks import run, wandistiller, write_json
 from recipes import recipe, student_engine
 
 from wandistiller import logs
+from wandistiller.distributed import log0
+from wandistiller.failures import Failures
 from wandistiller.metrics import scalars
 
 
@@ -54,6 +56,29 @@ def test_half_a_character_is_kept_as_its_number(tmp_path: Path) -> None:
     logs.to_file(tmp_path / "rank_0.log")
     logs.keep("a \ud800 b")
     assert (tmp_path / "rank_0.log").read_text().endswith("a \\ud800 b\n")
+
+
+@pytest.mark.parametrize(("level", "wanted"), [("info", "all\nalarm\n"), ("warning", "alarm\n")])
+def test_what_the_terminal_leaves_out_is_in_the_file(
+    level: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet_logging: None
+) -> None:
+    logs.start(level)
+    logs.to_file(tmp_path / "rank_0.log")
+    log0("all")
+    log0("alarm", level=logging.WARNING)
+    assert capsys.readouterr().err == wanted
+    kept = (tmp_path / "rank_0.log").read_text().splitlines()
+    assert [line.split()[-2:] for line in kept] == [["INFO", "all"], ["WARNING", "alarm"]]
+
+
+def test_the_traceback_of_a_fault_of_ours_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.to_file(tmp_path / "rank_0.log")
+    try:
+        {}["absent"]
+    except KeyError as error:
+        Failures().report(error)
+    kept = (tmp_path / "rank_0.log").read_text()
+    assert "Traceback (most recent call last)" in kept and "KeyError: 'absent'" in kept and __file__ in kept
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -274,13 +275,16 @@ def test_a_checkpoint_gives_back_the_start_weights(tmp_path: Path, wan1: Path, s
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero_3_never_moves_a_whole_network_to_the_accelerator(
+def test_zero_3_neither_moves_a_whole_network_to_the_accelerator_nor_sends_it_before_it_is_cut(
     stage: int, wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved: list[Any] = []
+    moved, sent = [], []
+    send = deepspeed.comm.broadcast
     monkeypatch.setattr(WanTransformer3DModel, "to", lambda model, *to: moved.append(to) or model)
+    monkeypatch.setattr(deepspeed.comm, "broadcast", lambda t, *more, **named: sent.append(t) or send(t, *more, **named))
     model = started(wan1)
     ds, _ = student_engine("", {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": stage}}, 1)
     Student({Expert.HIGH_NOISE: model}, ds)
     assert bool(moved) == (stage == 2)
+    assert len(sent) == len(list(model.parameters()))  # once each: whole, or by the cut
     assert "to" not in vars(model)

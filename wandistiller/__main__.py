@@ -1,6 +1,7 @@
 """`wandistiller COMMAND`: the command line, the exit codes, and one message for all ranks."""
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ if typing.TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":  # torch, too, is to see no GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     allocators.settle()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of a lost connection are 30 lines of C++ each
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stopped:
         reasons = list(dict.fromkeys(filter(None, distributed.gather_objects(stopping.reason))))
         text = f"stopped {stopped} by {', '.join(reasons)}; the same command goes on from there"
-        distributed.log0(text)
+        distributed.log0(text, level=logging.WARNING)
         tell_torchrun(text)
         distributed.finish()
         return AGAIN

@@ -170,7 +170,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: Items | None, batch: Bat
         guidance_scale=scale,
         guidance_scale_2=run.guidance_scale_2 if run.guidance_scale_2 is not None else default_2,
         shift=run.shift or folder.shift,
-        video_fps=run.video_fps or (24.0 if folder.spatial == 16 else 16.0),
+        video_fps=run.video_fps or float(folder.fps),
         height=run.height or usual.height,
         width=run.width or usual.width,
         max_steps=_max_steps(run, items, total),

@@ -46,9 +46,9 @@ class Saver:
         """`keep`: newest checkpoints that are not deleted."""
         self._folder, self._keep = output / "checkpoints", keep
         self._thread: threading.Thread | None = None
-        self._failed: StorageError | None = None
+        self._failed: Exception | None = None
         self._frozen: dict[str, Stamp] = {}
-        self._stop = threading.Event()
+        self._part_is_done, self._stop = threading.Event(), threading.Event()
 
     def save(self, student: Student, step: int, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step` finished steps. Collective.
@@ -60,12 +60,13 @@ class Saver:
         """
         self.finish()
         target = self._folder / f"{manifest.STEP}{step:08d}"
-        if target.exists():  # the run went on from here, and nothing was learned since
+        if distributed.from_rank_0(target.exists()):  # the run went on from here, and nothing was learned since
             return target
         folder, rank = target.with_name(f".{target.name}.tmp"), distributed.rank()
         doing(f"saving the checkpoint of step {step}")
         with distributed.same_problems(StorageError):
             written = self._write(student, folder, {"format": FORMAT, "step": step, **state})
+        self._part_is_done.clear()
         self._thread = threading.Thread(target=self._behind, args=(folder, target, rank, written), daemon=True)
         self._thread.start()
         return target
@@ -111,14 +112,19 @@ class Saver:
         return self._frozen
 
     def _behind(self, folder: Path, target: Path, rank: int, written: dict[str, Stamp]) -> None:
-        manifest.finish_part(folder, rank, written)
-        if rank == 0:
-            try:
+        try:
+            manifest.finish_part(folder, rank, written)
+            self._part_is_done.set()
+            if rank == 0:
                 manifest.publish(folder, target, distributed.world_size(), self._stop.is_set)
                 manifest.settle(target, self._keep)
                 distributed.log0("saved %s", target)
-            except (StorageError, OSError) as error:
-                self._failed = StorageError(str(error))
+        except OSError as error:
+            self._failed = StorageError(f"{target}: could not be saved: {error}")
+        except Exception as error:  # for the main thread to say
+            self._failed = error
+        finally:
+            self._part_is_done.set()
 
     def finish(self) -> None:
         """Wait until the last checkpoint is safe. Collective.
@@ -126,13 +132,24 @@ class Saver:
         Raises:
             StorageError: on all ranks; it could not be saved.
         """
-        if self._thread:
-            doing("waiting until the checkpoint is on disk")
+        if not self._thread:
+            return
+        doing("waiting until the checkpoint is on disk")
+        self._part_is_done.wait()
+        try:
+            self._raise_if_failed()  # before rank 0 is waited for, which would wait for the part that failed
+        except StorageError:
+            self._stop.set()
+            raise
+        finally:
             self._thread.join()
-            self._thread = None
-            with distributed.same_problems(StorageError):
-                if self._failed:
-                    raise self._failed
+        self._thread = None
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        with distributed.same_problems(StorageError):
+            if self._failed:
+                raise self._failed
 
 
 def save(student: Student, output: Path, step: int, state: dict[str, Any], keep: int) -> Path:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from wandistiller import distributed
 from wandistiller.batch import Batch, Expert
+from wandistiller.engines import forget
 from wandistiller.latents import Vae, denoise
+from wandistiller.probes import networks, unguided
 from wandistiller.sample import Sampling, draw, open_pipeline
 from wandistiller.teacher import Guidance, GuidedTeacher, LocalTeacher, build_teacher
 from wandistiller.wan import WanFolder
@@ -32,6 +34,10 @@ class Contender(Protocol):
         """v_BCFHW, float32, guidance included."""
         ...
 
+    def close(self) -> None:
+        """It is asked no more; what it holds goes with it."""
+        ...
+
 
 class StockPipeline:
     """diffusers' own WanPipeline, as users run it."""
@@ -40,13 +46,19 @@ class StockPipeline:
         self._pipeline, self._how = open_pipeline(folder.path, dtype), how
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
         experts = LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low})
-        self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(how)))
+        self._network, self._asked = GuidedTeacher(experts, Guidance(null_text_LD, scales(how))), Expert.HIGH_NOISE
 
     def draw(self, prompts: list[str], seeds: list[int]) -> Tensor:
         return draw(self._pipeline, prompts, seeds, self._how)
 
     def velocity(self, batch: Batch) -> Tensor:
+        if batch.expert is not self._asked:  # where networks are offloaded, the other expert would stay on the GPU
+            self._pipeline.maybe_free_model_hooks()
+            self._asked = batch.expert
         return self._network.velocity(batch)
+
+    def close(self) -> None:
+        """Nothing but this object holds its networks."""
 
 
 class PlacedTeacher:
@@ -67,6 +79,9 @@ class PlacedTeacher:
 
     def velocity(self, batch: Batch) -> Tensor:
         return self._network.velocity(batch)
+
+    def close(self) -> None:
+        forget(networks(unguided(self._network)).values())
 
 
 def scales(how: Sampling) -> dict[Expert, float]:

@@ -158,7 +158,7 @@ class CachedData:
     def _stacked(self, keys: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
         x0_BCFHW = torch.stack([self._latents[latent] for latent, _ in keys])
         text_BLD = torch.stack([self._text.read(text) for _, text in keys])
-        return x0_BCFHW.to(self._device), text_BLD.to(self._device)
+        return self._moved(x0_BCFHW), self._moved(text_BLD)
 
     def states(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
         """The teacher's paths of global sample indices, float32: sigma_S, falling to 0.0, and x_BSCFHW, S = steps + 1.
@@ -166,7 +166,11 @@ class CachedData:
         State s belongs to sigma_S[s]; the first is the noise, the last is x0.
         """
         found = [self._latents.states(self._keys_at(i)[0]) for i in sample_index_B]
-        return found[0][0].to(self._device), torch.stack([x_SCFHW for _, x_SCFHW in found]).to(self._device)
+        return self._moved(found[0][0]), self._moved(torch.stack([x_SCFHW for _, x_SCFHW in found]))
+
+    def _moved(self, t: Tensor) -> Tensor:
+        """To the accelerator, without waiting until that has done all it was given, as a copy from pageable memory would."""
+        return t.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else t
 
     def knows(self, prompts: list[str]) -> bool:
         """Whether the teacher's first rollout of each prompt is cached."""

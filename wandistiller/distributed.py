@@ -1,5 +1,6 @@
 """The one owner of rank talk: who am I, what do the others say, and one message for all."""
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -47,8 +48,9 @@ def world_size() -> int:
 
 
 def device() -> torch.device:
-    """The accelerator that belongs to this rank, or the CPU."""
-    return torch.device(get_accelerator().current_device_name())
+    """The accelerator that belongs to this rank, or the CPU; the same in every thread, each of which has a current one."""
+    kind = get_accelerator().device_name()
+    return torch.device(kind, local_rank()) if kind == "cuda" else torch.device(kind)
 
 
 def number_of_gpus() -> int:
@@ -56,10 +58,10 @@ def number_of_gpus() -> int:
     return torch.cuda.device_count() if device().type == "cuda" else 0
 
 
-def log0(message: str, *args: object) -> None:
+def log0(message: str, *args: object, level: int = logging.INFO) -> None:
     """Log on rank 0 only; the others keep it in their files."""
     if rank() == 0:
-        log.info(message, *args)
+        log.log(level, message, *args)
     else:
         logs.keep(message % args)
 
@@ -86,6 +88,8 @@ def init(log_level: str = "info") -> None:
         _watch.start()
         if not cuda:  # torch 2.13 keeps 2,000 of gloo's collectives too, in MiB that only a dump of NCCL's would show
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of DeepSpeed's groups, which takes no other (0.19.8)
+            setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=COLLECTIVE_TIMEOUT)
         if world_size() > 1:
             _watch.join(_common_store())
@@ -213,7 +217,7 @@ def group(peers: list[int]) -> dist.ProcessGroup:
     every = sorted({tuple(theirs) for theirs in gather_objects(peers)})
     for ranks in every:
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group(list(ranks))
+            _groups[ranks] = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
     return _groups[tuple(peers)]
 
 

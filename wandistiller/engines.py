@@ -22,6 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pydantic import ValidationError
 from torch import nn
@@ -78,12 +79,19 @@ def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
 def moved_part_by_part(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
     """While its engine is made, let ZeRO-3 take each parameter to the accelerator as it cuts it, not all of them whole before.
 
-    The engine moves a module that `zero.Init` has not cut (deepspeed 0.19.8), which may be far larger than the GPU.
+    The engine moves, and sends to all ranks, a module that `zero.Init` has not cut (deepspeed 0.19.8), which may be far larger
+    than the GPU. The cut itself moves and sends what it cuts.
     """
     if stage(ds) < 3:
         yield
         return
-    model.to = lambda *_: model
+
+    def stay(*_: Any) -> nn.Module:
+        for p in model.parameters():
+            p.ds_status = ZeroParamStatus.NOT_AVAILABLE  # so that it is not sent now
+        return model
+
+    model.to = stay
     yield
     del model.to
 
@@ -186,14 +194,20 @@ def forget_powers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def release(engines: Iterable[Any]) -> None:
-    """Let go of all engines and networks of the process, which must not be called any more.
+    """Let go of engines, which must not be called any more.
 
-    Hooks on gradients keep an engine with all that it holds; a list and a cache keep networks that ZeRO-3 cut up, the teacher's
-    too (deepspeed 0.19.8). tests/test_census.py::test_no_network_is_left_for_the_export.
+    Hooks on gradients keep an engine with all that it holds (deepspeed 0.19.8).
+    tests/test_census.py::test_no_network_is_left_for_the_export.
     """
     for engine in engines:
         engine.destroy()
-    FWD_MODULE_STACK.clear()
+        forget([engine.module])
+
+
+def forget(networks: Iterable[nn.Module]) -> None:
+    """Let go of networks, which must not be called any more: a list and a cache keep those that ZeRO-3 cut (deepspeed 0.19.8)."""
+    gone = set(map(id, networks))
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if id(module) not in gone]
     with suppress(AttributeError, KeyError):  # another version of DeepSpeed keeps memory rather than lose a run's export
         cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(cached).nonlocals["func"].cache_clear()

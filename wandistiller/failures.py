@@ -53,7 +53,7 @@ class Failures:
             code, text = FAULT, f"rank {distributed.rank()}, {now.what}: {type(error).__name__}: {error}"
             spoken = "".join(traceback.format_exception(error)) + text
         print(spoken, end="\n" if spoken else "", file=sys.stderr, flush=True)
-        keep(text)
+        keep(spoken if code == FAULT else text)
         tell_torchrun(for_file or text)
         distributed.leave(code, text)
         return code

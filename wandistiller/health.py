@@ -1,6 +1,7 @@
 """Alarms in plain words: a loss that blows up or stands still; gradients, pictures, ranks, data not as they should be."""
 
 import json
+import logging
 import math
 from collections import deque
 from pathlib import Path
@@ -23,8 +24,10 @@ STILL = 0.01
 """Share by which the loss falls within LONG steps, or stands still."""
 LARGE, SMALL = 20.0, 1e-3
 """Times the usual gradient norm."""
-SLOW, STARVED = 0.3, 0.2
-"""Shares of a step: by which a rank is behind the others; that goes by with reading data."""
+SLOW, STARVED = 1.3, 0.2
+"""Times that a rank takes for what the others do; share of a step that goes by with reading data."""
+PACES = 5
+"""Measurements of each rank's pace that are looked at together, SOON steps apart."""
 PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
 """Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
 QUIET = 500
@@ -37,8 +40,8 @@ class Spent(NamedTuple):
 
     data: float = 0.0
     """Reading the data."""
-    forward: float = 0.0
-    """Its own share of the work: the passes forward of teacher and student. On a GPU what starting them takes."""
+    pace: float = 0.0
+    """For a fixed piece of work, as `pace.Pace` has it; 0 where none was measured."""
     all: float = 0.0
 
 
@@ -66,6 +69,7 @@ class Health:
         self._losses: deque[float] = deque(maxlen=2 * LONG)
         self._norms: deque[float] = deque(maxlen=LONG)
         self._spent: deque[list[Spent]] = deque(maxlen=SOON)
+        self._paces: deque[list[float]] = deque(maxlen=PACES)
         self._least = (math.inf, 0)
         self._looks: dict[str, Look] = {}
         self._said: dict[str, int] = {}
@@ -89,6 +93,9 @@ class Health:
         if grad_norm is not None:
             self._gradient(step, grad_norm)
             self._norms.append(grad_norm)
+        if spent[0].pace:
+            self._paces.append([s.pace for s in spent])
+            self._pace(step)
         if len(self._spent) == SOON:
             self._time(step)
 
@@ -134,15 +141,18 @@ class Health:
         if norm < SMALL * usual:
             self._alarm("no gradient", step, f"The gradient norm is {norm:.3g}, usually {usual:.3g}: nothing is learned now.")
 
+    def _pace(self, step: int) -> None:
+        """Over the last measurements; one alone may fall into a moment of something else."""
+        paces = [median(of_rank) for of_rank in zip(*self._paces, strict=True)]
+        slowest, usual = max(paces), median_low(paces)
+        if len(self._paces) == PACES and slowest > SLOW * usual:
+            self._alarm("slow rank", step, f"Rank {paces.index(slowest)} takes {slowest / usual:.1f} times as long as the others "
+                        "for the same work, and all wait for it. Look for other work on its node, or a hot GPU.")  # fmt: skip
+
     def _time(self, step: int) -> None:
         """Over the last SOON steps."""
         ranks = [Spent(*map(sum, zip(*steps, strict=True))) for steps in zip(*self._spent, strict=True)]
         whole = max(r.all for r in ranks)
-        forward = [r.forward for r in ranks]
-        behind = max(forward) - median_low(forward)
-        if len(ranks) > 1 and behind > SLOW * whole:
-            self._alarm("slow rank", step, f"Rank {forward.index(max(forward))} is slower than the others, who wait for "
-                        f"it {behind / whole:.0%} of each step. Look for other work on its node, or a hot GPU.")  # fmt: skip
         data = max(r.data for r in ranks)
         if data > STARVED * whole:
             self._alarm("data", step, f"{data / whole:.0%} of each step goes by with reading data, {clock(data / SOON)} a step. "
@@ -152,7 +162,7 @@ class Health:
         if step - self._said.get(kind, -QUIET) < QUIET:
             return
         self._said[kind] = step
-        log0("ALARM     after step %d: %s", step, words)
+        log0("ALARM     after step %d: %s", step, words, level=logging.WARNING)
         if rank() == 0:
             entry: dict[str, Any] = {"step": step, "kind": kind, "alarm": words}
             with self._file.open("a", encoding="utf-8") as out:

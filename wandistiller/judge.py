@@ -141,6 +141,7 @@ class Judge:
         for turn, chunk, _ in self._turns("teacher, velocities"):
             for band in self._bands:
                 self._targets[turn, band] = contender.velocity(self._state(turn, chunk, band)).cpu()
+        contender.close()
         return Seen(parameters(w.teacher), drawn.samples, again, drawn.seconds, meter.peak_gib())
 
     def student(self) -> tuple[Seen, dict[int, Tensor]]:

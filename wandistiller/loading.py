@@ -154,7 +154,7 @@ class Arena:
 
     def __init__(self, nbytes: int, peers: list[int] | None = None):
         if peers is None:
-            self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._memory = _shared_memory(nbytes, peers)
         self._used = 0
@@ -169,6 +169,17 @@ class Arena:
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)
         torch.cuda.check_error(int(error))
+        self._memory.locked = address
+
+
+class _Memory(mmap.mmap):
+    """Unlocks its pages when it goes, or the driver would keep them, and copy them for whoever has the addresses next."""
+
+    locked: int | None = None
+
+    def __del__(self) -> None:
+        if self.locked is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
 def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:

@@ -13,9 +13,10 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def start(level: str) -> None:
-    """Lines from `level` on to stderr; those of third parties from warnings on, unless `level` is debug."""
+    """Lines from `level` on to stderr, from info on to the file; those of third parties from warnings on, or all for debug."""
     logging.basicConfig(format="%(message)s", force=True)
-    log.setLevel(level.upper())
+    logging.root.handlers[0].setLevel(level.upper())
+    log.setLevel(min(logging.INFO, getattr(logging, level.upper())))
     third = logging.getLogger(THIRD)
     third.setLevel(logging.INFO if level == "debug" else logging.WARNING)
     third.removeFilter(_wanted)

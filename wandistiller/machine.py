@@ -72,11 +72,11 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
     """
     said = ["no accelerator"]
     if torch.cuda.is_available():
-        device = torch.cuda.current_device()
+        device = distributed.device()
         free, total = torch.cuda.mem_get_info(device)
         numbers = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total, free
         words = ("allocated", "reserved", "in all", "free")
-        said = [f"GPU {device}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for n, word in zip(numbers, words, strict=True))]
+        said = [f"GPU {device.index}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for n, word in zip(numbers, words, strict=True))]
     own, system = _kib(root / "proc/self/status"), _kib(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in _limits(root) if n < system["MemTotal"]]
     said += [f"this process: {own['VmRSS'] / GIB:.2f} GiB of CPU memory, {own['VmSize'] / GIB:.2f} GiB of address space",

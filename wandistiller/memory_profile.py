@@ -42,7 +42,7 @@ class Sampler(threading.Thread):
         page, cuda = os.sysconf("SC_PAGE_SIZE"), torch.cuda.is_available()
         while not self._ended.wait(self._every):
             resident = int(STATM.read_bytes().split()[1]) * page
-            self.samples.append((time.monotonic(), resident, torch.cuda.memory_reserved() if cuda else 0))
+            self.samples.append((time.monotonic(), resident, torch.cuda.memory_reserved(distributed.device()) if cuda else 0))
             if len(self.samples) == MOST_SAMPLES:
                 pairs = zip(self.samples[::2], self.samples[1::2], strict=True)
                 self.samples = [max(pair, key=lambda sample: sample[1:]) for pair in pairs]

@@ -137,8 +137,11 @@ class Case(NamedTuple):
     def remedies(self, job: Job, file: Path) -> list[str]:
         """What can be done, in sentences."""
         params = job.student_ds["optimizer"].get("params", {})
-        lower = f"a lower learning rate (--lr {params['lr'] / 3:.1g} --allow_changed optimizer)" if "lr" in params else (
-            "a lower learning rate")  # fmt: skip
+        named, changed = job.run.deepspeed_config, " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
+        where = f', or "lr" in {named} where the command names it,' if isinstance(named, str) else ""
+        lower = "a lower learning rate"
+        if "lr" in params:
+            lower += f" (--lr {params['lr'] / 3:.1g}{where} --allow_changed {changed})"
         limit = job.run.nonfinite_limit
         skip = "such steps left out (--on_nonfinite skip)" if job.run.on_nonfinite == "stop" else (
             f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})")  # fmt: skip

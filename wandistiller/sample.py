@@ -99,7 +99,7 @@ def sample(model: str, prompts: list[str], output: Path, how: Sampling, seed: in
     files, images, progress = [], [], Progress("samples", len(prompts))
     for i, prompt in enumerate(prompts):
         video_CFHW = draw(pipeline, [prompt], [seed + i], how)[0]
-        files.append(_write(video_CFHW, output / f"{i:04d}"))
+        files.append(_write(video_CFHW, output / f"{i:04d}", folder.fps))
         images.append(video_CFHW[:, video_CFHW.shape[1] // 2])
         progress.advance()
     save_grid(output / "grid.png", {"": images}, prompts)
@@ -115,13 +115,13 @@ def _problems(folder: WanFolder, how: Sampling) -> list[str]:
     return found
 
 
-def _write(video_CFHW: Tensor, stem: Path) -> Path:
+def _write(video_CFHW: Tensor, stem: Path, fps: int) -> Path:
     frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
     file = stem.with_suffix(".png" if len(frames) == 1 else ".mp4")
     with atomic(file) as temporary:
         if len(frames) == 1:
             frames[0].save(temporary, format="PNG")
         else:
-            export_to_video(frames, str(temporary.with_suffix(".mp4")), fps=16)
+            export_to_video(frames, str(temporary.with_suffix(".mp4")), fps=fps)
             temporary.with_suffix(".mp4").rename(temporary)
     return file

@@ -117,7 +117,8 @@ def _engine(model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: di
         mend_flops_profiler()
     if on_nvme(ds):
         distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
-        ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}")
+        ds = swap.to_own_folder(ds, [p.numel() for p in model.parameters()], f"student_{expert.value}",
+                                distributed.world_size())
     if expert is not Expert.HIGH_NOISE:  # one is there for all
         ds = without_monitors(ds)
     with moved_part_by_part(model, ds):

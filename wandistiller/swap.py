@@ -9,13 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from wandistiller import distributed
-
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
 
 
-def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str) -> dict[str, Any]:
+def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str, sharers: int) -> dict[str, Any]:
     """`ds` with its NVMe paths moved into a new folder, and buffers as large as this rank's largest part.
 
     Engines that share a path delete each other's files, and smaller buffers stop the run (deepspeed 0.19.8).
@@ -23,13 +21,14 @@ def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str) -> dic
     Args:
         numels: numbers in each tensor that will be on disk.
         engine: a name of its own for each engine of the process.
+        sharers: ranks among which a tensor is cut.
     """
     zero = dict(ds["zero_optimization"])
     for section in ("offload_param", "offload_optimizer"):
         if zero.get(section, {}).get("device") == "nvme":
             zero[section] = zero[section] | {"nvme_path": str(own_folder(Path(zero[section]["nvme_path"])) / engine)}
     if zero.get("offload_param", {}).get("device") == "nvme":
-        part = -(-max(numels) // distributed.world_size())
+        part = -(-max(numels) // sharers)
         zero["offload_param"]["buffer_size"] = max(part, zero["offload_param"].get("buffer_size", 0))
     return ds | {"zero_optimization": zero}
 

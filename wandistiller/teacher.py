@@ -143,12 +143,13 @@ def _engine(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[st
         return loading.load_whole(reader, folder.configs[expert], _dtype(ds), distributed.device())
     # the module comes in its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
     engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
+    peers = distributed.node_peers() if read_placement(ds).shards == "node" else None
     if offload_device(ds) == "nvme":
         distributed.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         dtype = _dtype(ds)
         swapped = [s.shape.numel() for name, s in reader.stored.items() if wan.parameter_dtype(name, dtype) == dtype]
-        engine_ds = swap.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}")
-    peers = distributed.node_peers() if read_placement(ds).shards == "node" else None
+        sharers = len(peers) if peers else distributed.world_size()
+        engine_ds = swap.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}", sharers)
     model = loading.load_sharded(reader, folder.configs[expert], _dtype(ds), engine_ds, distributed.device(), peers)
     engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
     # called through .module: the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)

@@ -12,7 +12,7 @@ from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
 from wandistiller.cuts import Cuts
 from wandistiller.data import CachedData
-from wandistiller.engines import release
+from wandistiller.engines import forget, release
 from wandistiller.export import export
 from wandistiller.files import write_json
 from wandistiller.job import Job
@@ -20,6 +20,7 @@ from wandistiller.manifest import settle, sweep
 from wandistiller.objectives import Teacher
 from wandistiller.phase import doing
 from wandistiller.prepare import guided_teacher, prepare
+from wandistiller.probes import networks, unguided
 from wandistiller.start import blank_model, start_model
 from wandistiller.student import Student
 from wandistiller.trainer import Trainer
@@ -72,9 +73,12 @@ def _distil(job: Job) -> None:
         teacher = teacher or guided_teacher(job, text)
     job, student = _started(job, data, teacher)
     distributed.stop_if_asked("before the first step")
-    teacher = teacher if job.objective.needs_teacher else None
+    if teacher and not job.objective.needs_teacher:
+        forget(networks(unguided(teacher)).values())
+        teacher = None
     Trainer(job, data, text, teacher, student).train()
     release(student.engines.values())
+    forget(networks(unguided(teacher)).values() if teacher else [])
 
 
 def _is_complete(job: Job) -> bool:

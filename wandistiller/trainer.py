@@ -15,7 +15,7 @@ from wandistiller.comparison import Comparison
 from wandistiller.conditioning import TextCache
 from wandistiller.data import CachedData
 from wandistiller.engines import forget_step, scales_itself
-from wandistiller.health import Health, Spent
+from wandistiller.health import SOON, Health, Spent
 from wandistiller.job import Job
 from wandistiller.learned import Done, Learned, together
 from wandistiller.manifest import set_aside_newer
@@ -23,6 +23,7 @@ from wandistiller.memory_profile import MemoryProfile
 from wandistiller.metrics import Metrics, scalars
 from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
+from wandistiller.pace import Pace
 from wandistiller.phase import doing
 from wandistiller.problems import NonFinite
 from wandistiller.resume import changed_keys, check_cache
@@ -67,7 +68,7 @@ class Trainer:
         self._profile = MemoryProfile(job, teacher, student)
         self._saver = Saver(job.output, job.run.keep_checkpoints)
         self._health = Health(job.output)
-        self._spent = Spent()
+        self._spent, self._pace = Spent(), Pace()
         self._asked_to_stop = False
         self._skipped = 0
         self._metrics: Metrics | None = None
@@ -157,7 +158,8 @@ class Trainer:
         Raises:
             NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
         """
-        self._spent, began = Spent(), time.perf_counter()
+        self._spent = Spent(pace=0.0 if step % SOON else self._pace.measure())
+        began = time.perf_counter()
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         doing(f"finishing step {step + 1}")
         spent = self._spent._replace(all=time.perf_counter() - began)
@@ -213,16 +215,13 @@ class Trainer:
     def forward(self, step: int, micro: int) -> Pass:
         """Ask teacher and student, and compare."""
         doing(f"step {step + 1}, reading the data")
-        began = time.perf_counter()
         batches = self.batches(step, micro)
-        read = time.perf_counter()
         batch = join(batches)  # one forward pass for all: engines count a backward pass by its forward (deepspeed 0.19.8)
         objective = self.objectives[batch.expert]
         doing(f"step {step + 1}, the teacher's forward pass")
         target = objective.target(self.teacher, batches)
         doing(f"step {step + 1}, the student's forward pass")
         answers = split(self.student.answer(batch), batches)
-        self._spent = Spent(self._spent.data + read - began, self._spent.forward + time.perf_counter() - read)
         return Pass(batches, target, answers, objective.losses(answers, target, batches))
 
     def backward(self, step: int, done: Pass) -> Any:
@@ -240,13 +239,15 @@ class Trainer:
 
     def batches(self, step: int, micro: int) -> dict[str, Batch]:
         """This rank's samples at each kind of states."""
-        sample_index_B = self.sample_indices(step, micro)
+        sample_index_B, began = self.sample_indices(step, micro), time.perf_counter()
         x0_BCFHW, text_BLD = self.data.batch(sample_index_B)
+        states = self.data.states(sample_index_B) if PATH in self.job.objective.states else ()
+        self._spent = self._spent._replace(data=self._spent.data + time.perf_counter() - began)
         found = {}
         if NOISED in self.job.objective.states:
             found[NOISED] = self.schedule.noised(x0_BCFHW, text_BLD, sample_index_B, step)
         if PATH in self.job.objective.states:
-            found[PATH] = self.schedule.on_path(*self.data.states(sample_index_B), text_BLD, sample_index_B, step)
+            found[PATH] = self.schedule.on_path(*states, text_BLD, sample_index_B, step)
         return found
 
     def _show(self, done: int) -> bool:

@@ -71,6 +71,11 @@ class WanFolder:
         return self.vae.get("scale_factor_spatial", 8)
 
     @property
+    def fps(self) -> int:
+        """Frames a second of its videos: Wan2.2 5B's 24, which its VAE tells, or 16."""
+        return 24 if self.spatial == 16 else 16
+
+    @property
     def temporal(self) -> int:
         """Frames per latent frame."""
         return self.vae.get("scale_factor_temporal", 4)

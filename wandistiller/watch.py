@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +182,9 @@ class Watch:
 
     def _end(self, notice: Notice) -> None:
         """Leave from beside a main thread that cannot."""
-        text = self.followed(notice)
+        text = f"rank {self.rank}: stopped in: {now.what}; because of rank {notice.rank}. {notice.text}"
+        with suppress(Exception):  # what is added may find no memory either
+            text = self.followed(notice)
         print(text, file=sys.stderr, flush=True)
         keep(text)
         tell_torchrun(text)
