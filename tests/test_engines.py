@@ -3,6 +3,7 @@
 import copy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -14,7 +15,7 @@ from recipes import ADAM
 from small_wan import transformer
 from torch import Tensor
 
-from wandistiller import wan
+from wandistiller import engines, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.deepspeed_json import student_engine
 from wandistiller.engines import MONITORS, config_problems
@@ -160,6 +161,26 @@ def test_the_flops_profiler_of_the_json_counts_a_whole_forward_pass(tmp_path: Pa
 def test_a_monitor_whose_package_is_missing_is_said_before_the_start(monitor: str) -> None:
     (found,) = config_problems("x.json", engine_json(**{monitor: {"enabled": True}}))
     assert found.startswith(f"x.json: `{monitor}.enabled` is true. It needs: pip install")
+
+
+GPU = SimpleNamespace(device_name=lambda: "cuda", is_fp16_supported=lambda: True)
+PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
+
+
+@pytest.mark.parametrize(("more", "key"), [
+    ({"optimizer": ADAM}, "optimizer.type"), ({"optimizer": PLAIN}, ""),
+    ({"optimizer": ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ""),
+    ({"optimizer": PLAIN, "zero_optimization": NVME}, "zero_optimization.offload_optimizer.device"),
+])  # fmt: skip
+def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
+    more: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "get_accelerator", lambda: GPU)
+    monkeypatch.setattr(engines, "CUDA_HOME", None)
+    monkeypatch.setattr(engines.AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
+    found = config_problems("x.json", {"train_micro_batch_size_per_gpu": 2} | more)
+    assert len(found) == bool(key) and all(f"`{key}`" in p and "Install the CUDA toolkit" in p for p in found)
 
 
 @pytest.mark.usefixtures("one_rank")

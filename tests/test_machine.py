@@ -8,8 +8,10 @@ import pytest
 from ranks import program
 
 from wandistiller import distributed
+from wandistiller.config import read_json
 from wandistiller.machine import GIB, Machine, candidates, demands, disk_free, host_free, this_machine
 from wandistiller.memory import Bytes
+from wandistiller.swap import lock_problems, locked_bytes
 
 # The machine
 
@@ -37,6 +39,32 @@ def v2(limit: Any, used: int, active: int = 0, inactive: int = 0) -> dict[str, A
 def v1(limit: int, used: int, cache: int) -> dict[str, Any]:
     return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used,
             "memory.stat": f"active_file 1\ninactive_file 1\ntotal_active_file 0\ntotal_inactive_file {cache}"}  # fmt: skip
+
+
+def test_high_is_a_limit_too_beyond_which_the_kernel_takes_memory_back(tmp_path: Path) -> None:
+    held = v2(20 * GIB, 5 * GIB) | {"memory.high": 12 * GIB}
+    assert host_free(system(tmp_path, "0::/user\n", user=held)) == 7 * GIB
+
+
+LIMIT, NEED = 8 * 2**20, 100 * 2**20
+
+
+@pytest.mark.parametrize(("limit", "need", "capabilities", "refused"),
+                         [(LIMIT, NEED, "0", True), (LIMIT, LIMIT, "0", False), (-1, NEED, "0", False),
+                          (LIMIT, NEED, "0000000000004000", False)])  # fmt: skip
+def test_buffers_of_nvme_that_may_not_stay_in_memory_are_refused(
+    tmp_path: Path, limit: int, need: int, capabilities: str, refused: bool
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text(f"Name: python\nCapEff:\t{capabilities}\n")
+    found = lock_problems(need, limit, tmp_path)
+    assert bool(found) == refused and all("100 MiB a rank" in p and "may lock 8 MiB (`ulimit -l`)" in p for p in found)
+
+
+def test_locked_are_the_buffers_of_weights_and_of_the_optimizer() -> None:
+    ds = read_json("ds_configs/student/zero3_nvme.json")
+    assert locked_bytes(ds, [1000, 10**9], 2, 2) == 2 * 8 * 5 * 10**8 + 4 * 4 * 10**8
+    assert locked_bytes(read_json("ds_configs/student/zero3_offload.json"), [10**9], 2, 2) == 0
 
 
 def test_without_a_limit_the_system_s_available_memory_is_free(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wandistiller import deepspeed_json, distributed, resume
 from wandistiller.checkpoint import read_state
 from wandistiller.config import AUTO, DEFAULT_ENGINE, RunConfig, read_json
@@ -16,6 +18,7 @@ from wandistiller.items import Items, Kind, read_items
 from wandistiller.job import Job
 from wandistiller.latents import path_sigmas
 from wandistiller.media import video_problem
+from wandistiller.memory import numels
 from wandistiller.noise import FlowSchedule
 from wandistiller.objectives import PATH, read_objective
 from wandistiller.placement import device_map_problems, read_placement, without_block
@@ -23,6 +26,7 @@ from wandistiller.problems import ConfigError, folder_problems, problem, readabl
 from wandistiller.recompute import SECTION, recompute_problems, with_number
 from wandistiller.student_config import IMPORTANCE, read_student_config
 from wandistiller.student_json import Asked, fill_auto, fill_steps, write_in
+from wandistiller.swap import lock_problems, locked_bytes
 from wandistiller.tuning import tuning_problems
 from wandistiller.wan import WanFolder, open_wan, top_modules
 
@@ -94,7 +98,7 @@ def read_job(run: RunConfig, world: int) -> Job:
         found += _objective_problems(run, parts) if "objective" in parts else []
     if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
         found.append(f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. Write a step of it.")
-    found += _block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
+    found += _block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run) + _lock_problems(parts, world)
     found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
               for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip
     if {"student_transformer", "student_ds"} <= parts.keys():
@@ -103,6 +107,15 @@ def read_job(run: RunConfig, world: int) -> Job:
         raise ConfigError(*found)
     job = Job(run=run, resume_from=resume.find(Path(run.output_dir), run.resume), **parts)
     return _resumed(job) if job.resume_from else job
+
+
+def _lock_problems(parts: dict[str, Any], world: int) -> list[str]:
+    """Buffers of all engines of a rank that are to stay in memory, which not every user may ask for."""
+    engines = ((parts.get("teacher_ds"), parts["folder"].config if "folder" in parts else None),
+               (parts.get("student_ds"), parts.get("student_transformer")))  # fmt: skip
+    locked = [locked_bytes(ds, numels(config).values(), world, getattr(torch, deepspeed_json.dtype_name(ds)).itemsize)
+              for ds, config in engines if ds and config]  # fmt: skip
+    return lock_problems(sum(locked))
 
 
 def _resumed(job: Job) -> Job:

@@ -14,6 +14,7 @@ import cpuinfo
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -26,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pydantic import ValidationError
 from torch import nn
+from torch.utils.cpp_extension import CUDA_HOME
 
 from wandistiller.deepspeed_json import dtype_name, on_nvme, stage
 from wandistiller.deepspeed_keys import BATCH_KEYS
@@ -35,6 +37,8 @@ cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second each; deepspeed 0
 
 SECTION_OF = {"DeepSpeedZeroConfig": ("zero_optimization",), "DeepSpeedFP16Config": ("fp16",), "DeepSpeedBF16Config": ("bf16",)}
 """What DeepSpeed calls its checked sections -> where they stand."""
+FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
+"""Optimizers that it compiles for GPUs, and the names of what it makes of them."""
 MONITORS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml")}
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 
@@ -69,6 +73,8 @@ def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
     kind, offload = ds.get("optimizer", {}).get("type", ""), ds.get("zero_optimization", {}).get("offload_optimizer", {})
     if kind.lower() == "lion" and offload.get("device", "none") == "none" and get_accelerator().device_name() == "cpu":
         found.append(problem(where, "optimizer.type", kind, "On a CPU DeepSpeed has it only with `offload_optimizer`."))
+    if get_accelerator().device_name() == "cuda" and not CUDA_HOME:
+        found += _toolkit_problems(where, ds, offload.get("device", "none") != "none")
     for key, (module, package) in MONITORS.items():
         if ds.get(key, {}).get("enabled") and not find_spec(module):
             found.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
@@ -94,6 +100,20 @@ def moved_part_by_part(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
     model.to = stay
     yield
     del model.to
+
+
+def _toolkit_problems(where: str, ds: dict[str, Any], offloaded: bool) -> list[str]:
+    """What DeepSpeed compiles with nvcc on a machine with GPUs, where there is no nvcc (deepspeed 0.19.8)."""
+    why = (f"On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit {torch.version.cuda}, the version "
+           "of torch's, and set CUDA_HOME")  # fmt: skip
+    found, kind = [], ds.get("optimizer", {}).get("type", "")
+    plain = ds.get("optimizer", {}).get("params", {}).get("torch_adam", False)
+    if kind.lower() in FUSED and not (offloaded or plain) and not installed_ops.get(FUSED[kind.lower()]):
+        other = ", or write \"torch_adam\": true into `optimizer.params`" if "adam" in kind.lower() else ""
+        found.append(problem(where, "optimizer.type", kind, f"{why}{other}, or offload the optimizer."))
+    if (key := on_nvme(ds)) and not installed_ops.get("async_io"):
+        found.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
+    return found
 
 
 def forget_trial_step(engine: Any) -> None:

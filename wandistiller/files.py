@@ -24,6 +24,8 @@ def system_error(error: BaseException, path: Path | None = None) -> OSError | No
         path: the file that it was about, for an error that does not say.
     """
     if isinstance(error, OSError):
+        if error.errno is None:  # a library's own, in words
+            return None
         if path and error.errno and not error.filename:  # one that is words alone would lose them
             error.filename = str(path)
         return error

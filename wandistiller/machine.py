@@ -125,10 +125,11 @@ def _groups(root: Path) -> list[tuple[int, int]]:
             continue
         own = top / path.lstrip("/")  # is not there in a container that sees its own group as `top`
         for group in (g for g in (own, *own.parents) if g.is_relative_to(top) and (g / limit).is_file()):
-            if (allowed := (group / limit).read_text().strip()) != "max":
+            said = [(group / file).read_text().strip() for file in (limit, "memory.high") if (group / file).is_file()]
+            if allowed := min((int(n) for n in said if n != "max"), default=0):  # over `high` the kernel takes pages back
                 stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
                 cache = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-                found.append((int(allowed), max(0, int(allowed) - int((group / used).read_text()) + cache)))
+                found.append((allowed, max(0, allowed - int((group / used).read_text()) + cache)))
     return found
 
 

@@ -3,6 +3,7 @@
 import atexit
 import fcntl
 import os
+import resource
 import shutil
 import socket
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ from typing import Any
 
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
+IPC_LOCK = 14
+"""The capability to lock any amount of memory. Source: Linux, include/uapi/linux/capability.h."""
 
 
 def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str, sharers: int) -> dict[str, Any]:
@@ -73,3 +76,37 @@ def _is_held(folder: Path) -> bool:
     except OSError:  # locked, or just being made
         return True
     return False
+
+
+def locked_bytes(ds: dict[str, Any], numels: Iterable[int], sharers: int, item: int) -> int:
+    """Bytes of one engine's buffers on a rank, which DeepSpeed keeps from being paged out (0.19.8).
+
+    Args:
+        numels: numbers in each tensor of the networks.
+        sharers: ranks among which each is cut.
+        item: bytes of a weight.
+    """
+    numels, zero = list(numels), ds["zero_optimization"]
+    weights, states = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
+    found = 0
+    if weights.get("device") == "nvme":
+        found += item * weights.get("buffer_count", 5) * max(-(-max(numels) // sharers), weights.get("buffer_size", 0))
+    if states.get("device") == "nvme":
+        found += 4 * states.get("buffer_count", 4) * min(-(-sum(numels) // sharers), int(zero.get("sub_group_size", 10**9)))
+    return found
+
+
+def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/")) -> list[str]:
+    """Why this process may not lock so many bytes in memory: DeepSpeed would abort it without a word (0.19.8).
+
+    Args:
+        limit: bytes, if it is not this process's own.
+        root: the folder of proc/.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    status = dict(line.split(":", 1) for line in (root / "proc/self/status").read_text().splitlines())
+    if limit == resource.RLIM_INFINITY or nbytes <= limit or int(status["CapEff"], 16) >> IPC_LOCK & 1:
+        return []
+    return [f"What is on NVMe has buffers of {nbytes / 2**20:.0f} MiB a rank that stay in memory, and this user may lock "
+            f"{limit / 2**20:.3g} MiB (`ulimit -l`). Raise it: in /etc/security/limits.conf `* - memlock unlimited`, of a "
+            "service LimitMEMLOCK=infinity, of a container --ulimit memlock=-1; or offload to cpu."]  # fmt: skip
