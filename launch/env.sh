@@ -5,10 +5,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v g++ >/dev/null || { echo "A C++ compiler is missing; on Debian or Ubuntu: apt install g++" >&2; exit 2; }
 
 if nvidia-smi -L >/dev/null 2>&1; then
-  RANKS=$(nvidia-smi -L | wc -l)
   torch_index=()
 else
-  RANKS=2
   torch_index=(--extra-index-url https://download.pytorch.org/whl/cpu) # a build without gigabytes of CUDA
   export DS_ACCELERATOR=cpu OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
 fi
@@ -23,6 +21,8 @@ if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
   .venv/bin/pip install -q -r launch/requirements.txt -e .
   echo "$wanted" >.venv/wanted
 fi
+RANKS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+while ((16 % RANKS)); do ((RANKS--)); done # what the batch of the quick start can be shared among
 export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 
 build() { # one of DeepSpeed's C++ parts, once: NAME BUILDER WHAT

@@ -4,5 +4,7 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=gpu01 RANKS=8 bash launch/torchrun.sh train --recipe ds_configs/recipes/quickstart.json
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-exec torchrun --nproc_per_node "${RANKS:-gpu}" --nnodes "${NODES:-1}" --node_rank "${NODE_RANK:-0}" \
+RANKS=${RANKS:-$(python -c 'import torch; print(torch.cuda.device_count() or 1)')} # of this node
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + RANKS - 1) / RANKS))} # torchrun itself would leave each rank one core
+exec torchrun --nproc_per_node "$RANKS" --nnodes "${NODES:-1}" --node_rank "${NODE_RANK:-0}" \
   --master_addr "${MASTER_ADDR:-127.0.0.1}" --master_port "${MASTER_PORT:-29500}" -m wandistiller "$@"

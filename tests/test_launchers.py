@@ -10,7 +10,7 @@ import pytest
 from ranks import ROOT, losses, run, wandistiller, write_json
 from recipes import recipe
 
-from wandistiller.launchers import PORTS, adopt, first_host, own_programs_first
+from wandistiller.launchers import PORTS, adopt, first_host, own_programs_first, share_cores
 from wandistiller.problems import ConfigError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -24,6 +24,17 @@ FIFTH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 def adopted(**env: str) -> dict[str, str]:
     adopt(env)
     return env
+
+
+@pytest.mark.parametrize(("env", "threads"), [
+    ({"LOCAL_WORLD_SIZE": "4"}, "4"), ({"LOCAL_SIZE": "32"}, "1"), (OPEN_MPI, "4"), (MPICH, "4"), (SLURM, "4"),
+    (SLURM | {"SLURM_CPUS_PER_TASK": "12"}, "12"), ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, "1"),
+    ({"LOCAL_WORLD_SIZE": "1"}, None), ({}, None),
+])  # fmt: skip
+def test_ranks_of_a_node_share_its_16_cores_unless_told_otherwise(env: dict[str, str], threads: str | None) -> None:
+    found = dict(env)
+    share_cores(found, 16)
+    assert found.get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize("env", [SLURM, OPEN_MPI | {"MASTER_ADDR": "gpu07"}, MPICH | {"MASTER_ADDR": "gpu07"}])

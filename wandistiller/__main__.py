@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":  # torch, too, is to see no GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    launchers.share_cores(os.environ, len(os.sched_getaffinity(0)))
     allocators.settle()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars for each small file; read when tqdm is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of a lost connection are 30 lines of C++ each

@@ -48,12 +48,24 @@ def adopt(env: MutableMapping[str, str]) -> None:
     started = [(launcher, n) for launcher, n in LAUNCHERS.items() if {n.rank, n.size, n.local_rank} <= env.keys()]
     for launcher, names in started[:1]:
         env |= {"RANK": env[names.rank], "WORLD_SIZE": env[names.size], "LOCAL_RANK": env[names.local_rank]}
-        env |= {"LOCAL_WORLD_SIZE": env[names.local_size].partition("(")[0].partition(",")[0]} if names.local_size in env else {}
+        env |= {"LOCAL_WORLD_SIZE": str(_first_number(env[names.local_size]))} if names.local_size in env else {}
         env.setdefault("MASTER_PORT", str(_port(env, names)))
         if not env.setdefault("MASTER_ADDR", _first_node(env, names)):
             raise ConfigError(f"{launcher}: started {env[names.size]} ranks on several nodes, and does not say which is the "
                               "first. Set MASTER_ADDR to its name or address on all of them, with `mpirun -x MASTER_ADDR=HOST` "
                               "(Open MPI) or `mpirun -genv MASTER_ADDR HOST` (MPICH, Intel).")
+
+
+def share_cores(env: MutableMapping[str, str], cores: int) -> None:
+    """Let each rank of a node have its share of the cores, where nobody says how many; torch reads it when it is imported."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *(n.local_size for n in LAUNCHERS.values()))  # torchrun's, deepspeed's
+    ranks = next((_first_number(env[name]) for name in names if name in env), 1)
+    if ranks > 1:
+        env.setdefault("OMP_NUM_THREADS", env.get("SLURM_CPUS_PER_TASK", str(max(1, cores // ranks))))
+
+
+def _first_number(count: str) -> int:
+    return int(count.partition("(")[0].partition(",")[0])
 
 
 def own_programs_first(env: MutableMapping[str, str]) -> None:

@@ -1,6 +1,5 @@
 """The frozen teacher behind one method, `velocity(batch)`. Where its weights live is read off its DeepSpeed JSON."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +161,6 @@ def _owned(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str
 
 def _shared(folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
     peers = distributed.node_peers()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(peers)))
     return loading.load_shared(reader, folder.configs[expert], _dtype(ds), peers)
 
 
