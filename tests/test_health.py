@@ -68,6 +68,12 @@ def test_a_run_that_goes_on_forgets_alarms_of_steps_that_it_comes_to_again(tmp_p
     assert not (tmp_path / "alarms.jsonl").read_text()
 
 
+def test_a_run_goes_on_from_an_alarm_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "alarms.jsonl").write_text('{"step": 1, "kind": "data", "alarm": "a"}\n{"step": 2, "ki')
+    Health(tmp_path).go_on_from(2)
+    assert (tmp_path / "alarms.jsonl").read_text() == '{"step": 1, "kind": "data", "alarm": "a"}\n'
+
+
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     falling = [1 / step for step in range(1, PACES + 1)]
     assert alarms(tmp_path, falling, spent=[WELL, Spent(0.01, 0.04, 1.0), WELL]) == ["slow rank"]

@@ -73,11 +73,31 @@ def test_every_chart_is_a_picture_too(finished: Path) -> None:
     assert all(Image.open(file).width == 640 for file in files) and page.name == "index.html"
 
 
-def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_line(tmp_path: Path) -> None:
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A run that writes the line of its second step."""
     line = {"step": 1, "loss": 0.5, "grad_norm": None, "lr": 1e-3, "seconds": 2.0, "samples_per_second": 4.0, "memory_gib": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + '{"step": 2, "lo')
-    text = report(tmp_path)[0].read_text()
+    return tmp_path
+
+
+def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_line(begun: Path) -> None:
+    text = report(begun)[0].read_text()
     assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in text
+
+
+def test_an_alarm_that_was_cut_off_is_left_out(begun: Path) -> None:
+    alarm = {"step": 1, "kind": "plateau", "alarm": "The loss stands still"}
+    (begun / "alarms.jsonl").write_text(json.dumps(alarm) + "\n" + '{"step": 2, "kind": "pla')
+    assert report(begun)[0].read_text().count("<td>step ") == 1
+
+
+def test_pictures_are_found_where_the_run_put_them(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("pictures")
+    Image.new("RGB", (8, 8)).save(elsewhere / "step_00000001.png")
+    (begun / "resolved").mkdir()
+    write_json(begun / "resolved" / "run.json", {"sample_dir": str(elsewhere)})
+    assert Page(report(begun)[0].read_text()).images == 1
 
 
 @pytest.mark.parametrize("content", [None, "", '{"st'])

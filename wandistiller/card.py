@@ -8,6 +8,7 @@ from typing import Any
 
 from wandistiller import wan
 from wandistiller.files import write_json
+from wandistiller.pictures import drawn
 from wandistiller.wan import WanFolder
 
 FACTS = "wandistiller.json"
@@ -69,7 +70,7 @@ def write_card(folder: Path, teacher: WanFolder, facts: dict[str, Any], recipe: 
     numbers = {"layers": config["num_layers"], "n_experts": len(experts), "more": front(teacher, facts),
                "parameters": wan.count_parameters(config) * len(experts) / 1e6}  # fmt: skip
     text = PIPELINE.format(**facts | numbers)
-    pictures = sorted((run / "samples").glob("step_*.png"))
+    pictures = drawn(run)
     if pictures:
         shutil.copyfile(pictures[-1], folder / PICTURE)
         text += f"\nAbove the teacher, below the student, from the same noise:\n\n![samples]({PICTURE})\n"

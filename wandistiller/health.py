@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from wandistiller.distributed import log0, rank
-from wandistiller.files import atomic
-from wandistiller.metrics import clock, step_of
+from wandistiller.metrics import clock, read_lines, write_lines
 
 SOON = 10
 """Steps of which a mean is taken where a single step says nothing."""
@@ -76,13 +75,10 @@ class Health:
 
     def go_on_from(self, start: int) -> None:
         """Drop the alarms after step `start`, which the run will come to again; those before it are not repeated soon."""
-        if not self._file.is_file():
-            return
-        kept = [line for line in self._file.read_text().splitlines() if step_of(line) <= start]
-        self._said = {entry["kind"]: entry["step"] for entry in map(json.loads, kept)}
-        if rank() == 0:
-            with atomic(self._file) as temporary:
-                temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        kept = read_lines(self._file, start)
+        self._said = {entry["kind"]: entry["step"] for entry in kept}
+        if rank() == 0 and self._file.is_file():
+            write_lines(self._file, kept)
 
     def step(self, step: int, loss: float, grad_norm: float | None, lr: float, spent: list[Spent]) -> None:
         """After optimizer step `step`; `spent` is of each rank."""

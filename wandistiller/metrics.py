@@ -56,12 +56,21 @@ def scalars(value: Any, name: str = "") -> dict[str, float]:
     return {n: number for key, v in inner.items() for n, number in scalars(v, key).items()}
 
 
-def step_of(line: str) -> float:
-    """The step of a line; of one that was cut off by a kill, one that never comes."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
+def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
+    """What a file of JSON lines holds up to step `last`; a line that a kill cut off, or that is being written, is left out."""
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [entry for entry in found if entry["step"] <= last]
+
+
+def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
+    """Write a file of JSON lines, atomically."""
+    with atomic(file) as temporary:
+        temporary.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
 
 
 class Metrics:
@@ -72,9 +81,7 @@ class Metrics:
         self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
         self._start, self._began, self._last = start, time.monotonic(), time.monotonic()
         if rank() == 0:
-            kept = [line for line in file.read_text().splitlines() if step_of(line) <= start] if start and file.exists() else []
-            with atomic(file) as temporary:
-                temporary.write_text("".join(f"{line}\n" for line in kept))
+            write_lines(file, read_lines(file, start) if start else [])
 
     def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, memory: dict[str, list[Usage]],
              **more: Any) -> dict[str, Any]:  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from wandistiller.config import read_json
 from wandistiller.files import atomic
 
 SMALLEST_TILE = 128  # pixels; smaller images are enlarged by whole factors so that the pixels stay visible
@@ -17,6 +18,13 @@ def to_pil(image_CHW: Tensor) -> Image.Image:
     """An image in [0, 1] as an 8-bit RGB picture."""
     image_HWC = (image_CHW.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
     return Image.fromarray(np.ascontiguousarray(image_HWC.cpu().numpy()))
+
+
+def drawn(output: Path) -> list[Path]:
+    """The grids of a run, the oldest first: of OUTPUT/samples, or of the `sample_dir` that it ran with."""
+    run = output / "resolved" / "run.json"
+    chosen = read_json(run).get("sample_dir") if run.is_file() else None
+    return sorted(Path(chosen or output / "samples").glob("step_*.png"))
 
 
 def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:

@@ -11,7 +11,8 @@ from wandistiller.charts import Chart, Line, png, smooth, svg
 from wandistiller.config import read_json
 from wandistiller.files import atomic
 from wandistiller.memory_picture import COLOURS
-from wandistiller.metrics import clock
+from wandistiller.metrics import clock, read_lines
+from wandistiller.pictures import drawn
 from wandistiller.problems import ConfigError, readable
 
 SHOWN = 6
@@ -64,14 +65,8 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     file = output / "metrics.jsonl"
     if not file.is_file():
         raise ConfigError(f"{output}: no metrics.jsonl in it. Name the --output_dir of a run that has done a step.")
-    found = []
     with readable(file):
-        text = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in text:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
+        found = read_lines(file)
     if not found:
         raise ConfigError(f"{file}: has no step yet. Wait for the first.")
     return found
@@ -124,14 +119,13 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
 
 def _alarms(output: Path) -> list[str]:
     """What health.py has said."""
-    file = output / "alarms.jsonl"
-    said = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    said = read_lines(output / "alarms.jsonl")
     rows = "".join(f"<tr><td>step {entry['step']}</td><td>{escape(entry['alarm'])}</td></tr>" for entry in said)
     return [f"<h2>Alarms</h2><table>{rows}</table>"] if said else []
 
 
 def _pictures(output: Path) -> list[str]:
-    files = sorted((output / "samples").glob("step_*.png"))
+    files = drawn(output)
     if not files:
         return []
     picked = sorted({round(i * (len(files) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
