@@ -42,7 +42,7 @@ def test_stock_pipeline_makes_the_same_image_as_sample(finished: Path, tmp_path:
 
 def test_output_folder_holds_what_is_promised(finished: Path) -> None:
     names = {str(p.relative_to(finished)) for p in finished.rglob("*")}
-    resolved = {f"resolved/{n}.json" for n in ("run", "student_deepspeed", "teacher_deepspeed", "student")}
+    resolved = {f"resolved/{n}.json" for n in ("run", "student_deepspeed", "teacher_deepspeed", "student", "machine")}
     assert resolved | {"metrics.jsonl", "checkpoints/latest", "samples/step_00000002.png", "student/README.md"} <= names
     assert (finished / "checkpoints" / "latest").read_text().strip() == "step_00000002"
 

@@ -10,7 +10,7 @@ import pytest
 from ranks import ROOT, losses, run, wandistiller, write_json
 from recipes import recipe
 
-from wandistiller.launchers import PORTS, adopt, first_host, own_programs_first, share_cores
+from wandistiller.launchers import PORTS, adopt, first_host, own_programs_first, share_cores, started_by
 from wandistiller.problems import ConfigError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -53,6 +53,15 @@ def test_ranks_of_one_node_meet_on_it(env: dict[str, str]) -> None:
 def test_mpirun_on_two_nodes_must_be_told_the_first(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         adopted(**env)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [({}, "none"), (FIFTH, "another"), (SLURM, "srun"), (OPEN_MPI | SLURM, "Open MPI's mpirun"),
+     (SLURM | {"CROSS_RANK": "1"}, "deepspeed"), (SLURM | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun")],
+)  # fmt: skip
+def test_the_launcher_is_known_by_what_it_says(env: dict[str, str], launcher: str) -> None:
+    assert started_by(env) == launcher
 
 
 def test_what_deepspeed_or_torchrun_said_is_kept() -> None:

@@ -11,7 +11,9 @@ from ranks import wandistiller, write_json
 from recipes import recipe
 
 from wandistiller.charts import MOST_POINTS, Chart, Line, Scale, png, smooth, svg, thinned
+from wandistiller.metrics import read_lines
 from wandistiller.problems import ConfigError
+from wandistiller.run_charts import run_charts
 from wandistiller.run_report import report
 
 VOID = {"meta", "br", "img"}
@@ -98,6 +100,31 @@ def test_pictures_are_found_where_the_run_put_them(begun: Path, tmp_path_factory
     (begun / "resolved").mkdir()
     write_json(begun / "resolved" / "run.json", {"sample_dir": str(elsewhere)})
     assert Page(report(begun)[0].read_text()).images == 1
+
+
+def test_the_page_says_on_what_the_run_ran(begun: Path) -> None:
+    node = {"host": "gpu<1>", "cpu": "Xeon", "cores": 96, "memory_gib": 1007.5, "ranks": 2, "gpus": ["NVIDIA H100"] * 2}
+    said = {"launcher": "srun", "versions": {"python": "3.12.1", "torch": "2.13.0"}, "nodes": [node, node | {"gpus": []}]}
+    (begun / "resolved").mkdir()
+    write_json(begun / "resolved" / "machine.json", said)
+    text = report(begun)[0].read_text()
+    for words in ("<th>gpu&lt;1&gt;</th><td>2 rank(s), 2 x NVIDIA H100, Xeon, 96 cores, 1007.5 GiB", "2 rank(s), Xeon", "srun",
+                  "python 3.12.1, torch 2.13.0"):  # fmt: skip
+        assert words in text, words
+
+
+def test_the_error_by_sigma_is_drawn_at_the_start_and_as_evaluated_in_one_unit(begun: Path) -> None:
+    write_json(begun / "student_start.json", {"relative_velocity_error_by_sigma": {"0.0-0.25": 0.5, "0.25-0.5": 2.0}})
+    bands = {"0-0.875": {"expert": "transformer_2", "value": 0.1}, "0.875-1": {"expert": "transformer", "value": None}}
+    write_json(begun / "evaluation.json", {"relative_velocity_error": {"bands": bands}})
+    start, end = run_charts(begun, read_lines(begun / "metrics.jsonl"))["error_by_sigma"].lines
+    assert start.points == [(0.0, 0.25), (0.25, 0.25), (0.25, 4.0), (0.5, 4.0)]  # the file has the root
+    assert end.points == [(0.0, 0.1), (0.875, 0.1)]
+    assert "velocity error by sigma" in report(begun)[0].read_text()
+
+
+def test_without_a_teacher_in_use_or_an_evaluation_there_is_no_error_by_sigma(begun: Path) -> None:
+    assert "error_by_sigma" not in run_charts(begun, read_lines(begun / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("content", [None, "", '{"st'])

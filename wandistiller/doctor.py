@@ -1,9 +1,7 @@
 """`wandistiller doctor`: whether this machine has what a run needs, what is missing and how to get it, and how fast it is."""
 
-import platform
 import shutil
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -11,10 +9,10 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
 from wandistiller import distributed, rates
 from wandistiller.engines import MONITORS
+from wandistiller.hardware import version, versions
 from wandistiller.hostfile import read_hostfile, require_reach
 from wandistiller.machine import GIB, memory_line, this_machine
 
-PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "safetensors", "numpy", "pillow")
 EXTRAS = {
     "peft": "for LoRA students: pip install peft",
     "imageio-ffmpeg": "to read and write videos: pip install imageio imageio-ffmpeg",
@@ -51,18 +49,11 @@ def _nodes(file: Path, port: int | None) -> dict[str, int]:
     return nodes
 
 
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _software() -> list[str]:
-    found = [f"software   python {platform.python_version()}, {', '.join(f'{name} {_version(name)}' for name in PACKAGES)}"]
-    there = [f"{name} {_version(name)}" for name in EXTRAS if _version(name)]
+    found = [f"software   {', '.join(f'{name} {found}' for name, found in versions().items())}"]
+    there = [f"{name} {version(name)}" for name in EXTRAS if version(name)]
     found += [f"optional   {', '.join(there)}"] if there else []
-    return found + [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not _version(name)]
+    return found + [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not version(name)]
 
 
 def _operators() -> list[str]:

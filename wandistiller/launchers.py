@@ -33,6 +33,8 @@ LAUNCHERS = {
                   "SLURM_JOB_ID"),
 }  # fmt: skip
 """The outer one last: mpirun uses srun to reach its nodes."""
+MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+"""Variables that only those launchers set that say RANK themselves."""
 PORTS = range(20000, 30000)
 """Below those that a system gives out by itself. Source: Linux, Documentation/networking/ip-sysctl.rst, ip_local_port_range."""
 
@@ -66,6 +68,13 @@ def share_cores(env: MutableMapping[str, str], cores: int) -> None:
 
 def _first_number(count: str) -> int:
     return int(count.partition("(")[0].partition(",")[0])
+
+
+def started_by(env: MutableMapping[str, str]) -> str:
+    """The program that started this process beside its other ranks; the innermost, where one started another."""
+    inner = [launcher for launcher, name in MARKS.items() if name in env]
+    outer = [launcher for launcher, n in LAUNCHERS.items() if {n.rank, n.size, n.local_rank} <= env.keys()]
+    return (inner + outer + ["none" if env.get("WORLD_SIZE", "1") == "1" else "another"])[0]
 
 
 def own_programs_first(env: MutableMapping[str, str]) -> None:

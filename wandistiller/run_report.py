@@ -2,18 +2,18 @@
 
 import base64
 import json
-import platform
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from wandistiller.charts import Chart, Line, png, smooth, svg
-from wandistiller.config import read_json
+from wandistiller import hardware
+from wandistiller.charts import png, svg
 from wandistiller.files import atomic
 from wandistiller.memory_picture import COLOURS
 from wandistiller.metrics import clock, read_lines
 from wandistiller.pictures import drawn
 from wandistiller.problems import ConfigError, readable
+from wandistiller.run_charts import read_if_there, run_charts
 
 SHOWN = 6
 """Sample grids of a run that are shown: the first, the last, and between."""
@@ -44,7 +44,7 @@ def report(output: Path) -> list[Path]:
         ConfigError: `output` is no folder of a run.
     """
     lines = _metrics(output)
-    charts = _charts(lines)
+    charts = run_charts(output, lines)
     folder = output / "report"
     files = [folder / f"{name}.png" for name in charts]
     for chart, file in zip(charts.values(), files, strict=True):
@@ -52,7 +52,7 @@ def report(output: Path) -> list[Path]:
     colours = "".join(f".l{n} {{ stroke: {c}; }} .k{n}::before {{ background: {c}; }}\n" for n, c in enumerate(COLOURS))
     body = [f"<h1>{escape(output.resolve().name)}</h1>", _summary(output, lines),
             *_alarms(output), '<div class="charts">', *map(svg, charts.values()), "</div>",
-            *_pictures(output), *_evaluation(output), *_settings(output), _machine(output)]  # fmt: skip
+            *_pictures(output), *_evaluation(output), *_machine(output), _memory(output), *_settings(output)]  # fmt: skip
     page = ('<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(output.resolve().name)}</title><style>{STYLE}{colours}</style>\n" + "\n".join(body) + "</html>\n")
     with atomic(folder / "index.html") as temporary:
@@ -72,42 +72,8 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _charts(lines: list[dict[str, Any]]) -> dict[str, Chart]:
-    """By the name of their files."""
-    def of(key: str) -> list[tuple[float, Any]]:
-        return [(line["step"], line.get(key)) for line in lines if line.get(key) is not None]
-
-    over = max(1, len(lines) // 50)
-    loss = [Line("each step", of("loss"))] + [Line(f"mean of {over}", smooth(of("loss"), over))] * (over > 1)
-    bands = sorted({band for line in lines for band in line.get("loss_by_sigma", {})})
-    by_band = [Line(f"sigma {band}", smooth([(line["step"], line["loss_by_sigma"][band]) for line in lines
-                                             if band in line.get("loss_by_sigma", {})], over)) for band in bands]  # fmt: skip
-    terms = sorted({name for line in lines for name in line.get("losses", {})})
-    by_term = [Line(name, smooth([(line["step"], line["losses"][name]) for line in lines if "losses" in line], over))
-               for name in terms]  # fmt: skip
-    found = {
-        "loss": Chart("loss", "a step", loss, True),
-        "loss_by_sigma": Chart("loss by sigma", f"mean of {over}", by_band, True),
-        "terms": Chart("loss of each term", f"mean of {over}", by_term, True),
-        "grad_norm": Chart("gradient norm", "a step", [Line("gradient norm", of("grad_norm"))], True),
-        "lr": Chart("learning rate", "a step", [Line("learning rate", of("lr"))]),
-        "throughput": Chart("throughput", "samples a second", [Line("samples a second", of("samples_per_second"))]),
-        "memory": Chart("memory", "GiB of the rank with most", _memory(lines)),
-    }
-    return {name: chart for name, chart in found.items() if any(line.points for line in chart.lines)}
-
-
-def _memory(lines: list[dict[str, Any]]) -> list[Line]:
-    """What each kind takes while it trains."""
-    held = [(line["step"], line.get("memory_gib", {}).get("train")) for line in lines]
-    held = [(step, kinds) for step, kinds in held if isinstance(kinds, dict)]
-    names = {"host": "CPU memory", "host_peak": "CPU memory at most", "allocated": "GPU, tensors", "reserved": "GPU, reserved",
-             "peak": "GPU at most"}  # fmt: skip
-    return [Line(words, [(step, max(kinds[kind])) for step, kinds in held if kind in kinds]) for kind, words in names.items()]
-
-
 def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
-    last, run = lines[-1], _json(output / "resolved" / "run.json")
+    last, run = lines[-1], read_if_there(output / "resolved" / "run.json")
     seconds = sum(line["seconds"] for line in lines)
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
     loss = f"{last['loss']:.5g}" if last["loss"] is not None else "not finite"
@@ -164,15 +130,17 @@ def _settings(output: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _machine(output: Path) -> str:
-    memory = _json(output / "memory.json")
+def _machine(output: Path) -> list[str]:
+    """What the run ran on when it was last started."""
+    said = read_if_there(output / "resolved" / "machine.json")
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in hardware.rows(said)) if said else ""
+    return [f'<h2>Machine</h2><div class="wide"><table>{rows}</table></div>'] if said else []
+
+
+def _memory(output: Path) -> str:
+    memory = read_if_there(output / "memory.json")
     ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
     said = {phase: "".join(f"<td>{escape(kind)} {max(v):.2f} GiB</td>" for kind, v in kinds.items())
             for phase, kinds in memory.items()}  # fmt: skip
     rows = "".join(f"<tr><td>{escape(phase)}</td>{cells}</tr>" for phase, cells in said.items())
-    return (f"<h2>Memory by phase, of the rank with most, {ranks} rank(s)</h2><div class=\"wide\"><table>{rows}</table></div>"
-            f'<p class="dim">Made on {escape(platform.node())}, {escape(platform.platform())}</p>')
-
-
-def _json(file: Path) -> dict[str, Any]:
-    return read_json(str(file)) if file.is_file() else {}
+    return f"<h2>Memory by phase, of the rank with most, {ranks} rank(s)</h2><div class=\"wide\"><table>{rows}</table></div>"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from wandistiller import begin, checkpoint, distributed, resume, wan
+from wandistiller import begin, checkpoint, distributed, hardware, resume, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
 from wandistiller.cuts import Cuts
@@ -34,12 +34,14 @@ DONE = "DONE"
 
 def run(job: Job) -> None:
     """The command. Collective until the export, which rank 0 does alone after the others have left."""
+    machine = hardware.described()
     if distributed.rank() == 0:
         if job.run.resume == "never":
             _set_aside(job.output / "checkpoints")
         sweep(job.output / "checkpoints")
         (job.output / DONE).unlink(missing_ok=True)
         job.write_resolved()
+        write_json(job.output / "resolved" / "machine.json", machine)
     for line in job.summary():
         distributed.log0(line)
     tell(job)
