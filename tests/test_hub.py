@@ -18,8 +18,8 @@ from wandistiller.wan import WanFolder, open_wan, require_weights
 
 ID = "org/wan"
 NEEDED_FIRST = {"model_index.json", "scheduler/scheduler_config.json", "text_encoder/config.json", "transformer/config.json",
-                "vae/config.json"}  # fmt: skip
-NOT_NEEDED = ("README.md", "Wan2.1_VAE.pth", "assets/cat.mp4", "text_encoder/pytorch_model.bin",
+                "vae/config.json", "README.md"}  # fmt: skip
+NOT_NEEDED = ("Wan2.1_VAE.pth", "assets/cat.mp4", "text_encoder/pytorch_model.bin",
               "transformer/diffusion_pytorch_model.fp16.safetensors",
               "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors")  # fmt: skip
 ASK = """
@@ -48,7 +48,9 @@ print(json.dumps(found | {"nosuch": refusal("org/wan", "nosuch")}))
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small pipeline in sharded files. Do not write into it."""
-    return make_wan(tmp_path_factory.mktemp("hub") / "wan", **FORMS["Wan2.1-14B"])
+    folder = make_wan(tmp_path_factory.mktemp("hub") / "wan", **FORMS["Wan2.1-14B"])
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Wan\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def online(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(done.stdout) | {"asked": asked}
 
 
-def test_opening_a_hub_id_fetches_only_the_json_files_that_are_read(online: dict) -> None:
+def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read(online: dict) -> None:
     assert set(online["opened"]) == NEEDED_FIRST and online["revision"] == COMMIT
 
 
@@ -106,6 +108,11 @@ def test_an_offline_cache_serves_branch_tag_and_commit(cached: Path, revision: s
     folder = open_wan(ID, weights=True, revision=revision)
     require_weights(folder)
     assert (folder.path, folder.name, folder.revision) == (snapshot(cached), ID, COMMIT)
+
+
+def test_a_hub_id_without_a_card_opens(cached: Path) -> None:
+    (snapshot(cached) / "README.md").unlink()
+    assert open_wan(ID).revision == COMMIT
 
 
 def test_a_branch_that_moves_on_changes_nothing_for_what_was_opened(cached: Path) -> None:

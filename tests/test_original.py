@@ -63,8 +63,7 @@ def test_a_single_file_opens_as_the_same_network(two_experts: Path, tmp_path: Pa
                  "--dtype", "float32")  # fmt: skip
     wandistiller("export", "--checkpoint", two_experts, "--output", tmp_path / "folder", "--dtype", "float32")
     wanted = WanTransformer3DModel.from_pretrained(tmp_path / "folder", subfolder=name)
-    found = WanTransformer3DModel.from_single_file(str(tmp_path / f"w{side}.safetensors"), config=str(tmp_path / "folder"),
-                                                   subfolder=name)  # fmt: skip
+    found = WanTransformer3DModel.from_single_file(str(tmp_path / f"w{side}.safetensors"), config=str(tmp_path / "w.card"))
     assert all(torch.equal(value, wanted.state_dict()[key]) for key, value in found.state_dict().items())
     assert torch.equal(answer(found), answer(wanted))
 
@@ -126,6 +125,10 @@ def test_a_lora_cut_out_of_all_the_difference_makes_the_teacher_the_student(
     wandistiller("export", "--checkpoint", two_experts, "--output", target, *flags)
     wandistiller("export", "--checkpoint", two_experts, "--output", tmp_path / "folder", "--dtype", "float32")
     files = both(target) if style == "diffusers" else [tmp_path / f"lora_{side}_noise.safetensors" for side in ("high", "low")]
+    if style == "original":
+        with safe_open(files[0], "pt") as file:
+            assert file.metadata()["modelspec.architecture"] == "Wan/lora"
+    assert "base_model_relation" not in (target.with_suffix(".card" * (style == "original")) / "README.md").read_text()
     found, before = with_lora(wan2, *files), with_lora(wan2)
     for name, value in found.items():
         wanted = answer(WanTransformer3DModel.from_pretrained(tmp_path / "folder", subfolder=name))

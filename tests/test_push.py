@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_api
 
-from wandistiller.hub import push
+from wandistiller.__main__ import main
+from wandistiller.hub import check, push
 from wandistiller.problems import ConfigError
 
 
@@ -20,6 +21,11 @@ class Hub(BaseHTTPRequestHandler):
     token = "hf_right"
     seen: list[tuple[str, dict]] = []
     files: dict[str, bytes] = {}
+
+    def do_GET(self) -> None:
+        """Of /api/whoami-v2."""
+        right = self.headers.get("Authorization") == f"Bearer {self.token}"
+        return self._answer(*(200, {"name": "me"}) if right else (401, {"error": "Invalid username or password."}))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -101,8 +107,44 @@ def test_a_name_that_cannot_be_is_one_message(hub: type[Hub], student: Path) -> 
         push([student], "a/b/c", private=False)
 
 
-def test_a_hub_out_of_reach_is_one_message(hub: type[Hub], student: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unreachable(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (constants, hf_api):
         monkeypatch.setattr(module, "ENDPOINT", "http://127.0.0.1:9", raising=False)
-    with pytest.raises(ConfigError, match="give the same command again once the hub can be reached"):
-        push([student], "org/student", private=False)
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_what_did_not_arrive_is_uploaded_later_as_it_is(student: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"weights")
+    with pytest.raises(ConfigError) as found:
+        push([tmp_path / "w.safetensors", student], "org/student", private=True)
+    assert (f"; once the hub can be reached, `hf upload --private org/student {tmp_path}/w.safetensors` and "
+            f"`hf upload --private org/student {student}` uploads it as it is.") in str(found.value)  # fmt: skip
+
+
+def test_the_owner_of_a_name_without_one_is_asked_for(hub: type[Hub]) -> None:
+    assert (check("student"), check("org/student")) == ("me/student", "org/student")
+    assert hub.seen == []  # nothing is made yet
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "said"),
+    [("a/b/c", "hf_right", "--push_to_hub a/b/c: "), ("org/student", "", "there is no token for the hub. Set HF_TOKEN"),
+     ("org/student", "hf_wrong", "the hub refuses: ")],
+)  # fmt: skip
+@pytest.mark.usefixtures("hub", "quiet_logging")
+def test_name_and_token_are_tried_before_anything_is_exported(
+    name: str, token: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    words = ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "s"), "--push_to_hub", name]
+    assert main(words) == 2  # there is no run either, which is not even looked at
+    error = capsys.readouterr().err
+    assert said in error and error.count("error: ") == 1 and "no checkpoint there" not in error
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_hub_out_of_reach_is_known_before_the_export() -> None:
+    with pytest.raises(ConfigError, match="Nothing was exported; once the hub can be reached, give the same command again"):
+        check("org/student")

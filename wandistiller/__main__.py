@@ -140,19 +140,22 @@ def _export(_: str, flags: dict[str, Any], __: "Failures") -> None:
     import torch
 
     from wandistiller.export import check_export, export, export_adapter, export_original
-    from wandistiller.hub import push
+    from wandistiller.hub import check, push
 
     check_export(flags)
+    repository = check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
     dtype, original = getattr(torch, flags["dtype"]), flags["format"] == "original"
     what = flags["checkpoint"], flags["output"], dtype, flags["ema"]
     if flags["adapter"]:
-        made = export_adapter(*what, original, flags["energy"], flags["rank"])
+        made = export_adapter(*what, original, flags["energy"], flags["rank"], repository)
+    elif original:
+        made = export_original(*what, repository)
     else:
-        made = export_original(*what) if original else [export(*what, flags["max_shard_size"])]
+        made = [export(*what, flags["max_shard_size"], repository)]
     for path in made:
         print(path)
-    if flags["push_to_hub"]:
-        print(push(made, flags["push_to_hub"], flags["private"]))
+    if repository:
+        print(push(made, repository, flags["private"]))
 
 
 def _sample(_: str, flags: dict[str, Any], __: "Failures") -> None:

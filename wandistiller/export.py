@@ -16,7 +16,7 @@ from wandistiller import checkpoint, manifest, wan
 from wandistiller.adapters import Adapter, comfy_state, extract, trained
 from wandistiller.batch import Expert
 from wandistiller.blocks import PROJECTIONS
-from wandistiller.card import FACTS, write_adapter_card, write_card
+from wandistiller.card import FACTS, About, write_adapter_card, write_original_card, write_pipeline_card
 from wandistiller.files import link_or_copy, write_json
 from wandistiller.original import original_state, per_expert, unlike_published, write_file
 from wandistiller.problems import ConfigError, folder_problems, problem, readable
@@ -25,7 +25,7 @@ from wandistiller.tuning import Lora, add_lora
 from wandistiller.wan import WanFolder, open_wan
 from wandistiller.weights import WeightReader
 
-SECOND = "pytorch_lora_weights_2.safetensors"
+FIRST, SECOND = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_2.safetensors"
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
 SHARD = "10GB"
 """diffusers' own limit of one file."""
@@ -68,6 +68,14 @@ class Source(NamedTuple):
         # .get: checkpoints made before `teacher_revision` have no such fact
         return open_wan(self.facts["teacher_path"], weights=weights, revision=self.facts.get("teacher_revision"))
 
+    def about(self, repository: str) -> About:
+        """What its card tells of; a teacher that is gone leaves only its name."""
+        try:
+            teacher = self.teacher(weights=False)
+        except ConfigError:
+            teacher = None
+        return About(teacher, self.facts, self.recipe, self.run, repository)
+
 
 def check_export(flags: dict[str, Any]) -> None:
     """Refuse flags that do not go together, before anything is read.
@@ -90,7 +98,7 @@ def check_export(flags: dict[str, Any]) -> None:
 
 
 def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None,
-           shard: str = SHARD) -> Path:  # fmt: skip
+           shard: str = SHARD, repository: str = "") -> Path:  # fmt: skip
     """Write the student as a diffusers pipeline; `target` appears whole, an earlier one is replaced.
 
     Args:
@@ -98,6 +106,7 @@ def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfl
         dtype: of the stored weights, except those that diffusers keeps in float32.
         averaged: the moving average of the weights, or the last ones; None: the average where there is one.
         shard: the size of a file over which a network is cut into several, such as 5GB.
+        repository: the hub's, for the card to name.
     Raises:
         ConfigError: no checkpoint there, or no average in it.
     """
@@ -110,13 +119,15 @@ def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfl
         link_or_copy(teacher.path / part, temporary / part)
     _write_scheduler(teacher, source.facts["shift"], temporary / "scheduler")
     _write_index(teacher, source.facts, temporary)
-    write_card(temporary, teacher, source.facts, source.recipe, source.run)
+    write_pipeline_card(temporary, source.about(repository))
     return _put_in_place(temporary, target)
 
 
 def export_original(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16,
-                    averaged: bool | None = None) -> list[Path]:  # fmt: skip
+                    averaged: bool | None = None, repository: str = "") -> list[Path]:  # fmt: skip
     """Write the transformer alone as original-Wan weights: FILE, or for two experts FILE_high_noise and FILE_low_noise.
+
+    Beside them a folder, FILE's name with .card, with the model card and the config.json with which diffusers reads them.
 
     Args:
         dtype: torch.float8_e4m3fn stores the matrices of the blocks in eight bits with a scale each, the rest in bfloat16.
@@ -126,21 +137,24 @@ def export_original(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = 
     source = _read(run_or_checkpoint, averaged)
     experts, facts = source.facts["experts"], source.facts
     files = {name: per_expert(target, experts, name) for name in experts}
-    _refuse_foreign_files(target, list(files.values()))
+    card = _refuse_foreign_files(target, list(files.values()))
     for line in unlike_published(facts["transformer"]):
         print(f"note: {line}", file=sys.stderr)
     small = dtype == torch.float8_e4m3fn
     for name, model in source.networks(torch.bfloat16 if small else dtype):
-        write_file(files[name], original_state(model.state_dict(), small), files[name].stem, _description(facts), facts)
-    return list(files.values())
+        write_file(files[name], original_state(model.state_dict(), small), "Wan", _description(facts), facts)
+    temporary = _beside(card)
+    write_original_card(temporary, source.about(repository), [file.name for file in files.values()], small)
+    return [*files.values(), _put_in_place(temporary, card)]
 
 
 def export_adapter(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfloat16, averaged: bool | None = None,
-                   original: bool = False, energy: float = 0.99, rank: int = 128) -> list[Path]:  # fmt: skip
+                   original: bool = False, energy: float = 0.99, rank: int = 128,
+                   repository: str = "") -> list[Path]:  # fmt: skip
     """Write a LoRA: that of a run with `lora`; of any other the difference to its teacher, which must have the same shape.
 
     Args:
-        original: as ComfyUI reads it, a FILE an expert; else a folder for WanPipeline.load_lora_weights.
+        original: as ComfyUI reads it, a FILE an expert and a folder FILE.card; else a folder for WanPipeline.load_lora_weights.
         energy: of a difference, the share of its square that is kept.
         rank: of a difference, the largest.
     Raises:
@@ -148,21 +162,23 @@ def export_adapter(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = t
     """
     source = _read(run_or_checkpoint, averaged)
     experts, facts = source.facts["experts"], source.facts
-    files = {name: per_expert(target, experts, name) for name in experts}
-    _refuse_foreign_files(target, list(files.values())) if original else _refuse_foreign(target)
+    files = [per_expert(target, experts, name) for name in experts]
+    folder = _refuse_foreign_files(target, files) if original else _refuse_foreign(target)
     adapters = dict(_adapters(source, energy, rank))
     said = "; ".join(f"Rank {adapter.rank}" for adapter in adapters.values())
     cast = {name: a._replace(state={k: v.to(dtype) for k, v in a.state.items()}) for name, a in adapters.items()}
+    temporary = _beside(folder)
     if original:
-        return [write_file(files[name], comfy_state(a), files[name].stem, _description(facts), facts) for name, a in cast.items()]
-    temporary = _beside(target)
-    for name, adapter in cast.items():
-        WanPipeline.save_lora_weights(
-            temporary, adapter.state, weight_name=SECOND if Expert(name) is Expert.LOW_NOISE else None,
-            transformer_lora_adapter_metadata=adapter.config,
-        )  # fmt: skip
-    write_adapter_card(temporary, source.teacher(weights=False), facts, said, SECOND if len(experts) > 1 else "")
-    return [_put_in_place(temporary, target)]
+        for file, adapter in zip(files, cast.values(), strict=True):
+            write_file(file, comfy_state(adapter), "Wan/lora", _description(facts), facts)
+    else:
+        files = [Path(SECOND if Expert(name) is Expert.LOW_NOISE else FIRST) for name in experts]
+        for file, adapter in zip(files, cast.values(), strict=True):
+            WanPipeline.save_lora_weights(temporary, adapter.state, weight_name=file.name,
+                                          transformer_lora_adapter_metadata=adapter.config)  # fmt: skip
+    write_adapter_card(temporary, source.about(repository), said, [file.name for file in files], original)
+    made = _put_in_place(temporary, folder)
+    return [*files, made] if original else [made]
 
 
 def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, Adapter]]:
@@ -199,20 +215,23 @@ def _beside(target: Path) -> Path:
     return temporary
 
 
-def _refuse_foreign(target: Path) -> None:
-    """An export takes the place of an earlier one, and of nothing else."""
+def _refuse_foreign(target: Path) -> Path:
+    """An export takes the place of an earlier one, and of nothing else; gives `target`."""
     if found := folder_problems("output", target):
         raise ConfigError(*found)
     if target.is_dir() and any(target.iterdir()) and not (target / FACTS).is_file():
         raise ConfigError(f"--output {target}: is a folder with something else in it. Name a new one, or an earlier export.")
+    return target
 
 
-def _refuse_foreign_files(target: Path, files: list[Path]) -> None:
+def _refuse_foreign_files(target: Path, files: list[Path]) -> Path:
+    """The same for files; gives the folder of their card."""
     if target.suffix != ".safetensors" or target.is_dir():
         raise ConfigError(f"--output {target}: is no file name for weights. Write one that ends with .safetensors.")
     for file in files:
         if file.is_file() and not _is_ours(file):
             raise ConfigError(f"--output {file}: is there, and no earlier export. Name another.")
+    return _refuse_foreign(target.with_suffix(".card"))
 
 
 def _is_ours(file: Path) -> bool:

@@ -74,11 +74,15 @@ def original_state(state: dict[str, Tensor], eight_bits: bool) -> dict[str, Tens
     return found
 
 
-def write_file(file: Path, tensors: dict[str, Tensor], title: str, description: str, facts: dict[str, Any]) -> Path:
-    """Write one safetensors file with the metadata that loaders and model managers look for, whole or not at all."""
-    about = {"format": "pt", "modelspec.sai_model_spec": "1.0.0", "modelspec.architecture": "Wan", "modelspec.title": title,
-             "modelspec.implementation": "https://github.com/Wan-Video/Wan2.1", "modelspec.description": description,
-             "wandistiller": json.dumps(facts)}  # fmt: skip
+def write_file(file: Path, tensors: dict[str, Tensor], architecture: str, description: str, facts: dict[str, Any]) -> Path:
+    """Write one safetensors file with the metadata that loaders and model managers look for, whole or not at all.
+
+    Args:
+        architecture: as https://github.com/Stability-AI/ModelSpec has it: of a LoRA with /lora behind it.
+    """
+    about = {"format": "pt", "modelspec.sai_model_spec": "1.0.0", "modelspec.architecture": architecture,
+             "modelspec.title": file.stem, "modelspec.implementation": "https://github.com/Wan-Video/Wan2.1",
+             "modelspec.description": description, "wandistiller": json.dumps(facts)}  # fmt: skip
     with atomic(file) as temporary:
         save_file(tensors, temporary, about)
     return file

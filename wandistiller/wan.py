@@ -32,7 +32,8 @@ from wandistiller.weights import WeightReader
 
 TINY = Path(__file__).parent / "tiny"
 # What is fetched of a hub id: first what `open_wan` reads, later the weights; no .bin, .pth, fp16 copies, videos.
-CONFIG_FILES = ["model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json", "transformer*/config.json"]
+CONFIG_FILES = ["model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json", "transformer*/config.json",
+                "README.md"]  # its licence is that of the student
 PARTS = {"transformer": "diffusion_pytorch_model", "transformer_2": "diffusion_pytorch_model",
          "vae": "diffusion_pytorch_model", "text_encoder": "model"}  # fmt: skip
 WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
