@@ -119,7 +119,7 @@ def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfl
         link_or_copy(teacher.path / part, temporary / part)
     _write_scheduler(teacher, source.facts["shift"], temporary / "scheduler")
     _write_index(teacher, source.facts, temporary)
-    write_pipeline_card(temporary, source.about(repository))
+    write_pipeline_card(temporary, About(teacher, source.facts, source.recipe, source.run, repository))
     return _put_in_place(temporary, target)
 
 
