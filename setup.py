@@ -31,7 +31,8 @@ setup(
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],
         "lora": ["peft>=0.21"],
-        "test": ["pytest", "hypothesis", "pytest-xdist", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg"],
+        "test": ["pytest", "hypothesis", "pytest-xdist", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg",
+                 "tensorboard", "wandb"],
     },
     entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:command"]},
 )

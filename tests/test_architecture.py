@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
     allocators problems logs launchers hostfile files kinds exhausted config parts batch noise order fidelity objectives
     placement recompute deepspeed_values refused deepspeed_keys deepspeed_json student_json shorthands weights wan_configs shapes
-    phase usage stopping builds stream manifest watch distributed pace hardware engines metrics health learned
+    phase usage stopping builds stream manifest watch distributed pace hardware monitors engines metrics health learned
     pipeline_parts wan loading swap memory footprint flops rates machine dispatch
     items shards media conditioning pictures latents data cuts prune activations student_config start teacher
     blocks tuning fragments engine_state ema student checkpoint resume job comparison nonfinite rehearsal planner written advice

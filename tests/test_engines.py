@@ -18,7 +18,8 @@ from torch import Tensor
 from wandistiller import engines, wan
 from wandistiller.batch import Batch, Expert
 from wandistiller.deepspeed_json import student_engine
-from wandistiller.engines import MONITORS, config_problems
+from wandistiller.engines import config_problems
+from wandistiller.monitors import MONITORS
 from wandistiller.recompute import with_number
 from wandistiller.student import Student
 

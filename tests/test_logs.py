@@ -1,12 +1,20 @@
 """What a run says on stderr, and keeps in a file for each rank."""
 
+import io
 import json
 import logging
+import shutil
+import struct
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from pytest import approx
 from ranks import run, wandistiller, write_json
 from recipes import recipe, student_engine
 
@@ -109,6 +117,81 @@ def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
         rows = [row.split(",") for row in (tmp_path / "csv" / name).read_text().splitlines()[1:]]
         assert [(int(step), float(value)) for step, value in rows] == values, name
     assert not list(tmp_path.glob("csv/*Samples*"))
+
+
+def run_with(monitor: dict[str, Any], wan: Path, folder: Path, steps: int = 3, **env: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl after a run, or its continuation, whose student's JSON has this section."""
+    given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, sample_every=1, save_every=2,
+                   deepspeed_config=student_engine(2, **monitor))  # fmt: skip
+    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", str(write_json(folder / "r.json", given))]
+    run(words, **env)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_csv_files_of_a_run_that_goes_on_have_one_head_and_each_step_once(wan1: Path, tmp_path: Path) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
+    run_with(monitor, wan1, tmp_path, steps=3)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000003")  # as if it had been killed after step 3
+    lines = run_with(monitor, wan1, tmp_path, steps=4)
+    rows = (tmp_path / "csv" / "Train_loss.csv").read_text().splitlines()
+    assert rows[0] == "step,loss" and [int(row.split(",")[0]) for row in rows[1:]] == [1, 2, 3, 4]
+    assert [float(row.split(",")[1]) for row in rows[1:]] == [line["loss"] for line in lines]
+
+
+def test_tensorboard_has_every_number_of_every_step_and_the_pictures(wan1: Path, tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard")
+    monitor = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
+    lines = run_with(monitor, wan1, tmp_path)
+    found = reader.EventAccumulator(str(tmp_path / "board"), size_guidance={"images": 0, "scalars": 0})
+    found.Reload()
+    assert {tag.removeprefix("Train/") for tag in found.Tags()["scalars"]} == {name for line in lines for name in scalars(line)}
+    assert [(e.step, e.value) for e in found.Scalars("Train/loss")] == [(line["step"], approx(line["loss"])) for line in lines]
+    pictures = {e.step: pixels(io.BytesIO(e.encoded_image_string)) for e in found.Images("Samples")}
+    drawn = {int(file.stem[5:]): pixels(file) for file in (tmp_path / "run" / "samples").glob("step_*.png")}
+    assert pictures.keys() == drawn.keys() and all(np.array_equal(pictures[step], drawn[step]) for step in drawn)
+
+
+def pixels(file: Path | io.BytesIO) -> np.ndarray:
+    return np.asarray(Image.open(file).convert("RGB"))
+
+
+def test_weights_and_biases_has_every_number_and_picture_and_knows_a_run_that_goes_on(wan1: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install wandb")
+    monitor, env = {"wandb": {"enabled": True, "project": "p"}}, {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    run_with(monitor, wan1, tmp_path, steps=2, **env)
+    lines = run_with(monitor, wan1, tmp_path, steps=3, **env)
+    name = (tmp_path / "run" / "wandb_run").read_text()
+    runs = sorted((tmp_path / "wandb").glob(f"offline-run-*-{name}"))
+    assert len(runs) == 2 and all(list(r.glob("files/media/images/Samples_*.png")) for r in runs)
+    kept = {entry["_step"]: entry for r in runs for entry in history(next(r.glob("*.wandb")))}
+    assert {step: entry["Train/loss"] for step, entry in kept.items()} == {line["step"]: line["loss"] for line in lines}
+    assert {k.removeprefix("Train/") for k in kept[3] if k.startswith("Train/")} == scalars(lines[2]).keys()
+
+
+def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
+    """Of a file in LevelDB's log format: blocks of 32 KiB; before each piece its checksum, length, and whether more follow."""
+    at, record = first, b""
+    while at < len(content):
+        if (left := -at % 32768) and left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        record, at = record + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, last
+            yield record
+            record = b""
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    """What an offline run of Weights & Biases logged, step by step."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for data in leveldb_records(file.read_bytes(), first=7):
+        record = Record.FromString(data)
+        if record.HasField("history"):
+            found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    return found
 
 
 def test_a_line_s_numbers_have_names_for_monitors() -> None:

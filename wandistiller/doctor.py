@@ -8,10 +8,10 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
 from wandistiller import distributed, rates
-from wandistiller.engines import MONITORS
 from wandistiller.hardware import version, versions
 from wandistiller.hostfile import read_hostfile, require_reach
 from wandistiller.machine import GIB, memory_line, this_machine
+from wandistiller.monitors import MONITORS
 
 EXTRAS = {
     "peft": "for LoRA students: pip install peft",

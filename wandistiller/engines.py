@@ -1,13 +1,11 @@
 """What DeepSpeed itself says of a JSON, before any weight is loaded, and what must be mended in its engines."""
 
-import atexit
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import cpuinfo
@@ -15,7 +13,6 @@ import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
-from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.profiling.flops_profiler import profiler
@@ -31,6 +28,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from wandistiller.deepspeed_json import dtype_name, on_nvme, stage
 from wandistiller.deepspeed_keys import BATCH_KEYS
+from wandistiller.monitors import MONITORS
 from wandistiller.problems import problem
 
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second each; deepspeed 0.19.8 asks three times while it starts CPU Adam
@@ -39,8 +37,6 @@ SECTION_OF = {"DeepSpeedZeroConfig": ("zero_optimization",), "DeepSpeedFP16Confi
 """What DeepSpeed calls its checked sections -> where they stand."""
 FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
 """Optimizers that it compiles for GPUs, and the names of what it makes of them."""
-MONITORS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml")}
-"""Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 
 
 def config_problems(where: str, ds: dict[str, Any]) -> list[str]:
@@ -164,23 +160,6 @@ def skip_bad_gradients(engine: Any) -> None:
         take(lr_kwargs)
 
     engine._take_model_step = take_if_finite
-
-
-def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of an engine that writes no curves."""
-    return {key: value for key, value in ds.items() if key not in (*MONITORS, "csv_monitor")}
-
-
-def take_monitor(engine: Any) -> MonitorMaster:
-    """What writes the curves, no longer the engine's own.
-
-    DeepSpeed would write the learning rate over samples, beside ours over steps, and Weights & Biases then drops ours: its steps
-    may not go back (deepspeed 0.19.8, wandb 0.31).
-    """
-    monitor, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
-    if monitor.comet_monitor and (experiment := monitor.comet_monitor.experiment):  # rank 0 has it
-        atexit.register(experiment.end)  # or its curves are lost: it waits for the interpreter's teardown (comet_ml 3.58)
-    return monitor
 
 
 def forget_step(engine: Any) -> None:

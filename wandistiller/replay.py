@@ -13,8 +13,8 @@ from wandistiller import checkpoint, distributed, resume
 from wandistiller.batch import Answer
 from wandistiller.config import RunConfig
 from wandistiller.deepspeed_keys import BATCH_KEYS
-from wandistiller.engines import without_monitors
 from wandistiller.job import Job
+from wandistiller.monitors import without_monitors
 from wandistiller.nonfinite import Case, Seen, not_finite_B
 from wandistiller.phase import doing
 from wandistiller.prepare import guided_teacher, prepare

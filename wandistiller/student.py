@@ -1,14 +1,11 @@
 """The student in training: its DeepSpeed engines, one per expert."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
-from PIL import Image
 from torch import Tensor
 
 from wandistiller import blocks, distributed, swap, wan
@@ -22,10 +19,9 @@ from wandistiller.engines import (
     mend_flops_profiler,
     moved_part_by_part,
     skip_bad_gradients,
-    take_monitor,
-    without_monitors,
 )
 from wandistiller.fragments import Trained
+from wandistiller.monitors import Monitors, without_monitors
 from wandistiller.placement import without_block
 from wandistiller.recompute import read_recompute
 from wandistiller.tuning import parameter_groups
@@ -48,7 +44,7 @@ class Student:
             blocks.configure(ds)
         self._blocks = {expert: Blocks(model, again) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()}
-        self._monitor, *_ = (take_monitor(engine) for engine in self.engines.values())
+        self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: Trained(engine) for expert, engine in self.engines.items()}
         for optimizer in {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}.values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: forget_powers(optimizer))
@@ -78,23 +74,6 @@ class Student:
         if not engine.was_step_applied():
             found["skipped"] = True
         return found
-
-    def record(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars to the JSON's monitors (TensorBoard, W&B, Comet, CSV)."""
-        if self._monitor.enabled and distributed.rank() == 0:
-            self._monitor.write_events([(f"Train/{name}", value, step) for name, value in values.items()])
-
-    def show(self, step: int, file: Path) -> None:
-        """Put a picture into those monitors that take any: TensorBoard and W&B."""
-        monitor = self._monitor
-        if monitor.tb_monitor:  # rank 0 has it
-            image_HWC = np.asarray(Image.open(file).convert("RGB"))
-            monitor.tb_monitor.summary_writer.add_image("Samples", image_HWC, step, dataformats="HWC")
-            monitor.tb_monitor.flush()
-        if monitor.wandb_monitor:
-            import wandb
-
-            monitor.wandb_monitor.log({"Samples": wandb.Image(str(file))}, step=step)
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW, float32, with gradient where that is on."""

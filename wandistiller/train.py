@@ -17,6 +17,7 @@ from wandistiller.export import export
 from wandistiller.files import write_json
 from wandistiller.job import Job
 from wandistiller.manifest import settle, sweep
+from wandistiller.monitors import name_run
 from wandistiller.objectives import Teacher
 from wandistiller.phase import doing
 from wandistiller.prepare import guided_teacher, prepare
@@ -132,6 +133,7 @@ def student_models(job: Job, cuts: dict[Expert, Cuts] | None = None) -> dict[Exp
 
 def in_engines(job: Job, models: dict[Expert, nn.Module]) -> Student:
     """The networks as the student that learns. Collective."""
+    name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
     return Student(models, job.student_ds, learning_rates=job.run.learning_rates, ema=job.run.ema,
                    ema_start=job.run.ema_start)  # fmt: skip
 

@@ -88,6 +88,7 @@ class Trainer:
         metrics = Metrics(job.output / "metrics.jsonl", start=start, max_steps=job.run.max_steps, global_batch=job.batch.total)
         self._metrics = metrics
         self._health.go_on_from(start)
+        self.student.monitors.go_on_from(start)
         self._cache = self.data.stamps()
         self._note_phases()
         self._profile.say(start)
@@ -100,7 +101,7 @@ class Trainer:
             state = self.student.state(learned.expert)
             line = metrics.step(step + 1, loss=loss, memory=self._memory, expert=learned.expert.value,
                                 loss_by_sigma=learned.by_sigma, **state, **terms)  # fmt: skip
-            self.student.record(step + 1, scalars(line))
+            self.student.monitors.record(step + 1, scalars(line))
             self._health.step(step + 1, loss, state["grad_norm"], state["lr"], learned.spent)
             self._memory = {}
             due = self._asked_to_stop or (step + 1) % job.run.save_every == 0 or step + 1 == job.run.max_steps
@@ -259,7 +260,7 @@ class Trainer:
                 rows = self._comparison.draw(done)
                 distributed.log0("drew %s", self.job.picture(done))
                 self._health.pictures(done, rows)
-                self.student.show(done, self.job.picture(done))
+                self.student.monitors.show(done, self.job.picture(done))
         return due
 
     def _is_drawn(self, done: int) -> bool:
