@@ -96,6 +96,13 @@ def test_the_first_of_slurm_s_nodes_is_found(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
+def test_slurm_is_asked_for_cores_and_memory_and_srun_told_of_the_cores() -> None:
+    """By its defaults a task has one core and its memory; since 22.05 srun does not take the cores from sbatch."""
+    lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
+    assert {"#SBATCH --cpus-per-task=8", "#SBATCH --mem=0"} <= set(lines)
+    assert any(line.startswith('srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ') for line in lines)
+
+
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: apt install openmpi-bin)")
 def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp_path: Path) -> None:
     here, there = (recipe(tmp_path, wan1, output_dir=str(tmp_path / name), max_steps=2) for name in ("mpi", "plain"))
