@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher import runner
 
 from wandistiller.kinds import KINDS
 
@@ -20,6 +21,11 @@ SENTENCE = re.compile(r"[^.]\.$|(pip|apt) install|damaged")
 """What a text of any other place is told by, such as one in a table of refusals."""
 NO_MESSAGES = {"card", "commandline", "importance", "report", "run_report", "shapes", "_description"}
 """Modules and a function whose sentences stand in files that they write, or in --help."""
+IN_SCRIPTS = re.compile(r'\$\{\w+:\?([^}]*)\}|\becho "([^"]*)"')
+"""What a shell says: of a variable that is not set, and by itself."""
+OF_LAUNCHERS = ("launcher '", "' not installed", "Hostfile contains multiple entries for", "Hostfile contains a bad entry",
+                "Unable to find hostfile", "--node_rank is not set correctly", "was not reachable via ssh")  # fmt: skip
+"""What deepspeed's own says, where ours do not look first."""
 SHORTEST = 12
 """Less says too little to be searched for."""
 
@@ -61,11 +67,15 @@ def pieces(node: ast.AST, spoken: bool | None) -> Iterator[tuple[int, str]]:
 
 def messages() -> dict[str, str]:
     """Each fixed piece -> the line where it stands first."""
-    found = {f"Write {kind}.": "kinds.py: KINDS" for kind in KINDS}
+    found = {f"Write {kind}.": "wandistiller/kinds.py: KINDS" for kind in KINDS}
     for file in sorted((ROOT / "wandistiller").glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for line, text in pieces(tree, None if file.stem in NO_MESSAGES else False):
-            found.setdefault(text, f"{file.name}:{line}")
+            found.setdefault(text, f"wandistiller/{file.name}:{line}")
+    for file in sorted((ROOT / "launch").glob("*.s[hb]*")):
+        for said in IN_SCRIPTS.finditer(file.read_text(encoding="utf-8")):
+            parts = (plain(part) for part in re.split(r"\$\w+", said[1] or said[2]))
+            found |= {part: f"launch/{file.name}" for part in parts if len(part) >= SHORTEST and " " in part}
     return found
 
 
@@ -75,4 +85,9 @@ LINES = "\n".join(map(plain, SECTION.splitlines()))  # a message is found where 
 
 @pytest.mark.parametrize(("text", "line"), messages().items())
 def test_each_message_of_the_source_is_found_in_launch_readme(text: str, line: str) -> None:
-    assert text in LINES, f"wandistiller/{line} says `{text}`: add it to `{HEADING}` of launch/README.md"
+    assert text in LINES, f"{line} says `{text}`: add it to `{HEADING}` of launch/README.md"
+
+
+@pytest.mark.parametrize("text", OF_LAUNCHERS)
+def test_each_message_of_deepspeed_s_launcher_is_its_own_and_found_in_launch_readme(text: str) -> None:
+    assert text in Path(runner.__file__).read_text(encoding="utf-8") and text in LINES
