@@ -1,26 +1,76 @@
 """What `wandistiller doctor` says of a machine."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.cpp_extension
+from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from ranks import has_async_io, wandistiller
 
-from wandistiller.doctor import slow_bf16
+from wandistiller.doctor import built, cuda_compiler, differences, slow_bf16
+from wandistiller.rates import CPU_ONLY, given
 
 
 def test_doctor_names_versions_builds_and_memory() -> None:
     said = wandistiller("doctor").stderr
-    built = ["CPU Adam", *(["async_io"] if has_async_io() else [])]
-    for words in ("python 3.", f"torch {torch.__version__}", *(f"built      {name}" for name in built), "GiB of CPU memory free"):
+    parts = ["CPU Adam", *(["async_io"] if has_async_io() else [])]
+    for words in ("python 3.", f"torch {torch.__version__}", *(f"built      {name}" for name in parts), "GiB of CPU memory free",
+                  "accelerate"):  # fmt: skip
         assert words in said, said
 
 
-def test_two_ranks_measure_what_the_planner_takes() -> None:
+def test_two_ranks_hear_each_other_and_measure_what_the_planner_takes() -> None:
     said = wandistiller("doctor", "--measure", ranks=2).stderr
-    rates = [line for line in said.splitlines() if "rates" in line]
-    assert len(rates) == 1 and "start it with a launcher" not in rates[0]
-    assert all(words in rates[0] for words in ("operations/s", "CPU memory", "disk", "between ranks"))
+    assert "ranks      2, at most 2 a node; gloo, sum over them right" in said and "differs" not in said
+    (words,) = [line for line in said.splitlines() if line.startswith("rates ")]
+    for unit in ("operations/s a rank", "GB/s of CPU memory", "GB/s of disk", "GB/s between ranks of a node"):
+        assert f" {unit}" in words
+    found = json.loads(re.search("--rates '(.*)'", said)[1])
+    assert set(found) == {"tflops", "cpu_tflops", "memory", "disk", "link"}
+    assert found["cpu_tflops"] == pytest.approx(2 * found["tflops"], rel=0.02), "a node's is that of both ranks together"
+    assert given(CPU_ONLY, found).link == found["link"]
+
+
+class OnGpu(AsyncIOBuilder):
+    """As DeepSpeed builds it where there is a GPU."""
+
+    def load(self, verbose: bool = False) -> Any:
+        self.build_for_cpu = False
+        return self.nvcc_args()
+
+
+def test_a_gpu_without_cuda_s_compiler_is_a_line_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnGpu, "is_compatible", lambda self, verbose: True)
+    for home in (None, str(tmp_path)):  # no toolkit; one that only runs programs
+        monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", home)
+        assert built("async_io", OnGpu(), "").startswith("missing    async_io does not build: ")
+        said = cuda_compiler("12.8")
+        assert said.startswith("missing    nvcc: ") and "install the CUDA toolkit 12.8" in said and "set CUDA_HOME" in said
+
+
+@pytest.mark.parametrize(("there", "said"), [("12.6", "compiler   nvcc 12.6 in "),
+                                             ("13.0", "missing    nvcc of torch's CUDA 12.8: ")])  # fmt: skip
+def test_the_compiler_of_cuda_must_be_of_torch_s_major_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, said: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").write_text(f"#!/bin/sh\necho Cuda compilation tools, release {there}, V{there}.1\n")
+    (tmp_path / "bin/nvcc").chmod(0o755)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
+    assert cuda_compiler("12.8").startswith(said)
+
+
+def test_what_is_not_the_same_on_all_nodes_is_told() -> None:
+    ranks = [("gpu01", {"torch": "2.13.0", "peft": "0.21"})] * 2 + [("gpu02", {"torch": "2.14.0", "peft": "0.21"}), ("gpu03", {})]
+    assert differences(ranks) == [
+        "differs    peft: 0.21 on gpu01, gpu02; none on gpu03. Give all nodes the same environment",
+        "differs    torch: 2.13.0 on gpu01; 2.14.0 on gpu02; none on gpu03. Give all nodes the same environment",
+    ]
+    assert differences(ranks[:2]) == []
 
 
 def test_a_hostfile_without_slots_is_one_message(tmp_path: Path) -> None:

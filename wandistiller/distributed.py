@@ -53,6 +53,12 @@ def device() -> torch.device:
     return torch.device(kind, local_rank()) if kind == "cuda" else torch.device(kind)
 
 
+def backend() -> str:
+    """What carries what ranks tell each other, with NCCL's version; after `init`."""
+    name = dist.get_backend()
+    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
+
+
 def number_of_gpus() -> int:
     """That this process can see."""
     return torch.cuda.device_count() if device().type == "cuda" else 0
@@ -158,6 +164,13 @@ def same_problems(kind: type[Problems] = ConfigError) -> Iterator[None]:
         raise kind(*problems)
 
 
+def total(value: float) -> float:
+    """The sum of all ranks' numbers, on every rank. Collective."""
+    found = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(found)
+    return found.item()
+
+
 def barrier() -> None:
     dist.barrier()
 
@@ -221,10 +234,10 @@ def group(peers: list[int]) -> dist.ProcessGroup:
     return _groups[tuple(peers)]
 
 
-def gather_tensor(value_B: Tensor) -> Tensor:
-    """Concatenate equal-shaped tensors in rank order, on every rank. Collective."""
-    parts = [torch.empty_like(value_B) for _ in range(world_size())]
-    dist.all_gather(parts, value_B.contiguous())
+def gather_tensor(value_B: Tensor, within: dist.ProcessGroup | None = None) -> Tensor:
+    """Concatenate equal-shaped tensors in rank order, on every rank, or on those of a group. Collective."""
+    parts = [torch.empty_like(value_B) for _ in range(dist.get_world_size(within))]
+    dist.all_gather(parts, value_B.contiguous(), within)
     return torch.cat(parts)
 
 

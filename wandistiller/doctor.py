@@ -1,11 +1,16 @@
 """`wandistiller doctor`: whether this machine has what a run needs, what is missing and how to get it, and how fast it is."""
 
+import json
 import shutil
+import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
-from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+import torch.utils.cpp_extension
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, installed_cuda_version
 
 from wandistiller import distributed, rates
 from wandistiller.hardware import version, versions
@@ -14,19 +19,26 @@ from wandistiller.machine import GIB, memory_line, this_machine
 from wandistiller.monitors import MONITORS
 
 EXTRAS = {
+    "accelerate": "for a teacher or text encoder by accelerate's maps: pip install accelerate",
     "peft": "for LoRA students: pip install peft",
     "imageio-ffmpeg": "to read and write videos: pip install imageio imageio-ffmpeg",
 } | {package: f"for the `{section}` section of a student JSON: pip install {package}"
      for section, (_, package) in MONITORS.items()}  # fmt: skip
-COMPILER = "g++: CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
+COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
+NVCC = "nvcc compiles Adam on GPUs, for ZeRO without offload, and async_io"
+UNITS = {
+    "tflops": "x 10^12 operations/s a rank", "cpu_tflops": "x 10^12 on the CPU cores of a node", "memory": "GB/s of CPU memory",
+    "disk": "GB/s of disk", "pcie": "GB/s of PCIe", "link": "GB/s between ranks of a node", "network": "GB/s between nodes",
+}  # fmt: skip
+"""The rates, in words."""
 
 
 def examine(hostfile: Path | None, ssh_port: int | None, measure: bool) -> list[str]:
     """What there is, a line each; the missing with what to do. Collective.
 
     Args:
-        hostfile: also read it, and log in to its nodes.
+        hostfile: look at it, and log in to its nodes, instead.
         measure: also the rates, which takes some seconds.
     Raises:
         ConfigError: on every rank, for a hostfile that cannot be used.
@@ -36,7 +48,14 @@ def examine(hostfile: Path | None, ssh_port: int | None, measure: bool) -> list[
     if nodes:  # before a launch: the rest is looked at by `doctor` alone
         return [f"hostfile   {hostfile}: {len(nodes)} nodes, {sum(nodes.values())} slots; all of them let us in"]
     distributed.init()
-    found = [*_software(), *_operators(), *_memory(), *slow_bf16()]
+    software, parts = _software(), _parts()
+    found = [f"software   {', '.join(f'{name} {there}' for name, there in software.items() if name not in EXTRAS)}"]
+    there = [f"{name} {software[name]}" for name in EXTRAS if software[name]]
+    found += [f"optional   {', '.join(there)}"] if there else []
+    found += [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not software[name]]
+    found += [line for line in parts.values() if line]
+    found += differences(distributed.gather_objects((socket.gethostname(), software | parts)))
+    found += [*_memory(), *slow_bf16()]
     if measure:
         found += _rates()
     distributed.finish()
@@ -49,37 +68,84 @@ def _nodes(file: Path, port: int | None) -> dict[str, int]:
     return nodes
 
 
-def _software() -> list[str]:
-    found = [f"software   {', '.join(f'{name} {found}' for name, found in versions().items())}"]
-    there = [f"{name} {version(name)}" for name in EXTRAS if version(name)]
-    found += [f"optional   {', '.join(there)}"] if there else []
-    return found + [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not version(name)]
+def _software() -> dict[str, str]:
+    """Name -> version, empty for one that is not there."""
+    return versions() | {name: version(name) for name in EXTRAS}
 
 
-def _operators() -> list[str]:
-    """The compiler, and DeepSpeed's parts that it makes; they are built here if they are not yet."""
+def _parts() -> dict[str, str]:
+    """The compilers, and DeepSpeed's parts that they make, each with its line; parts are built here if they are not yet."""
+    on_gpu = distributed.device().type == "cuda"
+    found = {"nvcc": cuda_compiler(torch.version.cuda)} if on_gpu and torch.version.cuda else {}
     if not shutil.which("g++"):
-        return [f"missing    {COMPILER}"]
+        return found | {"g++": f"missing    g++: {COMPILER}"}
     said = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
-    found = [f"compiler   g++ {said}"]
-    for name, builder, why in (("CPU Adam", CPUAdamBuilder(), COMPILER), ("async_io", AsyncIOBuilder(), AIO)):
+    found["g++"] = f"compiler   g++ {said}"
+    builders = [("CPU Adam", CPUAdamBuilder, COMPILER), ("async_io", AsyncIOBuilder, AIO)]
+    builders += [("Adam on GPUs", FusedAdamBuilder, NVCC)] if on_gpu else []
+    return found | {name: built(name, builder(), why) for name, builder, why in builders}
+
+
+def built(name: str, builder: Any, why: str) -> str:
+    """Build a part of DeepSpeed, unless it is built; a line of how that went.
+
+    Args:
+        why: what it lacks, if its builder says that it cannot be built here.
+    """
+    try:
         if not builder.is_compatible(verbose=False):
-            found.append(f"missing    {name}: {why}")
-            continue
-        try:
-            builder.load(verbose=False)
-            found.append(f"built      {name}")
-        except (RuntimeError, OSError, ImportError) as error:
-            found.append(f"missing    {name} does not build: {str(error).strip().splitlines()[-1]}")
+            return f"missing    {name}: {why}"
+        builder.load(verbose=False)
+    except (RuntimeError, OSError, ImportError, TypeError, MissingCUDAException, CUDAMismatchException) as error:  # TypeError:
+        # async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
+        return f"missing    {name} does not build: {str(error).strip().splitlines()[-1]}"
+    return f"built      {name}"
+
+
+def cuda_compiler(wanted: str) -> str:
+    """The compiler of CUDA, which must be of torch's own major version.
+
+    Args:
+        wanted: torch's version, such as 12.8.
+    """
+    toolkit = f"the CUDA toolkit {wanted} (https://developer.nvidia.com/cuda-toolkit-archive)"
+    remedy = f"{NVCC}: install {toolkit} and set CUDA_HOME to its folder"
+    try:
+        there = ".".join(map(str, installed_cuda_version()))
+    except MissingCUDAException as error:
+        return f"missing    nvcc: {error}; {remedy}"
+    where = f"nvcc {there} in {torch.utils.cpp_extension.CUDA_HOME}"
+    if there.partition(".")[0] != wanted.partition(".")[0]:
+        return f"missing    nvcc of torch's CUDA {wanted}: there is {where}; {remedy}"
+    return f"compiler   {where}"
+
+
+def differences(said: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """What is not the same everywhere, a line each.
+
+    Args:
+        said: of each rank its node, and name -> version or state.
+    """
+    found = []
+    for name in sorted({name for _, own in said for name in own}):
+        nodes: dict[str, list[str]] = {}
+        for node, own in said:
+            nodes.setdefault(" ".join(own.get(name, "").split()) or "none", []).append(node)
+        if len(nodes) > 1:
+            where = "; ".join(f"{state} on {', '.join(dict.fromkeys(names))}" for state, names in nodes.items())
+            found.append(f"differs    {name}: {where}. Give all nodes the same environment")
     return found
 
 
 def _memory() -> list[str]:
     machine = this_machine(Path())
     gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU" if machine.device_free else "no GPU: ranks run on the CPU"
+    n = machine.ranks
+    right = "right" if distributed.total(distributed.rank() + 1) == n * (n + 1) / 2 else "WRONG"
+    joined = f"{distributed.backend()}, sum over them {right}"
     return [f"memory     {memory_line(distributed.rank())}",
             f"a node     {gpus}, {machine.host_free / GIB:.1f} GiB of CPU memory free, {machine.disk_free / GIB:.1f} GiB of disk",
-            f"ranks      {machine.ranks}, at most {machine.ranks_on_node} a node"]  # fmt: skip
+            f"ranks      {n}, at most {machine.ranks_on_node} a node; {joined}"]  # fmt: skip
 
 
 def slow_bf16(root: Path = Path("/")) -> list[str]:
@@ -96,12 +162,8 @@ def slow_bf16(root: Path = Path("/")) -> list[str]:
 
 
 def _rates() -> list[str]:
-    """As the planner takes them: give them to `plan` with --rates."""
-    on_gpu = distributed.device().type == "cuda"
-    base = rates.usual(torch.cuda.get_device_properties(0).total_memory if on_gpu else None)
-    found = rates.measured(base, Path(), torch.bfloat16 if on_gpu else torch.float32)
-    said = [f"{found.tflops:.2f} x 10^12 operations/s", f"CPU memory {found.memory:.1f} GB/s", f"disk {found.disk:.1f} GB/s"]
-    said += [f"PCIe {found.pcie:.1f} GB/s"] if on_gpu else []
-    found_between = rates.between_ranks()
-    said += [f"between ranks {found_between:.2f} GB/s"] if found_between else ["between ranks: start it with a launcher"]
-    return [f"rates      {', '.join(said)}"]
+    """In words, and as `plan` takes them."""
+    found = rates.measured(Path(), torch.bfloat16 if distributed.device().type == "cuda" else torch.float32)
+    said = [f"{found[name]:g} {unit}" for name, unit in UNITS.items() if name in found]
+    alone = [] if "link" in found or "network" in found else ["between ranks: start it with a launcher"]
+    return [f"rates      {', '.join([*said, *alone])}", f"for plan   --rates '{json.dumps(found)}'"]

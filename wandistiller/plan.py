@@ -49,7 +49,7 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     job = read_job(merged(values, usual | flags | {"resume": "never"}, recipe), machine.ranks)
     rates = known.given(known.usual(machine.device_free), own["rates"])
     if own["measure"]:
-        rates = known.measured(rates, Path(), getattr(torch, dtype_name(job.student_ds)))
+        rates = replace(rates, **known.measured(Path(), getattr(torch, dtype_name(job.student_ds))))
     files = written(job, accelerator=machine.device_free is not None)
     found = lines(job, machine, rates, files)
     best = choices(job, replace(machine, disk_free=max(0, machine.disk_free - files.whole)), rates)

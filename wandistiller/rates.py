@@ -72,33 +72,44 @@ def given(base: Rates, said: dict[str, Any]) -> Rates:
     return replace(base, **said)
 
 
-def measured(base: Rates, folder: Path, dtype: torch.dtype) -> Rates:
-    """`base` with what this machine reaches; between ranks nothing is measured, as there is but one. Takes some seconds.
+def measured(folder: Path, dtype: torch.dtype) -> dict[str, float]:
+    """What this machine reaches, by names of Rates; without those that it has not: no GPU, one rank, one node. Collective.
+
+    All ranks measure at once, as they work at once in a run: of a node's rates each has its share, and they are added up. The
+    slowest rank and node count. Takes some seconds.
 
     Args:
         folder: on the disk to measure.
     """
-    device = torch.device(distributed.device())
-    cpu = torch.device("cpu")
-    found = {"tflops": _products(device, dtype), "memory": _copies(cpu, cpu), "disk": _reads(folder)}
+    device, cpu = torch.device(distributed.device()), torch.device("cpu")
+    peers = distributed.node_peers()
+    found = {"tflops": _products(device, dtype), "memory": len(peers) * _copies(cpu, cpu), "disk": len(peers) * _reads(folder)}
     if device.type == "cuda":
-        found |= {"pcie": _copies(cpu, device), "cpu_tflops": _products(cpu, dtype)}
+        found |= {"pcie": _copies(cpu, device), "cpu_tflops": len(peers) * _products(cpu, dtype)}
     else:
-        found["cpu_tflops"] = found["tflops"]
-    return replace(base, **found)
+        found["cpu_tflops"] = len(peers) * found["tflops"]
+    nodes = sorted({tuple(theirs) for theirs in distributed.gather_objects(peers)})
+    if max(map(len, nodes)) > 1:
+        found["link"] = _gathers(peers)
+    if len(nodes) > 1:  # the first ranks of all nodes, the second ones, ...: each pair of nodes has as many ways as ranks
+        place = peers.index(distributed.rank())
+        found["network"] = len(peers) * _gathers([ranks[place] for ranks in nodes if len(ranks) > place])
+    everywhere = distributed.gather_objects(found)
+    return {name: float(f"{min(theirs[name] for theirs in everywhere):.3g}") for name in found}
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The least time that `work` takes, after once without a clock."""
+    """The least time until all ranks are done with `work`, which they begin together; after once without a clock. Collective."""
     work()
     taken = []
     for _ in range(MEASURED):
+        distributed.gather_objects(None)
         began = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return min(taken)
+    return min(map(max, zip(*distributed.gather_objects(taken), strict=True)))
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:
@@ -133,10 +144,8 @@ def _reads(folder: Path) -> float:
         return 2**28 / _seconds(read) / 1e9
 
 
-def between_ranks() -> float | None:
-    """10^9 bytes a second that a rank gets while each sends to all others; None for one rank. Collective."""
-    others = distributed.world_size() - 1
-    if not others:
-        return None
-    block = torch.ones(2**24, device=distributed.device())
-    return others * block.nbytes / _seconds(lambda: distributed.gather_tensor(block)) / 1e9
+def _gathers(peers: list[int]) -> float:
+    """10^9 bytes a second that a rank gets while each of `peers` sends to all others; more for one alone, who waits for none."""
+    group, block = distributed.group(peers), torch.ones(2**24, device=distributed.device())
+    seconds = _seconds(lambda: distributed.gather_tensor(block, group))
+    return max(1, len(peers) - 1) * block.nbytes / seconds / 1e9
