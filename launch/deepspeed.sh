@@ -6,5 +6,6 @@
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 HOSTFILE=${HOSTFILE:-launch/hostfile}
-python -m wandistiller doctor --hostfile "$HOSTFILE" ${SSH_PORT:+--ssh_port "$SSH_PORT"} # one message if a node is wrong
+# one message if a node is wrong
+python -m wandistiller doctor --hostfile "$HOSTFILE" ${SSH_PORT:+--ssh_port "$SSH_PORT"} --deepspeed="${DEEPSPEED:-}"
 exec deepspeed --hostfile "$HOSTFILE" ${SSH_PORT:+--ssh_port "$SSH_PORT"} ${DEEPSPEED:-} --module wandistiller "$@"

@@ -11,7 +11,9 @@ import torch.utils.cpp_extension
 from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from ranks import has_async_io, wandistiller
 
-from wandistiller.doctor import built, cuda_compiler, differences, slow_bf16
+from wandistiller.doctor import built, cuda_compiler, differences, examine, slow_bf16
+from wandistiller.hostfile import require_env
+from wandistiller.problems import ConfigError
 from wandistiller.rates import CPU_ONLY, given
 
 
@@ -78,6 +80,53 @@ def test_a_hostfile_without_slots_is_one_message(tmp_path: Path) -> None:
     said = wandistiller("doctor", "--hostfile", tmp_path / "hostfile", code=2).stderr.strip()
     assert said == (f"error: {tmp_path}/hostfile, line 1: `gpu01` has no slots. Write how many processes run there, or leave the "
                     "line out.")  # fmt: skip
+
+
+def looked_at(folder: Path, flags: str) -> str:
+    (folder / "hostfile").write_text("gpu01 slots=8\ngpu02 slots=8\ngpu03 slots=8\n")
+    return examine(folder / "hostfile", None, flags, measure=False)[0]
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--no_ssh --node_rank 2", "3 nodes, 24 slots; this is node 2, gpu03"),
+    ("--no_ssh --node_rank 1 --exclude gpu02", "2 nodes, 16 slots; this is node 1, gpu03"),
+    ("--no_ssh --node_rank 0 --include gpu02@gpu03:0,1 --master_addr gpu02", "2 nodes, 10 slots; this is node 0, gpu02"),
+    ("--no_ssh --node_rank 0 --num_nodes 1", "1 nodes, 8 slots; this is node 0, gpu01"),
+    ("--launcher slurm", "3 nodes, 24 slots"),
+])  # fmt: skip
+def test_flags_of_the_deepspeed_launcher_choose_among_the_nodes(tmp_path: Path, flags: str, said: str) -> None:
+    assert looked_at(tmp_path, flags) == f"hostfile   {tmp_path}/hostfile: {said}"
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--no_ssh --node_rank 3", "command line: `node_rank` is 3. Write the number of this node, from 0 to 2, in the order of "),
+    ("--no_ssh --node_rank 0 --exclude gpu04", "cannot be followed: Hostname 'gpu04' not found in hostfile. Write nodes of this"),
+    ("--include gpu01:9", "cannot be followed: No slot '9' specified on host 'gpu01'. Write nodes of this"),
+    ("--exclude gpu01@gpu02@gpu03", "`--exclude gpu01@gpu02@gpu03` leaves no node. Leave one."),
+])  # fmt: skip
+def test_flags_that_the_deepspeed_launcher_could_not_follow_are_one_message(tmp_path: Path, flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        looked_at(tmp_path, flags)
+    assert len(found.value.problems) == 1 and said in found.value.problems[0]
+
+
+def test_without_pdsh_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="There is no pdsh here.*apt install pdsh"):
+        looked_at(tmp_path, "--exclude gpu03")
+
+
+def test_a_line_of_deepspeed_env_that_is_no_variable_is_named(tmp_path: Path) -> None:
+    file = tmp_path / ".deepspeed_env"
+    file.write_text("A=1\n# NCCL_DEBUG=INFO\n\n B = 2=3\n")
+    with pytest.raises(ConfigError) as found:
+        require_env([file])
+    assert [said.partition(" is no variable")[0] for said in found.value.problems] == [
+        f"{file}, line 2: `# NCCL_DEBUG=INFO`", f"{file}, line 3: ``"]  # fmt: skip
+
+
+def test_the_example_of_a_deepspeed_env_is_understood() -> None:
+    require_env([Path(__file__).parent.parent / "launch" / "deepspeed_env.example"])
 
 
 @pytest.mark.parametrize(("flags", "lines"), [("avx2 avx512f avx512_vnni", 1), ("avx512f avx512_bf16 amx_tile", 0),

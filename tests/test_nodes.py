@@ -95,14 +95,15 @@ def test_two_nodes_reached_by_pdsh_have_the_losses_of_one(
     ssh: Ssh, wan1: Path, tmp_path: Path, on_one_node: list[float]
 ) -> None:
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=3)
-    nodes = hostfile(tmp_path, "# two names of this machine", "here slots=1", "there slots=1")
+    lines = "# two names of this machine, and a dead node", "here slots=1", "there slots=1", "dead.invalid slots=8"
+    nodes = hostfile(tmp_path, *lines)
     for link in ("launch", "wandistiller", "ds_configs"):
         (tmp_path / link).symlink_to(ROOT / link)
     wanted = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     wanted |= {key: os.environ[key] for key in ("TORCH_EXTENSIONS_DIR",) if key in os.environ}  # else CPU Adam is built again
     (tmp_path / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in wanted.items()))
     words = ["bash", "launch/deepspeed.sh", "train", "--recipe", str(write_json(tmp_path / "run.json", given))]
-    options = f"--master_addr 127.0.0.1 --master_port {free_port()}"
+    options = f"--exclude dead.invalid --master_addr 127.0.0.1 --master_port {free_port()}"
     done = run(words, cwd=tmp_path, PATH=ssh.path, HOSTFILE=str(nodes), SSH_PORT=str(ssh.port), DEEPSPEED=options)
     assert "2 nodes, 2 slots; all of them let us in" in done.stderr
     assert losses(tmp_path / "run") == on_one_node
@@ -159,6 +160,13 @@ def test_all_that_is_wrong_with_a_hostfile_is_said_at_once(tmp_path: Path) -> No
     with pytest.raises(ConfigError) as found:
         read_hostfile(hostfile(tmp_path, "a slots=0", "b slots=1", "b slots=1", "c"))
     assert [problem.partition(": ")[0].rpartition(" ")[2] for problem in found.value.problems] == ["1", "3", "4"]
+
+
+def test_without_ssh_a_hostfile_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    """DeepSpeed's launcher would train on each node alone."""
+    where = {"HOSTFILE": str(tmp_path / "hostfile"), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "PATH": PATH}
+    done = run(["bash", "launch/no_ssh.sh", "train", "--recipe", "none.json"], code=2, **where)
+    assert done.stderr.strip() == f"error: {tmp_path}/hostfile: no such file. Mend the path."
 
 
 def test_a_node_out_of_reach_is_one_message_before_anything_starts(ssh: Ssh, tmp_path: Path) -> None:

@@ -163,5 +163,8 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
 def _add_doctor_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hostfile", type=Path, metavar="FILE", help="look at this hostfile and log in to its nodes, no more")
     command.add_argument("--ssh_port", type=int, metavar="N", help="of those nodes")
+    command.add_argument("--deepspeed", default="", metavar="FLAGS",
+                         help='what its launcher is given with that file: --deepspeed="--exclude gpu03"; with --no_ssh and '
+                              "--node_rank no node is logged in to")  # fmt: skip
     command.add_argument("--measure", action="store_true",
                          help="measure arithmetic, memory, disk, PCIe, link and network too, for `plan --rates`")  # fmt: skip

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 import torch.utils.cpp_extension
+from deepspeed.launcher.constants import PDSH_LAUNCHER
+from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_args, parse_inclusion_exclusion
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, installed_cuda_version
 
 from wandistiller import distributed, rates
 from wandistiller.hardware import version, versions
-from wandistiller.hostfile import read_hostfile, require_reach
+from wandistiller.hostfile import env_files, read_hostfile, require_env, require_pdsh, require_reach
 from wandistiller.machine import GIB, memory_line, this_machine
 from wandistiller.monitors import MONITORS
+from wandistiller.problems import ConfigError, problem
 
 EXTRAS = {
     "accelerate": "for a teacher or text encoder by accelerate's maps: pip install accelerate",
@@ -34,19 +37,19 @@ UNITS = {
 """The rates, in words."""
 
 
-def examine(hostfile: Path | None, ssh_port: int | None, measure: bool) -> list[str]:
+def examine(hostfile: Path | None, ssh_port: int | None, deepspeed: str, measure: bool) -> list[str]:
     """What there is, a line each; the missing with what to do. Collective.
 
     Args:
         hostfile: look at it, and log in to its nodes, instead.
+        deepspeed: flags that its launcher gets with that hostfile.
         measure: also the rates, which takes some seconds.
     Raises:
         ConfigError: on every rank, for a hostfile that cannot be used.
     """
-    with distributed.same_problems():
-        nodes = _nodes(hostfile, ssh_port) if hostfile and distributed.rank() == 0 else None
-    if nodes:  # before a launch: the rest is looked at by `doctor` alone
-        return [f"hostfile   {hostfile}: {len(nodes)} nodes, {sum(nodes.values())} slots; all of them let us in"]
+    if hostfile:  # before a launch: the rest is looked at by `doctor` alone
+        with distributed.same_problems():
+            return [f"hostfile   {hostfile}: {_nodes(hostfile, ssh_port, deepspeed)}"]
     distributed.init()
     software, parts = _software(), _parts()
     found = [f"software   {', '.join(f'{name} {there}' for name, there in software.items() if name not in EXTRAS)}"]
@@ -62,10 +65,32 @@ def examine(hostfile: Path | None, ssh_port: int | None, measure: bool) -> list[
     return found
 
 
-def _nodes(file: Path, port: int | None) -> dict[str, int]:
-    nodes = read_hostfile(file)
-    require_reach(file, nodes, port)
-    return nodes
+def _nodes(file: Path, port: int | None, words: str) -> str:
+    """What deepspeed's launcher would make of a hostfile: it is read as it does, and the nodes are asked that it would ask."""
+    asked = parse_args([*words.split(), "program"])
+    pool = read_hostfile(file)
+    try:
+        active = parse_inclusion_exclusion(pool, asked.include, asked.exclude)
+    except ValueError as error:
+        remedy = "Write nodes of this file, as in `gpu01@gpu02:0,1`."
+        raise ConfigError(f"{file}: `{words}` cannot be followed: {error}. {remedy}") from None
+    active = apply_num_nodes_and_gpus(active, asked.num_nodes, asked.num_gpus)
+    if not active:
+        raise ConfigError(f"{file}: `{words}` leaves no node. Leave one.")
+    said = f"{len(active)} nodes, {sum(map(len, active.values()))} slots"
+    if asked.no_ssh:
+        if not 0 <= asked.node_rank < len(active):
+            remedy = f"Write the number of this node, from 0 to {len(active) - 1}, in the order of {file}."
+            raise ConfigError(problem("command line", "node_rank", asked.node_rank, remedy))
+        return f"{said}; this is node {asked.node_rank}, {list(active)[asked.node_rank]}"
+    require_env(env_files())
+    if asked.launcher.lower() != PDSH_LAUNCHER:
+        return said
+    if len(active) > 1 or asked.force_multi:
+        require_pdsh()
+    if distributed.rank() == 0:
+        require_reach(file, active, port or asked.ssh_port)
+    return f"{said}; all of them let us in"
 
 
 def _software() -> dict[str, str]:

@@ -1,7 +1,10 @@
 """The hostfile of deepspeed's launcher, looked at before anything starts: all that is wrong with it, and nodes out of reach."""
 
+import os
 import re
+import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +12,8 @@ from wandistiller.problems import ConfigError, readable
 
 LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 """What deepspeed 0.19.8 takes for a node."""
+VARIABLE = re.compile(r"\s*[A-Za-z_]\w*\s*=.*")
+"""The only kind of line that it takes in a .deepspeed_env."""
 SECONDS = 10
 """For a node to answer."""
 
@@ -42,7 +47,37 @@ def read_hostfile(file: Path) -> dict[str, int]:
     return nodes
 
 
-def require_reach(file: Path, nodes: dict[str, int], port: int | None = None) -> None:
+def env_files() -> list[Path]:
+    """Where deepspeed's launcher looks for variables that all nodes get."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    return [file for file in (Path.home() / name, Path(name)) if file.is_file()]
+
+
+def require_env(files: list[Path]) -> None:
+    """A comment or an empty line ends deepspeed's launcher (deepspeed 0.19.8), or becomes a part of what the nodes are told.
+
+    Raises:
+        ConfigError: with every line that is no variable.
+    """
+    lines = [(file, n, line) for file in files for n, line in enumerate(file.read_text(errors="replace").splitlines(), 1)]
+    found = [f"{file}, line {n}: `{line}` is no variable. Write NAME=VALUE; comments and empty lines are not understood there."
+             for file, n, line in lines if not VARIABLE.fullmatch(line)]  # fmt: skip
+    if found:
+        raise ConfigError(*found)
+
+
+def require_pdsh() -> None:
+    """The program by which deepspeed's launcher reaches several nodes.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if not shutil.which("pdsh"):
+        raise ConfigError("There is no pdsh here, by which the deepspeed launcher reaches the nodes. Debian, Ubuntu: apt install "
+                          "pdsh. Or start launch/no_ssh.sh on each node.")  # fmt: skip
+
+
+def require_reach(file: Path, nodes: Iterable[str], port: int | None = None) -> None:
     """Log in to all nodes at once, as deepspeed's launcher does.
 
     Args:
@@ -50,6 +85,7 @@ def require_reach(file: Path, nodes: dict[str, int], port: int | None = None) ->
     Raises:
         ConfigError: with every node that does not let us in within SECONDS.
     """
+    nodes = list(nodes)
     with ThreadPoolExecutor(min(32, len(nodes))) as pool:
         answers = list(pool.map(lambda node: _refusal(node, port), nodes))
     found = [f"{file}: `{node}` cannot be reached: {why}. `ssh {node}` must get in without a password: mend its name, or give it "
