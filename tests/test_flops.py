@@ -1,5 +1,7 @@
 """Floating-point operations against those that torch counts."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_wan import transformer
@@ -7,6 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.flops import flops
+from wandistiller.planner import _network
+from wandistiller.recompute import Recompute
+from wandistiller.tuning import tune
 from wandistiller.wan import TEXT_TOKENS
 
 
@@ -24,13 +29,29 @@ def test_a_forward_pass_takes_what_torch_counts(frames: int) -> None:
     assert flops(dict(c), frames * 4 * 6).forward == counter.get_total_flops()
 
 
-def test_a_backward_pass_takes_twice_as_many_but_for_inputs_without_gradient_and_attention_s_own_recomputation() -> None:
-    model = transformer(0, 4, attention_head_dim=32, ffn_dim=96)
-    c, tokens = model.config, 24
+TUNED = {"all": (None, None), "adapters": (None, {"rank": 4}), "late adapters": (None, {"rank": 4, "targets": ["blocks.2-3"]}),
+         "late blocks": (["blocks.0-1", "patch_embedding", "condition_embedder"], None)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("frozen", "lora"), TUNED.values(), ids=TUNED)
+def test_a_step_takes_what_torch_counts_but_for_inputs_without_gradient_and_attention_s_own_recomputation(
+    frozen: list[str] | None, lora: dict[str, Any] | None
+) -> None:
+    """With 8 heads of 32, so that all but the matrices' products of weights is small."""
+    model = transformer(0, 4, num_attention_heads=8, attention_head_dim=32, ffn_dim=1024).requires_grad_(True)
+    c, tokens = dict(model.config), 8 * 12
+    network = _network(c, frozen, lora, (), 256)
+    tune(model, frozen, lora, seed=0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**batch(1, 8, 12, c.in_channels, c.text_dim))[0].sum().backward()
-    counted, mine = counter.get_total_flops(), flops(dict(c), tokens)
-    assert counted == pytest.approx(mine.step(None), rel=0.05)
+        model(**batch(1, 16, 24, c["in_channels"], c["text_dim"]))[0].sum().backward()
+    assert flops(c, tokens).step(None, network) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+@pytest.mark.parametrize(("frozen", "again"), [(None, 4), (["blocks.0-1", "patch_embedding", "condition_embedder"], 2)])
+def test_a_block_is_computed_again_where_gradients_go_through_it(frozen: list[str] | None, again: int) -> None:
+    c = dict(transformer(0, 4).config)
+    f, network = flops(c, 24), _network(c, frozen, None, (), 64)
+    assert f.step(Recompute(), network) - f.step(None, network) == again * (f.attention + f.feed_forward)
 
 
 def test_a_14b_takes_two_operations_a_parameter_and_token_and_more_for_attention() -> None:

@@ -229,6 +229,31 @@ def test_the_micro_batch_that_hides_the_streaming_computes_for_as_long(folder: P
     assert (micro - 1) * call.computing() < call.moving(RATES) <= micro * call.computing()
 
 
+def test_only_of_a_teacher_that_streams_a_micro_batch_is_told(folder: Path) -> None:
+    """An owner's weights stay where they are, whatever goes to it and back."""
+    asked = job(folder, EIGHT_80, teacher_deepspeed_config="ds_configs/teacher/owner.json")
+    assert Costs(asked, EIGHT_80, RATES).micro_batch_that_hides_streaming() is None
+
+
+def test_adapters_need_no_gradients_of_the_frozen_weights(folder: Path) -> None:
+    full, adapters = (Costs(job(folder, ONE_24, lora=lora), ONE_24, RATES).all()[1].tflop for lora in (None, {"rank": 16}))
+    assert adapters / full == pytest.approx(3 / 4, rel=0.05)  # twice forward and once backward, not twice; but for the text
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_a_step_computes_for_the_mean_of_the_buckets_that_media_are_cut_to(
+    folder: Path, tmp_path: Path, *, media: bool
+) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("a red circle")
+        (tmp_path / f"{i}.png").touch()
+    data = {"data_path": str(tmp_path)} if media else {}
+    sizes = [(480, 832), (240, 416)]
+    asked = job(folder, ONE_24, guidance_scale=1.0, buckets=[list(s) for s in sizes], **data)
+    each = [flops(asked.folder.config, asked.folder.tokens(*s, 1)).forward / 1e12 for s in sizes]
+    assert Costs(asked, ONE_24, RATES).all()[0].tflop == pytest.approx(sum(each) / 2 if media else each[0])
+
+
 def test_adam_on_the_cpu_goes_as_fast_as_memory(folder: Path) -> None:
     step = Costs(job(folder, ONE_24), ONE_24, RATES).all()[-1]
     elements = sum(numels(job(folder, ONE_24).student_transformer).values())

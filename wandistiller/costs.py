@@ -1,6 +1,6 @@
 """The least time of a step: what is computed, and what is moved at the same time, at given rates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 
 from wandistiller.deepspeed_json import dtype_name, offload_device, stage
 from wandistiller.flops import flops
+from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine
 from wandistiller.memory import numels
@@ -60,12 +61,24 @@ class Cost(NamedTuple):
         return max(self.computing(), self.moving(rates))
 
 
+def _shares(job: Job) -> dict[int, float]:
+    """The share of samples that have so many tokens: media are taken to be spread evenly over the buckets."""
+    items, rollouts = job.items, job.run.rollouts_per_prompt
+    media = int((items.kinds != Kind.PROMPT).sum()) / items.samples(rollouts)
+    found: dict[int, float] = {}
+    for sizes, share in (([job.size], 1 - media), (job.buckets or [job.size], media)):
+        for s in sizes:
+            tokens = job.folder.tokens(s.height, s.width, s.num_frames)
+            found[tokens] = found.get(tokens, 0.0) + share / len(sizes)
+    return found
+
+
 class Costs:
     """The arithmetic of a step of `job` on a rank of `machine`."""
 
     def __init__(self, job: Job, machine: Machine, rates: Rates):
         self.job, self.machine, self.rates = job, machine, rates
-        self.tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+        self.shares = _shares(job)
 
     def all(self) -> list[Cost]:
         """What a step consists of, one after the other."""
@@ -75,11 +88,15 @@ class Costs:
         """Seconds that a step takes at least."""
         return sum(cost.seconds(self.rates) for cost in self.all())
 
+    def _mean(self, of: Callable[[int], float]) -> float:
+        """Of what a sample of so many tokens takes."""
+        return sum(share * of(tokens) for tokens, share in self.shares.items())
+
     def _teacher(self) -> Iterator[Cost]:
         """The calls of a step; those of an owner wait for each other."""
         j, asked, m = self.job, read_placement(self.job.teacher_ds), self.machine
         branches = 2 if {j.run.guidance_scale, j.run.guidance_scale_2} != {1} else 1
-        tflop = branches * j.batch.micro * flops(j.folder.config, self.tokens).forward / 1e12
+        tflop = branches * j.batch.micro * self._mean(lambda t: flops(j.folder.config, t).forward) / 1e12
         times, tflops = j.batch.accumulation, self.rates.tflops
         if asked.on_one_rank:
             tflop *= m.ranks_on_node
@@ -107,16 +124,16 @@ class Costs:
         if not read_placement(j.teacher_ds).on_one_rank or m.ranks_on_node == 1:
             return
         config = j.folder.config
-        states = 2 * self.tokens * prod(config["patch_size"]) * config["in_channels"]
+        states = int(2 * self._mean(lambda t: t) * prod(config["patch_size"]) * config["in_channels"])
         text = TEXT_TOKENS * config["text_dim"]
         yield Move("questions and answers", 4 * j.batch.micro * (states + text) * (m.ranks_on_node - 1), "link")
 
     def _student(self) -> Cost:
         """A micro-step's forward and backward pass."""
         j, m, ds = self.job, self.machine, self.job.student_ds
-        again = read_recompute(ds)
-        tflop = j.batch.micro * len(j.objective.states) * flops(j.student_transformer, self.tokens).step(again) / 1e12
-        item, network = getattr(torch, dtype_name(ds)).itemsize, student_network(j)
+        again, item, network = read_recompute(ds), getattr(torch, dtype_name(ds)).itemsize, student_network(j)
+        each = self._mean(lambda t: flops(j.student_transformer, t).step(again, network))
+        tflop = j.batch.micro * len(j.objective.states) * each / 1e12
         gradients = item * sum(network.trained.values())
         whole = gradients + item * sum(network.frozen.values())
         moves = list(self._around("gradients to the other ranks", self._reduced(gradients))) if stage(ds) >= 2 else []
@@ -173,9 +190,7 @@ class Costs:
 
     def micro_batch_that_hides_streaming(self) -> int | None:
         """Samples of a micro-step from which on the teacher computes for longer than its weights are on their way."""
-        if not self.job.objective.needs_teacher:
+        if not self.job.objective.needs_teacher or not any(self._streamed()):
             return None
         (call,) = self._teacher()
-        if not call.moves:
-            return None
         return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))
