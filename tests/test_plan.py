@@ -110,6 +110,26 @@ def test_what_is_drawn_is_decoded_beside_teacher_student_and_vae(folder: Path) -
     assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
 
 
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_who_draws_needs_gathered_weights_and_no_gradients(folder: Path, engine: str) -> None:
+    phases = plan(job(folder, EIGHT_80, deepspeed_config=f"ds_configs/student/{engine}.json"), EIGHT_80)
+    training, drawing = (phases[name].turns["student's turn"] for name in ("train", "draw"))
+    gathered = {"zero2": set(), "zero3": {"student's gathered weights, in a step"}}[engine]
+    assert drawing.keys() == {"student's activations"} | gathered
+    assert all(drawing[name] == training[name] for name in gathered) and sum(training[name].live for name in gathered) >= 0
+
+
+def test_an_owner_s_teacher_takes_cpu_memory_once_a_node(folder: Path) -> None:
+    """Whose ranks have as little besides as those of one copy for all; a rank's own peak is the owner's."""
+    takes = {}
+    for name in ("owner", "host_cpu"):
+        asked = job(folder, ON_CPU, teacher_deepspeed_config=f"ds_configs/teacher/{name}.json")
+        takes[name] = plan(asked, ON_CPU)["train"].peak()
+    need = {name: demands(b, ON_CPU)[0].need for name, b in takes.items()}
+    assert need["owner"] == need["host_cpu"] == 2 * takes["owner"].host + takes["owner"].node
+    assert takes["owner"].node > 2 * sum(numels(asked.folder.config).values())
+
+
 def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(folder: Path) -> None:
     narrow, wide, layers = {"num_layers": 0.5, "num_attention_heads": 0.5}, 5120, 20
     trained = {}

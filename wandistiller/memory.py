@@ -34,7 +34,7 @@ class Bytes:
     host: int = 0
     """Its own CPU memory."""
     node: int = 0
-    """CPU memory that all ranks of a node share; the whole of it."""
+    """CPU memory that a node's ranks share, or one of them has for all; the whole of it."""
     disk: int = 0
     pinned: int = 0
     """Of `host`: page-locked."""
@@ -195,8 +195,9 @@ def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:
 
 
 AVERAGE = "moving average"
-WEIGHTS, MASTERS, GRADIENTS, WORKING = "weights", "float32 weights and optimizer", "gradients", "buckets and gathered weights"
-"""The student's parts."""
+WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
+GATHERED, HELD = "gathered weights", "weights that backward waits for"
+"""The student's parts; the last two under ZeRO-3 alone."""
 
 
 def _whole(
@@ -231,7 +232,7 @@ def _flat(
         WEIGHTS: Bytes(device=weights) + lock(item * part),
         MASTERS: Bytes(host=states * part) + lock(4 * part),
         GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
-        WORKING: Bytes(device=largest, live=bucket + (gradients if stage(ds) == 1 else 0)) + lock(largest),
+        BUCKETS: Bytes(device=largest, live=bucket + (gradients if stage(ds) == 1 else 0)) + lock(largest),
     }
 
 
@@ -243,11 +244,10 @@ def _partitioned(
     part, all_parts = (_total(some, ranks) // item for some in (sizes, every))
     group = min(part, _zero(ds, "sub_group_size"))
     kept, live = _gathered(every, ds, ranks, reused=_zero(ds, "stage3_max_reuse_distance"))
-    if live:  # autograd holds the weights that it will go back through: of one block, if the others are computed anew
-        blocks = Counter()
-        for s in every:
-            blocks[".".join(s.name.split(".")[:2])] += s.part(1)
-        live += max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
+    blocks = Counter()  # autograd holds the weights that it will go back through: of one block, if others are computed anew
+    for s in every if live else ():
+        blocks[".".join(s.name.split(".")[:2])] += s.part(1)
+    held = max(blocks.values(), default=0) if "activation_checkpointing" in ds else blocks.total()
     bucket = item * min(sum(s.numel for s in sizes), _zero(ds, "reduce_bucket_size"))
     step = (4 + (item if item < 4 else 0)) * group  # gradients flat, and in float32
     weights = {
@@ -263,9 +263,10 @@ def _partitioned(
         "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
         "nvme": (Bytes(4 * group, host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part), lock(item * part)),
     }[offload["device"]]  # fmt: skip
-    # what is reduced is there twice: in the bucket, and in the order of the ranks
-    working = Bytes(kept + bucket, live=max(live + bucket, step if offload["device"] == "none" else 0))
-    return {WEIGHTS: weights, MASTERS: masters, GRADIENTS: gradients, WORKING: working}
+    # what is reduced is there twice: in the bucket, and in the order of the ranks; the step comes when all weights are back
+    buckets = Bytes(bucket, live=max(bucket, step - live - held if offload["device"] == "none" else 0))
+    return {WEIGHTS: weights, MASTERS: masters, GRADIENTS: gradients, BUCKETS: buckets,
+            GATHERED: Bytes(kept, live), HELD: Bytes(live=held)}  # fmt: skip
 
 
 def optimizer_states(ds: dict[str, Any]) -> int:

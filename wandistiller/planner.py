@@ -13,6 +13,7 @@ from wandistiller.items import Kind
 from wandistiller.job import Job
 from wandistiller.machine import Machine, room_of_a_rank
 from wandistiller.memory import (
+    GATHERED,
     Bytes,
     Network,
     bucket_bytes,
@@ -158,7 +159,7 @@ class _Planner:
 
     def phases(self) -> dict[str, Phase]:
         kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
-        student, steps = self._student()
+        student, gathered, steps = self._student()
         config, experts = self.job.student_transformer, len(self.job.student_experts)
         network = 4 * sum(numels(config).values())
         return {
@@ -169,7 +170,7 @@ class _Planner:
             }),
             "train": Phase(self.base | kept | student, {"teacher's turn": call | self._shown()} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
-            "draw": self._draw(kept | student, call, steps["student's turn"]),
+            "draw": self._draw(kept | student, call, gathered),
             "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
         }  # fmt: skip
 
@@ -188,6 +189,8 @@ class _Planner:
         pinned = j.teacher_ds["zero_optimization"].get("offload_param", {}).get("pin_memory") and self.gpu
         kept = replace(whole, live=0, host=whole.host + engine, pinned=whole.host if pinned else 0)
         turn = {"teacher's weights on their way": Bytes(live=whole.live), "a call of the teacher": call}
+        if asked.on_one_rank and not self.gpu:  # of a node's CPU memory it takes this once
+            kept = Bytes(node=kept.device)
         return {"teacher's weights": kept}, turn
 
     def _shown(self) -> Parts:
@@ -206,8 +209,8 @@ class _Planner:
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items)
         return {"hidden states to compare": Bytes(live=n)} if blocks else {}
 
-    def _student(self) -> tuple[Parts, dict[str, Parts]]:
-        """What is there all the time, and the turns of a step."""
+    def _student(self) -> tuple[Parts, Parts, dict[str, Parts]]:
+        """What is there all the time, the weights that come and go in any call, and the turns of a step."""
         j = self.job
         config, ds = j.student_transformer, j.student_ds
         network, ranks = student_network(j), self.machine.ranks
@@ -219,7 +222,8 @@ class _Planner:
         if not self.gpu and self.machine.ranks > 1:
             turns["student's turn"]["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
             turns["optimizer's turn"] = {"gloo's copies of the weights": Bytes(live=spread_bytes(network, ds, ranks))}
-        return kept, turns
+        name = f"student's {GATHERED}, in a step"
+        return kept, {name: work[name]} if name in work else {}, turns
 
     def _prepare(self) -> Phase:
         """Text encoder, VAE and teacher have their turns."""
@@ -254,19 +258,15 @@ class _Planner:
         return {"VAE": self._vae(need.weights), "VAE's activations": Bytes(live=need.work),
                 "pixels as they were read": Bytes(host=4 * 3 * s.num_frames * s.height * s.width)}  # fmt: skip
 
-    def _draw(self, kept: Parts, call: Parts, student: Parts) -> Phase:
-        """The VAE is there from beginning to end, and decodes one sample at a time; the student keeps nothing for backward.
-
-        Args:
-            student: its turn in training.
-        """
+    def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> Phase:
+        """The VAE is there from beginning to end, and decodes one sample at a time; the student keeps nothing for backward."""
         j = self.job
         latents = 1, *j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
         need = decoding(j.folder.vae, latents, accelerator=self.gpu)
         taken = call_bytes(j.student_transformer, j.student_ds, self.tokens, j.batch.micro, accelerator=self.gpu)
         return Phase(self.base | kept | {"VAE": self._vae(need.weights)}, {
             "teacher's turn": call,
-            "student's turn": student | {"student's activations": Bytes(live=taken)},
+            "student's turn": gathered | {"student's activations": Bytes(live=taken)},
             "decode": {"VAE's activations": Bytes(live=need.work)},
         })  # fmt: skip
 
