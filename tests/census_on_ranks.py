@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from wandistiller import distributed, train
 from wandistiller.census import OTHERS, by_owner, census
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig, read_json
-from wandistiller.footprint import activation_bytes
+from wandistiller.deepspeed_json import stage
 from wandistiller.job import Job
-from wandistiller.memory import student_parts, teacher_bytes
+from wandistiller.machine import machine_now
+from wandistiller.memory import Bytes
 from wandistiller.phase import now
-from wandistiller.planner import student_network
+from wandistiller.planner import ENGINE, plan
 from wandistiller.trainer import Trainer
 
 STEPS, BUCKET = 2, 1000
@@ -42,16 +44,12 @@ def look(seen: list[dict[str, Any]]) -> None:
 
 
 def planned(job: Job) -> dict[str, Any]:
-    """Bytes of this rank."""
-    ranks, config, ds = distributed.world_size(), job.student_transformer, job.student_ds
-    teacher = teacher_bytes(job.folder, job.teacher_ds, ranks)
-    parts = student_parts(student_network(job), 1, ds, ranks, accelerator=False)
-    tokens = job.folder.tokens(job.size.height, job.size.width, 1)
-    return {
-        "teacher": teacher.device + teacher.host + teacher.node,
-        "student": {name: {"kept": b.device + b.host, "live": b.live} for name, b in parts.items()},
-        "activations": activation_bytes(config, ds, tokens, job.batch.micro, accelerator=False),
-    }  # fmt: skip
+    """Bytes of this rank in training: all the time, and in each turn."""
+    phase = plan(job, replace(machine_now(), ranks=distributed.world_size(), ranks_on_node=distributed.world_size()))["train"]
+    engine = stage(job.teacher_ds) == 3
+    phase.kept["teacher's weights"] += Bytes(host=-ENGINE * engine)
+    turns = {"all the time": phase.kept, **phase.turns}
+    return {turn: {what: b.host + b.node for what, b in parts.items()} for turn, parts in turns.items()}
 
 
 def main(folder: Path, wan: Path, student: str, teacher: str) -> None:
