@@ -10,6 +10,7 @@ import planned
 import pytest
 from machines import write_wans
 
+from wandistiller import rates
 from wandistiller.__main__ import main
 from wandistiller.check import read_job
 from wandistiller.config import read_json
@@ -19,6 +20,7 @@ from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine, demands, room_of_a_rank
 from wandistiller.memory import Bytes, numels
 from wandistiller.pipeline_parts import UMT5_XXL
+from wandistiller.plan import described
 from wandistiller.planner import CONTEXT, MIB, Phase, activations, most, plan, student_network
 from wandistiller.rates import GPU, Rates, given, usual
 from wandistiller.recommend import EQUAL, choices
@@ -46,7 +48,8 @@ def job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", **more: Any
 def test_a_phase_takes_what_it_keeps_and_the_largest_turn() -> None:
     phase = Phase({"a": Bytes(device=3, host=1)}, {"b": {"x": Bytes(live=5), "y": Bytes(device=1)}, "c": {"z": Bytes(host=7)}})
     assert phase.peak() == Bytes(device=9, host=8)
-    assert list(phase.parts()) == ["a", "z"]
+    assert phase.parts(lambda b: b.device + b.live) == {"a": 3, "x": 5, "y": 1}
+    assert phase.parts(lambda b: b.host) == {"a": 1, "z": 7}
 
 
 def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
@@ -349,6 +352,7 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(folder: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "said"),
     [(["--gpus", "-1"], "`gpus` is -1"), (["--gpu_memory", "0"], "`gpu_memory` is 0.0"), (["--nodes", "0"], "`nodes` is 0"),
+     (["--gpus", "0", "--gpu_memory", "24"], "`--gpus 0` has none"), (["--gpus", "4"], "There is no GPU here"),
      (["--rates", '{"tflop": 1}'], "`rates.tflop`"), (["--rates", '{"pcie": "fast"}'], "`rates.pcie`")],
 )  # fmt: skip
 @pytest.mark.usefixtures("quiet_logging")
@@ -360,3 +364,48 @@ def test_a_machine_that_cannot_be_is_refused(flags: list[str], said: str, capsys
 def test_rates_that_are_given_replace_the_usual_ones_of_such_a_gpu() -> None:
     assert usual(int(23.5 * GIB)) == GPU[24] and usual(int(79.1 * GIB)) == GPU[80] and usual(4 * GIB) == GPU[16]
     assert given(GPU[24], {"pcie": 12}).pcie == 12 and given(GPU[24], {"pcie": 12}).tflops == GPU[24].tflops
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    said = told(folder, capsys, "--gpus 2 --gpu_memory 24 --host_memory 128 --disk 500", wan="Wan2.1-T2V-1.3B")
+    tables = [block.splitlines() for block in said.split("\n\n") if "GiB of one rank" in block]
+    assert [rows[0].split(":")[0].split()[-1] for rows in tables][:1] == ["GPU"] and len(tables) == 2
+    for rows in tables:
+        numbers = [[0.0 if n == "-" else float(n) for n in row.split()[-6:]] for row in rows[1:] if "pinned" not in row]
+        for *parts, height in zip(*numbers, strict=True):
+            assert sum(parts) == pytest.approx(height, abs=0.005 * len(parts) + 0.006)
+    assert "student's float32 weights and optimizer" in said and "reserve: 2.00 GiB on each GPU" in said
+
+
+def test_a_machine_without_gpus_has_as_many_ranks_as_here() -> None:
+    left_out = dict.fromkeys(("gpus", "gpu_memory", "host_memory", "disk", "nodes"))
+    for gpus in (None, 0):
+        made = described(left_out | {"gpus": gpus, "nodes": 3}, Path())
+        assert (made.device_free, made.ranks, made.ranks_on_node) == (None, 3, 1)
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_what_this_machine_lacks_is_no_fault_of_another(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ds = tmp_path / "fp16.json"
+    zero2 = {k: v for k, v in read_json("ds_configs/student/zero2.json").items() if k != "bf16"}
+    ds.write_text(json.dumps(zero2 | {"fp16": {"enabled": True}, "activation_checkpointing": {"cpu_checkpointing": True}}))
+    assert "a step takes" in told(folder, capsys, "--gpus 2 --gpu_memory 80 --host_memory 500", "--deepspeed_config", str(ds))
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_rates_are_measured_on_the_swap_folder_s_disk_and_the_others_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    read = []
+    monkeypatch.setattr(rates, "_reads", lambda folder: read.append(folder) or 7.0)
+    swap = tmp_path / "swap"
+    ds = read_json("ds_configs/student/zero3_nvme.json")
+    for section in ("offload_param", "offload_optimizer"):
+        ds["zero_optimization"][section]["nvme_path"] = str(swap)
+    file = tmp_path / "nvme.json"
+    file.write_text(json.dumps(ds))
+    said = told(folder, capsys, "--gpus 1 --gpu_memory 80 --host_memory 500 --measure", "--deepspeed_config", str(file))
+    assert read == [swap] and "not measured: link and network" in said and "from and to disk at 7 GB/s" in said

@@ -62,8 +62,8 @@ def collecting(found: list[str]) -> Iterator[None]:
 
 
 @readable()
-def read_job(run: RunConfig, world: int) -> Job:
-    """Check a run against its teacher, data, student and engines. Reads JSON and text files, no weights.
+def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
+    """Check a run against its teacher, data, student, engines, and, if it is to be `here`, this machine. Reads no weights.
 
     Raises:
         ConfigError: with every problem found.
@@ -82,18 +82,18 @@ def read_job(run: RunConfig, world: int) -> Job:
     with collecting(found):
         where, ds = _student_json(run, parts, world)
         parts["student_ds"], parts["batch"] = deepspeed_json.student_engine(where, ds, world)
-        found += config_problems(where, without_block(parts["student_ds"]))
+        found += config_problems(where, without_block(parts["student_ds"]), here=here)
     with collecting(found):
         where, ds = deepspeed_json.load(run.teacher_deepspeed_config)
         parts["teacher_ds"] = deepspeed_json.teacher_engine(where, deepspeed_json.with_dtype(ds, run.teacher_dtype), world)
-        found += config_problems(where, without_block(parts["teacher_ds"]))
+        found += config_problems(where, without_block(parts["teacher_ds"]), here=here)
     with collecting(found):
         parts["objective"] = read_objective(run.objective)
         run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
     if "folder" in parts:
         folder = parts["folder"]
         run = _complete(run, folder, parts.get("items"), parts.get("batch"))
-        found += _device_map_problems(run, parts)
+        found += _device_map_problems(run, parts, distributed.number_of_gpus() if here else world)
         found += folder.size_problems(run.height, run.width, run.num_frames)
         found += _objective_problems(run, parts) if "objective" in parts else []
     if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
@@ -195,12 +195,12 @@ def _complete(run: RunConfig, folder: WanFolder, items: Items | None, batch: Bat
     )
 
 
-def _device_map_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+def _device_map_problems(run: RunConfig, parts: dict[str, Any], gpus: int) -> list[str]:
     ds = parts.get("teacher_ds", {})
     if not ds or distributed.local_rank() != read_placement(ds).owner_rank or not isinstance(read_placement(ds).device_map, dict):
         return []
     where, _ = deepspeed_json.load(run.teacher_deepspeed_config)
-    return device_map_problems(where, ds, top_modules(parts["folder"].config), distributed.number_of_gpus())
+    return device_map_problems(where, ds, top_modules(parts["folder"].config), gpus)
 
 
 def _folder_problems(run: RunConfig) -> list[str]:

@@ -150,11 +150,12 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("machine")
-    group.add_argument("--gpus", type=int, metavar="N", help="of a node, a rank each; default those here; 0: one rank on CPUs")
+    group.add_argument("--gpus", type=int, metavar="N",
+                       help="of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's")  # fmt: skip
     group.add_argument("--gpu_memory", type=float, metavar="GIB", help="of each GPU; default what is free here")
     group.add_argument("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
     group.add_argument("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="1")
+    group.add_argument("--nodes", type=int, metavar="N", help="default 1, or a launcher's")
     group.add_argument("--rates", type=_json, default={}, metavar="JSON", help='such as {"tflops": 165, "pcie": 24}; see README')
     group.add_argument("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     group.add_argument("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")

@@ -39,8 +39,9 @@ FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lio
 """Optimizers that it compiles for GPUs, and the names of what it makes of them."""
 
 
-def config_problems(where: str, ds: dict[str, Any]) -> list[str]:
-    """Wrong types and values in DeepSpeed's sections, found by its own reader, as messages."""
+def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> list[str]:
+    """Wrong types and values in DeepSpeed's sections, found by its own reader, as messages; and what this machine lacks, if the
+    run is to be `here`."""
     probe = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS} | {"train_micro_batch_size_per_gpu": 1}
     try:
         DeepSpeedConfig(probe)
@@ -49,6 +50,8 @@ def config_problems(where: str, ds: dict[str, Any]) -> list[str]:
         return [problem(where, ".".join(map(str, (*section, *e["loc"]))), e["input"], f"{e['msg']}.") for e in error.errors()]
     except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
         return [f"{where}: DeepSpeed refuses it: {error}. Change or remove what it names."]
+    if not here:
+        return []
     if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
         return [problem(where, f"zero_optimization.{key}.device", "nvme", "DeepSpeed's async_io cannot be built here. "
                         "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++).")]  # fmt: skip

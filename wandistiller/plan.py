@@ -1,11 +1,13 @@
 """`wandistiller plan`: what a run will take of a machine, phase by phase, and how long a step lasts at least."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from wandistiller import distributed
 from wandistiller import rates as known
 from wandistiller.check import read_job
 from wandistiller.config import read_json
@@ -23,8 +25,9 @@ from wandistiller.recompute import SECTION
 from wandistiller.shorthands import merged
 from wandistiller.written import Written, written
 
-HEAD = ("GPU", "CPU", "of it pinned", "all ranks'", "disk")
-"""Columns: of a rank's own CPU memory how much is page-locked; and CPU memory that the ranks of a node share."""
+KINDS = {"GPU": lambda b: b.device + b.live, "CPU, of its own": lambda b: b.host, "CPU, of all ranks of a node": lambda b: b.node,
+         "disk": lambda b: b.disk}  # fmt: skip
+"""Of each kind of memory, the bytes that a part of a phase takes."""
 
 
 SHOWN = 5
@@ -46,12 +49,14 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     values = read_json(recipe) if recipe else {}
     machine = described(own, Path())
     usual = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    job = read_job(merged(values, usual | flags | {"resume": "never"}, recipe), machine.ranks)
+    here = all(own[key] is None for key in ("gpus", "gpu_memory"))
+    job = read_job(merged(values, usual | flags | {"resume": "never"}, recipe), machine.ranks, here=here)
     rates = known.given(known.usual(machine.device_free), own["rates"])
     if own["measure"]:
-        rates = replace(rates, **known.measured(Path(), getattr(torch, dtype_name(job.student_ds))))
+        rates = replace(rates, **known.measured(_swap_folder(job), getattr(torch, dtype_name(job.student_ds))))
     files = written(job, accelerator=machine.device_free is not None)
     found = lines(job, machine, rates, files)
+    found += ["not measured: link and network, see `wandistiller doctor --measure`"] * own["measure"]
     best = choices(job, replace(machine, disk_free=max(0, machine.disk_free - files.whole)), rates)
     found += ["", "fastest of the shipped JSONs that fit:" if best else "no combination of the shipped JSONs fits"]
     found += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:SHOWN]]
@@ -59,15 +64,24 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
         if not best:
             raise ConfigError("Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, more "
                               "CPU memory, fewer frames, or a teacher in bfloat16.")  # fmt: skip
-        write_json(file, values | flags | best[0].settings)
+        if distributed.rank() == 0:
+            write_json(file, values | flags | best[0].settings)
         found.append(f"wrote {file}")
     return found
+
+
+def _swap_folder(job: Job) -> Path:
+    """Where the run's JSONs swap to; else this folder."""
+    values = [value for ds in (job.teacher_ds, job.student_ds) for value in ds.get("zero_optimization", {}).values()]
+    return Path(next((v["nvme_path"] for v in values if isinstance(v, dict) and v.get("device") == "nvme"), "."))
 
 
 def _problems(own: dict[str, Any]) -> list[str]:
     least = {"gpus": 0, "nodes": 1}
     found = [problem("command line", key, own[key], f"Write {n} or more.") for key, n in least.items()
              if own[key] is not None and own[key] < n]  # fmt: skip
+    if own["gpus"] == 0 and own["gpu_memory"] is not None:
+        found.append(problem("command line", "gpu_memory", own["gpu_memory"], "`--gpus 0` has none; remove one of the two."))
     return found + [problem("command line", key, own[key], "Write GiB over 0.") for key in ("gpu_memory", "host_memory", "disk")
                     if own[key] is not None and not 0 < own[key] < 1e7]  # fmt: skip
 
@@ -76,18 +90,25 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
     """The machine that the flags describe; what they leave out is as here. Collective.
 
     Args:
-        given: gpus, gpu_memory, host_memory, disk (GiB, of a node) and nodes; None where it was left out.
+        given: gpus, gpu_memory, host_memory, disk (GiB, of a node) and nodes; None where it was left out. Ranks on CPUs are as
+            many a node as here.
+    Raises:
+        ConfigError: for GPUs of which neither the user nor this machine says how large they are.
     """
     here = this_machine(swap_path)
-    if given["gpus"] is None:
-        gpus, free = here.ranks_on_node, here.device_free
-    else:
-        gpus, free = max(1, given["gpus"]), here.device_free if given["gpus"] else None
-    if given["gpu_memory"] is not None:
-        free = int(given["gpu_memory"] * GIB)
+    launched = distributed.world_size() > 1
+    gpus, none = given["gpus"], here.device_free is None
+    if gpus is None:
+        gpus = here.ranks_on_node if launched or none else distributed.number_of_gpus()
+        gpus *= not (none and given["gpu_memory"] is None)
+    if gpus and given["gpu_memory"] is None and none:
+        raise ConfigError(problem("command line", "gpus", gpus, "There is no GPU here: write `--gpu_memory` too."))
+    free = here.device_free if given["gpu_memory"] is None else int(given["gpu_memory"] * GIB)
     host = here.host_free if given["host_memory"] is None else int(given["host_memory"] * GIB)
     disk = here.disk_free if given["disk"] is None else int(given["disk"] * GIB)
-    return Machine(free, host, disk, gpus * given["nodes"], gpus)
+    on_node = gpus or here.ranks_on_node
+    nodes = given["nodes"] or (-(-here.ranks // here.ranks_on_node) if not given["gpus"] else 1)
+    return Machine(free if gpus else None, host, disk, on_node * nodes, on_node)
 
 
 def lines(job: Job, machine: Machine, rates: Rates, files: Written) -> list[str]:
@@ -104,14 +125,20 @@ def _machine(m: Machine) -> list[str]:
 
 
 def _table(phases: dict[str, Phase], machine: Machine) -> list[str]:
-    """A line for each phase, and under the one that takes most what it consists of."""
-    worst = max(phases, key=lambda name: _of_first_need(phases[name].peak(), machine))
-    found = [f"{'GiB of one rank':<56}{''.join(f'{h:>13}' for h in HEAD)}"]
-    for name, phase in phases.items():
-        found.append(_row(f"{name}, at its height", phase.peak()))
-        if name == worst:
-            found += [_row(f"    {what}", taken) for what, taken in phase.parts().items() if _any(taken)]
-    return found
+    """For each kind of memory, what every phase consists of where it takes most of that kind."""
+    found = []
+    for kind, taken in KINDS.items():
+        columns = {name: phase.parts(taken) for name, phase in phases.items()}
+        rows = dict.fromkeys(part for column in columns.values() for part, n in column.items() if n)
+        if rows:
+            found += ["", f"{f'{kind}: GiB of one rank':<56}{''.join(f'{name:>12}' for name in phases)}"]
+            found += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
+            found.append(_row("at its height", (taken(phase.peak()) for phase in phases.values())))
+            if any(phase.peak().pinned for phase in phases.values()) and kind == "CPU, of its own":
+                found.append(_row("of it pinned, at most", (phase.peak().pinned for phase in phases.values())))
+    kept = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
+    why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
+    return [*found[1:], "", why, f"reserve: {', '.join(kept)}"]
 
 
 def _activations(job: Job, machine: Machine) -> str:
@@ -121,17 +148,8 @@ def _activations(job: Job, machine: Machine) -> str:
     return f"student's activations: {again} with checkpointing{ours[0]}, {kept} without{ours[1]}"
 
 
-def _row(name: str, b: Bytes) -> str:
-    numbers = (b.device + b.live, b.host, b.pinned, b.node, b.disk)
-    return f"{name:<56}{''.join(f'{n / GIB:>13.2f}' if n else f'{chr(45):>13}' for n in numbers)}"
-
-
-def _any(b: Bytes) -> bool:
-    return any((b.device, b.live, b.host, b.node, b.disk))
-
-
-def _of_first_need(b: Bytes, machine: Machine) -> int:
-    return b.device + b.live if machine.device_free is not None else b.host + b.node // machine.ranks_on_node
+def _row(name: str, numbers: Iterable[int]) -> str:
+    return f"{name:<56}{''.join(f'{n / GIB:>12.2f}' if n else f'{chr(45):>12}' for n in numbers)}"
 
 
 def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
@@ -159,8 +177,7 @@ def _verdict(phases: dict[str, Phase], machine: Machine, files: Written) -> list
         fewer = (files.checkpoints - 2) * files.checkpoint
         hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less" if fewer > 0 and short[-1].where == disk.where else ""
         return [f"does NOT fit: {_over(d)}" for d in short[:-1]] + [f"does NOT fit: {_over(short[-1])}{hint}"]
-    why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
-    return [*(f"fits: {d.need / GIB:.1f} of {d.supply}" for d in taken), why]
+    return [f"fits: {d.need / GIB:.1f} of {d.supply}" for d in taken]
 
 
 def _over(d: Demand) -> str:

@@ -1,6 +1,6 @@
 """What a run will take of each rank, phase by phase, from its settings alone: nothing is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,18 +70,18 @@ class Phase:
         """What is taken in one of the turns."""
         return _sum(self.kept) + _sum(self.turns.get(turn, {}))
 
-    def parts(self) -> Parts:
-        """What is there at the height: all that is kept, and the turn that takes most."""
-        most = max(self.turns.values(), key=lambda parts: _size(_sum(parts)), default={})
-        return self.kept | most
+    def parts(self, taken: Callable[[Bytes], int]) -> dict[str, int]:
+        """What is there at the height of one kind of memory: all that is kept, and the turn that takes most of it.
+
+        Args:
+            taken: bytes of that kind.
+        """
+        most = max(self.turns.values(), key=lambda parts: taken(_sum(parts)), default={})
+        return {name: taken(self.kept.get(name, Bytes()) + most.get(name, Bytes())) for name in self.kept | most}
 
 
 def _sum(parts: Parts) -> Bytes:
     return sum(parts.values(), Bytes())
-
-
-def _size(b: Bytes) -> int:
-    return b.device + b.live + b.host + b.node
 
 
 def _most(several: list[Bytes]) -> Bytes:
