@@ -9,6 +9,7 @@ from typing import Any
 import planned
 import pytest
 from machines import write_wans
+from ranks import wandistiller
 
 from wandistiller import rates
 from wandistiller.__main__ import main
@@ -409,3 +410,8 @@ def test_rates_are_measured_on_the_swap_folder_s_disk_and_the_others_named(
     file.write_text(json.dumps(ds))
     said = told(folder, capsys, "--gpus 1 --gpu_memory 80 --host_memory 500 --measure", "--deepspeed_config", str(file))
     assert read == [swap] and "not measured: link and network" in said and "from and to disk at 7 GB/s" in said
+
+
+def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
+    said = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stderr
+    assert said.count("1 node(s), each with no GPU") == 1 and "; 2 rank(s)" in said and "a step takes at least" in said
