@@ -12,6 +12,7 @@ from wandistiller.config import read_json
 from wandistiller.machine import GIB, Machine
 from wandistiller.rates import usual
 from wandistiller.recommend import Choice, fitting, ranked
+from wandistiller.written import on_its_disk
 
 TEACHERS = {"wan2.1_1.3b": "Wan2.1-T2V-1.3B", "wan2.2_5b": "Wan2.2-TI2V-5B", "wan2.1_14b": "Wan2.1-T2V-14B",
             "wan2.2_a14b": "Wan2.2-T2V-A14B"}  # fmt: skip
@@ -50,6 +51,7 @@ def best(folder: Path, teacher: str, machine: Machine) -> tuple[Choice, bool]:
     batch = {"train_batch_size": TOTAL, "train_micro_batch_size_per_gpu": 1}
     student = {k: v for k, v in read_json("ds_configs/student/zero2_offload.json").items() if k != "gradient_accumulation_steps"}
     job = published_job(folder, TEACHERS[teacher], machine, deepspeed_config=student | batch)
+    machine = on_its_disk(machine, job, None)
     every = ranked(job, machine, usual(machine.device_free))
     fits = fitting(every, machine)
     return (fits[0], True) if fits else (min(every, key=lambda choice: choice.short(machine).over), False)

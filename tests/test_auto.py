@@ -1,8 +1,10 @@
 """What `auto` chooses for published Wans on machines of every size, and what it says of its choice."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from machines import gpus, write_wans
 from planned import published_job as job
 from ranks import wandistiller, write_json
@@ -10,8 +12,12 @@ from recipes import recipe
 
 from wandistiller.auto import chosen
 from wandistiller.config import read_json
+from wandistiller.job import Job
 from wandistiller.machine import GIB, Machine
 from wandistiller.problems import ConfigError
+from wandistiller.rates import GPU
+from wandistiller.recommend import ranked
+from wandistiller.written import on_its_disk
 
 SMALL, LARGE, FIVE, TWO = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"
 TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
@@ -46,13 +52,51 @@ def test_of_the_teacher_the_fastest_placement_that_fits_is_taken(folder: Path, w
     ("wan", "machine", "student", "teacher"),
     [
         (SMALL, gpus(8, 80, 1000), "zero2", "replicated"),
-        (SMALL, gpus(1, 24, 64), "zero2", "replicated"),
+        (SMALL, gpus(1, 24, 64), "zero0", "replicated"),
         (LARGE, gpus(8, 80, 1000), "zero2", "replicated"),
     ],
 )  # fmt: skip
 def test_of_both_the_fastest_that_fit_are_taken(folder: Path, wan: str, machine: Machine, student: str, teacher: str) -> None:
     found = chosen(job(folder, wan, machine, **BOTH), machine)
     assert (found.student, found.teacher) == (student, teacher)
+
+
+def test_a_teacher_that_only_fills_the_cache_has_its_place_chosen_too(folder: Path) -> None:
+    machine = gpus(1, 80, 256)
+    assert chosen(job(folder, LARGE, machine, objective="trajectory", **TEACHER), machine).teacher == "replicated"
+
+
+def test_what_is_swapped_has_room_beside_the_run_s_files(folder: Path) -> None:
+    fits, not_beside = gpus(1, 24, 128), replace(gpus(1, 24, 128), disk_free=200 * GIB)
+    asked = job(folder, LARGE, fits, **BOTH)
+    assert chosen(asked, not_beside).student == chosen(asked, on_its_disk(fits, asked, None)).student == "zero3_nvme"
+    with pytest.raises(ConfigError, match=r"would need 2\d\d\.\d GiB of disk"):
+        chosen(asked, on_its_disk(not_beside, asked, None))
+
+
+def test_an_average_keeps_the_optimizer_off_nvme(folder: Path) -> None:
+    machine = gpus(1, 24, 128)
+    plain, averaged = (names(job(folder, LARGE, machine, **BOTH | more), machine) for more in ({}, {"ema": 0.999}))
+    assert plain - averaged == {name for name in plain if name[0] == "zero3_nvme"} != set()
+
+
+def test_a_micro_step_never_spans_expert_blocks(folder: Path) -> None:
+    machine = gpus(1, 80, 512)
+    ranks = {blocks: ranked(job(folder, TWO, machine, expert_blocks=blocks, **BOTH), machine, GPU[80]) for blocks in (1, 4)}
+    assert {n: {c.job.batch.micro for c in found} for n, found in ranks.items()} == {1: {1, 2, 4, 8}, 4: {1, 2}}
+
+
+def test_what_this_machine_cannot_build_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    machine = gpus(1, 24, 128)
+    asked = job(folder, LARGE, machine, **BOTH)
+    here, elsewhere = names(asked, machine, here=True), names(asked, machine)
+    assert here == {name for name in elsewhere if "nvme" not in "".join(name)} != elsewhere
+
+
+def names(asked: Job, machine: Machine, here: bool = False) -> set[tuple[str, str]]:
+    """The pairs of JSONs that there are to choose from."""
+    return {(c.student, c.teacher) for c in ranked(asked, machine, GPU[24], here=here)}
 
 
 def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(folder: Path) -> None:
@@ -66,7 +110,7 @@ def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(folder: Pa
 def test_a_choice_has_two_lines_with_its_numbers(folder: Path) -> None:
     machine = gpus(1, 24, 64)
     found = chosen(job(folder, SMALL, machine, **BOTH), machine)
-    assert str(found).startswith("student zero2, teacher replicated, micro-batch ")
+    assert str(found).startswith("student zero0, teacher replicated, micro-batch ")
     why = found.why(machine)
     assert "GiB on each GPU" in why and "kept in reserve" in why and " s at least" in why
 

@@ -13,10 +13,10 @@ from wandistiller.__main__ import main
 from wandistiller.check import read_job
 from wandistiller.config import read_json
 from wandistiller.job import Job
-from wandistiller.machine import GIB, Machine
+from wandistiller.machine import GIB, Machine, disk
 from wandistiller.shorthands import merged
 from wandistiller.wan import count_parameters
-from wandistiller.written import told, written
+from wandistiller.written import on_its_disk, told, written
 
 ONE = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 1, 1)
 X0 = 4 * 16 * 60 * 104
@@ -87,6 +87,35 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(folder: Pat
     roomy = told(job(folder, output_dir=str(tmp_path)), accelerator=True)
     narrow = told(job(folder, output_dir=str(tmp_path), keep_checkpoints=10**6, save_every=1, max_steps=10**6), accelerator=True)
     assert "TOO LITTLE" not in roomy and narrow.endswith(f"free at {tmp_path}, TOO LITTLE")
+
+
+MEMORY = Path("/dev/shm")
+other_disk = pytest.mark.skipif(not MEMORY.is_dir() or disk(MEMORY) == disk(Path("/tmp")), reason="no second disk")
+
+
+@other_disk
+def test_only_files_of_the_same_disk_are_beside_what_is_swapped(folder: Path, tmp_path: Path) -> None:
+    asked = job(folder, output_dir=str(MEMORY / "nowhere"), cache_dir=str(tmp_path))
+    files = written(asked, accelerator=True, here=True)
+    assert on_its_disk(ONE, asked, tmp_path / "swap").files == files.cache > 0
+    assert on_its_disk(ONE, asked, MEMORY / "swap").files == files.output
+    assert on_its_disk(ONE, asked, None).files == written(asked, accelerator=True).whole
+
+
+@other_disk
+def test_text_encoder_and_vae_are_copied_to_another_disk(folder: Path, tmp_path: Path) -> None:
+    far, near = (written(job(folder, output_dir=str(out)), accelerator=True, here=True) for out in (MEMORY / "x", tmp_path / "x"))
+    assert far.copied == pytest.approx(2 * 5.68e9, rel=0.01) and near.copied == 0
+    assert far.whole - near.whole == far.copied and "copies of text encoder and VAE 10.6 GiB" in str(far)
+
+
+@other_disk
+@pytest.mark.usefixtures("quiet_logging")
+def test_plan_looks_at_the_disks_that_the_run_names(wan1: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--teacher_path", str(wan1), "--data_path", "tiny", "--height", "32", "--width", "32"]
+    assert main(["plan", *words, "--output_dir", str(tmp_path / "x"), "--cache_dir", str(MEMORY / "nowhere")]) == 0
+    said = capsys.readouterr().err
+    assert f"of the disk of {MEMORY / 'nowhere'} (" in said and said.count("of the disk of ") > 1
 
 
 @pytest.mark.usefixtures("quiet_logging")

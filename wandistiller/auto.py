@@ -1,17 +1,15 @@
 """Settles what a run leaves to the machine: a student's engine or a teacher's placement that is `auto`."""
 
-from pathlib import Path
-
 from wandistiller import distributed
-from wandistiller.config import AUTO, read_json
+from wandistiller.config import AUTO
 from wandistiller.deepspeed_json import dtype_name
-from wandistiller.engines import config_problems
 from wandistiller.job import Job
 from wandistiller.machine import Machine, this_machine
-from wandistiller.placement import read_placement, without_block
+from wandistiller.placement import read_placement
 from wandistiller.problems import ConfigError
 from wandistiller.rates import usual
 from wandistiller.recommend import Choice, fitting, ranked
+from wandistiller.written import on_its_disk, swap_folder
 
 TOLD = 3
 """Combinations that a refusal tells of: those that are nearest to fitting."""
@@ -25,15 +23,11 @@ def settle(job: Job) -> Job:
     """
     if not any(left_open(job)):
         return job
-    nvme = read_json("ds_configs/teacher/zero_inference_nvme.json")["zero_optimization"]["offload_param"]["nvme_path"]
-    machine = this_machine(Path(nvme))
-    best = chosen(job, machine)
-    distributed.log0("chosen    %s", best)
-    distributed.log0("          %s", best.why(machine))
-    files = {"student": best.job.student_ds, "teacher": best.job.teacher_ds}
-    found = [p for name, ds in files.items() for p in config_problems(f"the {name}'s engine chosen", without_block(ds))]
-    if found:
-        raise ConfigError(*found)
+    swap = swap_folder(job, shipped=True)
+    machine = on_its_disk(this_machine(swap), job, swap)
+    best = chosen(job, machine, here=True)
+    for line in best.lines(machine):
+        distributed.log0("%s", line)
     return best.job
 
 
@@ -42,14 +36,16 @@ def left_open(job: Job) -> tuple[bool, bool]:
     return job.run.deepspeed_config == AUTO, read_placement(job.teacher_ds).placement == AUTO
 
 
-def chosen(job: Job, machine: Machine) -> Choice:
+def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     """The fastest that fits `machine`, of what `job` leaves open.
 
+    Args:
+        here: `machine` is this one; what it cannot build, such as NVMe without libaio, is passed over.
     Raises:
         ConfigError: nothing fits; says what came nearest, what is free, and what helps.
     """
     student, teacher = left_open(job)
-    every = ranked(job, machine, usual(machine.device_free), student=student, teacher=teacher)
+    every = ranked(job, machine, usual(machine.device_free), student=student, teacher=teacher, here=here)
     if fits := fitting(every, machine):
         return fits[0]
     near = sorted(every, key=lambda c: c.short(machine).over)[:TOLD]

@@ -98,7 +98,8 @@ def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
         found += _objective_problems(run, parts) if "objective" in parts else []
     if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
         found.append(f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. Write a step of it.")
-    found += _block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run) + _lock_problems(parts, world)
+    found += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
+    found += _lock_problems(parts, world) if here else []
     found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
               for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip
     if {"student_transformer", "student_ds"} <= parts.keys():
@@ -209,7 +210,7 @@ def _folder_problems(run: RunConfig) -> list[str]:
     return [p for key in keys if getattr(run, key) for p in folder_problems(key, getattr(run, key))]
 
 
-def _block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+def block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """Micro-steps must fit into expert blocks, or ranks would need different experts at once."""
     batch, found = parts.get("batch"), []
     if batch and batch.total % (run.expert_blocks * batch.micro * batch.ranks):

@@ -37,6 +37,8 @@ class Machine:
     ranks: int
     ranks_on_node: int
     """On the node with the most."""
+    files: int = 0
+    """That the run will write to the swap folder's disk; they leave so much less room for what is swapped."""
 
 
 def this_machine(swap_path: Path) -> Machine:
@@ -135,8 +137,18 @@ def _groups(root: Path) -> list[tuple[int, int]]:
 
 def disk_free(path: Path) -> int:
     """Bytes that we may still write to the file system on which `path` is, or will be."""
+    return shutil.disk_usage(_there(path)).free
+
+
+def disk(path: Path) -> int:
+    """The number of the file system on which `path` is, or will be."""
+    return _there(path).stat().st_dev
+
+
+def _there(path: Path) -> Path:
+    """The nearest folder above that is there."""
     path = path.absolute()
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+    return next(p for p in (path, *path.parents) if p.is_dir())
 
 
 def reserve(free: int, share: float) -> float:
@@ -187,7 +199,7 @@ def demands(rank: Bytes, machine: Machine) -> list[Demand]:
     else:
         found = [Demand("on each GPU", device, machine.device_free, PIECES),
                  Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM)]  # fmt: skip
-    return [*found, Demand("of disk", here * rank.disk, machine.disk_free, SYSTEM)]
+    return [*found, Demand("of disk", rank.disk and here * rank.disk + machine.files, machine.disk_free, SYSTEM)]
 
 
 def placed(name: str, dtype_name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`wandistiller plan`: what a run will take of a machine, phase by phase, and how long a step lasts at least."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +9,32 @@ import torch
 
 from wandistiller import distributed
 from wandistiller import rates as known
+from wandistiller.auto import chosen, left_open
 from wandistiller.check import read_job
-from wandistiller.config import read_json
+from wandistiller.config import RunConfig, as_dict, read_json
 from wandistiller.costs import Costs
 from wandistiller.deepspeed_json import dtype_name
 from wandistiller.files import write_json
 from wandistiller.job import Job
-from wandistiller.machine import GIB, Demand, Machine, demands, this_machine
-from wandistiller.memory import Bytes
-from wandistiller.planner import Phase, activations, most, plan
+from wandistiller.machine import GIB, SYSTEM, Demand, Machine, demands, disk, disk_free, this_machine
+from wandistiller.memory import Bytes, teacher_bytes
+from wandistiller.placement import read_placement
+from wandistiller.planner import UNKNOWN, Phase, activations, most, plan
 from wandistiller.problems import ConfigError, problem
 from wandistiller.rates import Rates
 from wandistiller.recommend import choices
 from wandistiller.recompute import SECTION
 from wandistiller.shorthands import merged
-from wandistiller.written import Written, written
+from wandistiller.student_json import Asked
+from wandistiller.written import Written, beside, on_its_disk, swap_folder, to_come, written
 
 KINDS = {"GPU": lambda b: b.device + b.live, "CPU, of its own": lambda b: b.host, "CPU, of all ranks of a node": lambda b: b.node,
          "disk": lambda b: b.disk}  # fmt: skip
 """Of each kind of memory, the bytes that a part of a phase takes."""
 
 
+MACHINE = ("nodes", "gpus", "gpu_memory", "host_memory", "disk")
+"""Flags that describe a machine that is not this one."""
 SHOWN = 5
 """Combinations that are told."""
 
@@ -47,17 +52,20 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
         raise ConfigError(*found)
     recipe = flags.pop("recipe", None)
     values = read_json(recipe) if recipe else {}
-    machine = described(own, Path())
+    machine, here = described(own, Path()), all(own[key] is None for key in MACHINE)
     usual = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    here = all(own[key] is None for key in ("gpus", "gpu_memory"))
-    job = read_job(merged(values, usual | flags | {"resume": "never"}, recipe), machine.ranks, here=here)
+    run = merged(values, usual | flags | {"resume": "never"}, recipe)
+    job, found = read_job(run, machine.ranks, here=here), []
+    if any(left_open(job)):
+        choice = chosen(job, on_its_disk(machine, job, swap_folder(job, shipped=True) if here else None), here)
+        job, found = choice.job, [*choice.lines(machine), ""]
     rates = known.given(known.usual(machine.device_free), own["rates"])
     if own["measure"]:
-        rates = replace(rates, **known.measured(_swap_folder(job), getattr(torch, dtype_name(job.student_ds))))
-    files = written(job, accelerator=machine.device_free is not None)
-    found = lines(job, machine, rates, files)
-    found += ["not measured: link and network, see `wandistiller doctor --measure`"] * own["measure"]
-    best = choices(job, replace(machine, disk_free=max(0, machine.disk_free - files.whole)), rates)
+        rates = replace(rates, **known.measured(swap_folder(job), getattr(torch, dtype_name(job.student_ds))))
+        found += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
+    machine = on_its_disk(machine, job, swap_folder(job) if here else None)
+    found += lines(job, machine, rates, here)
+    best = choices(job, on_its_disk(machine, job, swap_folder(job, shipped=True) if here else None), rates, here)
     found += ["", "fastest of the shipped JSONs that fit:" if best else "no combination of the shipped JSONs fits"]
     found += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:SHOWN]]
     if file := own["recommend"]:
@@ -65,15 +73,20 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
             raise ConfigError("Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, more "
                               "CPU memory, fewer frames, or a teacher in bfloat16.")  # fmt: skip
         if distributed.rank() == 0:
-            write_json(file, values | flags | best[0].settings)
+            write_json(file, _as_asked(run, values | flags) | best[0].settings)
         found.append(f"wrote {file}")
     return found
 
 
-def _swap_folder(job: Job) -> Path:
-    """Where the run's JSONs swap to; else this folder."""
-    values = [value for ds in (job.teacher_ds, job.student_ds) for value in ds.get("zero_optimization", {}).values()]
-    return Path(next((v["nvme_path"] for v in values if isinstance(v, dict) and v.get("device") == "nvme"), "."))
+def _as_asked(run: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of `run` but for its engines: shorthands are written out, and the flags that JSONs now say are left out.
+
+    Args:
+        asked: recipe and flags as they came.
+    """
+    usual, in_jsons = as_dict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(Asked))}
+    said = as_dict(run) | {key: asked.get(key, usual[key]) for key in ("output_dir", "resume")}
+    return {key: value for key, value in said.items() if value != usual[key] and key not in in_jsons}
 
 
 def _problems(own: dict[str, Any]) -> list[str]:
@@ -82,6 +95,9 @@ def _problems(own: dict[str, Any]) -> list[str]:
              if own[key] is not None and own[key] < n]  # fmt: skip
     if own["gpus"] == 0 and own["gpu_memory"] is not None:
         found.append(problem("command line", "gpu_memory", own["gpu_memory"], "`--gpus 0` has none; remove one of the two."))
+    if own["measure"] and any(own[key] is not None for key in ("gpus", "gpu_memory")):
+        found.append(problem("command line", "measure", True, "It measures this machine, not one that is described: give "
+                             "--rates."))  # fmt: skip
     return found + [problem("command line", key, own[key], "Write GiB over 0.") for key in ("gpu_memory", "host_memory", "disk")
                     if own[key] is not None and not 0 < own[key] < 1e7]  # fmt: skip
 
@@ -111,11 +127,12 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
     return Machine(free if gpus else None, host, disk, on_node * nodes, on_node)
 
 
-def lines(job: Job, machine: Machine, rates: Rates, files: Written) -> list[str]:
-    """All that the command says of this run."""
-    phases = plan(job, machine)
+def lines(job: Job, machine: Machine, rates: Rates, here: bool) -> list[str]:
+    """All that the command says of this run; `here`: on this machine, with its disks."""
+    phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None, here=here)
     return [*_machine(machine), *job.summary()[:-1], "", *_table(phases, machine), _activations(job, machine),
-            f"files of all ranks: {files}", "", *_step(job, machine, rates), "", *_verdict(phases, machine, files)]  # fmt: skip
+            f"files of all ranks: {files}", "", *_step(job, machine, rates), "",
+            *_verdict(job, phases, machine, files, here)]  # fmt: skip
 
 
 def _machine(m: Machine) -> list[str]:
@@ -169,15 +186,31 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     return found
 
 
-def _verdict(phases: dict[str, Phase], machine: Machine, files: Written) -> list[str]:
-    *memory, disk = demands(most(phases), machine)
-    taken = [d for d in (*memory, disk._replace(need=disk.need + files.whole)) if d.need]
+def _verdict(job: Job, phases: dict[str, Phase], machine: Machine, files: Written, here: bool) -> list[str]:
+    *memory, one = demands(most(phases), machine)
+    swapped = machine.ranks_on_node * most(phases).disk
+    disks = _disks(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
+    taken = [d for d in (*memory, *disks) if d.need]
     short = [d for d in taken if not d.is_met]
     if short:
         fewer = (files.checkpoints - 2) * files.checkpoint
-        hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less" if fewer > 0 and short[-1].where == disk.where else ""
+        hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less" if fewer > 0 and short[-1] in disks else ""
         return [f"does NOT fit: {_over(d)}" for d in short[:-1]] + [f"does NOT fit: {_over(short[-1])}{hint}"]
+    if read_placement(job.teacher_ds).placement in UNKNOWN:
+        weights = teacher_bytes(job.folder, job.teacher_ds, 1).device / GIB
+        return [*(f"without the teacher: {d.need / GIB:.1f} of {d.supply}" for d in taken),
+                f"whether it fits is not known: accelerate finds a place for the teacher's {weights:.1f} GiB when it loads them; "
+                "neither they nor their way to it are counted"]  # fmt: skip
     return [f"fits: {d.need / GIB:.1f} of {d.supply}" for d in taken]
+
+
+def _disks(job: Job, machine: Machine, swapped: int) -> list[Demand]:
+    """What is to come to each disk of this machine."""
+    places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
+    places[swap] = places.get(swap, 0) + swapped
+    several = {disk(place): place for place in reversed(places)}
+    return [Demand(f"of the disk of {place}" if len(several) > 1 else "of disk", beside(place, places), disk_free(place), SYSTEM)
+            for place in several.values()]  # fmt: skip
 
 
 def _over(d: Demand) -> str:
