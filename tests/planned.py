@@ -1,4 +1,7 @@
-"""Runs of a size at which tensors outweigh libraries: what the planner says of their memory, and what the kernel then counts."""
+"""Runs of a size at which tensors outweigh libraries: what the planner says of their memory, and what is then counted.
+
+Of CPU memory by the kernel; where there are GPUs, of theirs by torch's allocator, without what CUDA itself takes of them.
+"""
 
 import json
 import shutil
@@ -13,9 +16,10 @@ from small_wan import make_wan, transformer
 
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig
+from wandistiller.distributed import device
 from wandistiller.job import Job
 from wandistiller.machine import Machine, machine_now
-from wandistiller.planner import plan
+from wandistiller.planner import CONTEXT, plan
 from wandistiller.shorthands import merged
 
 
@@ -37,15 +41,16 @@ def pipeline(folder: Path, width: int, layers: int) -> Path:
     return made
 
 
-def recipe(folder: Path, wan: Path, layers: int, student: str, teacher: str) -> dict[str, Any]:
+def recipe(folder: Path, wan: Path, layers: int, student: str, teacher: str, **more: Any) -> dict[str, Any]:
     """A run that prepares, trains two steps, saves and draws, with shipped JSONs."""
     (folder / "prompts.txt").write_text(PROMPTS)
-    return {
+    usual = {
         "teacher_path": str(wan), "data_path": str(folder / "prompts.txt"), "output_dir": str(folder / "run"), "resume": "never",
         "student_config": {"num_layers": layers}, "deepspeed_config": f"ds_configs/student/{student}.json",
         "teacher_deepspeed_config": f"ds_configs/teacher/{teacher}.json", "height": 64, "width": 64, "max_steps": 2,
         "rollout_steps": 2, "sample_steps": 2, "save_every": 1, "sample_every": 1, "sample_prompts": ["a red circle"],
     }  # fmt: skip
+    return usual | more
 
 
 def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
@@ -53,14 +58,18 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
     output = Path(given["output_dir"])
     output.mkdir(parents=True, exist_ok=True)
     file = str(write_json(output.with_suffix(".json"), given))
-    run_words([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", file], timeout=3600)
+    kind = device().type
+    run_words([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", file], timeout=3600, DS_ACCELERATOR=kind)
     found = json.loads((output / "memory.json").read_text())
     shutil.rmtree(output)
-    return {phase: round(1024 * max(kinds["host_peak"])) for phase, kinds in found.items()}
+    counted = "peak" if kind == "cuda" else "host_peak"
+    return {phase: round(1024 * max(kinds[counted])) for phase, kinds in found.items() if counted in kinds}
 
 
 def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:
-    """MiB of CPU memory that a rank is said to take, by phase."""
+    """MiB that a rank is said to take, by phase."""
     job = read_job(RunConfig(**given), ranks)
     peaks = {phase: p.peak() for phase, p in plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks)).items()}
+    if device().type == "cuda":
+        return {phase: round((b.device + b.live - CONTEXT) / 2**20) for phase, b in peaks.items()}
     return {phase: round((b.host + b.node) / 2**20) for phase, b in peaks.items()}

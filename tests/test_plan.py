@@ -421,6 +421,10 @@ def test_rates_that_are_given_replace_the_usual_ones_of_such_a_gpu() -> None:
     assert given(GPU[24], {"pcie": 12}).pcie == 12 and given(GPU[24], {"pcie": 12}).tflops == GPU[24].tflops
 
 
+def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
+    assert usual(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB).device_size) == GPU[80]
+
+
 @pytest.mark.usefixtures("quiet_logging")
 def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(
     folder: Path, capsys: pytest.CaptureFixture
@@ -462,7 +466,7 @@ def test_rates_are_measured_on_the_swap_folder_s_disk_and_the_others_named(
         ds["zero_optimization"][section]["nvme_path"] = str(swap)
     file = tmp_path / "nvme.json"
     file.write_text(json.dumps(ds))
-    said = told(folder, capsys, "--gpus 1 --gpu_memory 80 --host_memory 500 --measure", "--deepspeed_config", str(file))
+    said = told(folder, capsys, "--host_memory 500 --measure", "--deepspeed_config", str(file))
     assert read == [swap] and "not measured: link and network" in said and "from and to disk at 7 GB/s" in said
 
 

@@ -1,6 +1,7 @@
 """Students narrower or shallower than the teacher they start from: what is kept, and what the cut leaves as it was."""
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from diffusers import WanTransformer3DModel
 from small_wan import transformer
 from torch import Tensor
 
-from wandistiller import wan
+from wandistiller import activations, wan
 from wandistiller.activations import measure
 from wandistiller.batch import Batch, Expert
 from wandistiller.cuts import Axis, Cuts
@@ -167,6 +168,18 @@ def test_what_an_axis_does_not_hold_is_lost() -> None:
     mean_D = torch.tensor([1.0, 2.0, 3.0])
     assert Axis(torch.tensor([0, 2])).lost(mean_D).tolist() == [0, 2, 0]
     assert Axis(torch.tensor([[0.0], [0.0], [1.0]])).lost(mean_D).tolist() == [1, 2, 0]
+
+
+def test_sums_are_the_same_in_small_parts(small: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A video's activations are not taken to float64 all at once."""
+    whole = measure([small], lambda: answer(small))
+    monkeypatch.setattr(activations, "AT_ONCE", 1000)
+    parts = measure([small], lambda: answer(small))
+    assert whole.moments.keys() == parts.moments.keys()
+    for name, moments in whole.moments.items():
+        for whole_D, parts_D in zip(astuple(moments), astuple(parts.moments[name]), strict=True):
+            assert torch.allclose(whole_D, parts_D, rtol=1e-6), name
+    assert torch.allclose(whole.stream_DD, parts.stream_DD, rtol=1e-5, atol=1e-7)
 
 
 def test_kept_units_are_written_as_ranges() -> None:

@@ -12,25 +12,35 @@ STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network re
 QK_NORMS = ("norm_q", "norm_k")
 
 
+AT_ONCE = 2**24
+"""Elements that are taken to float64 at once: a video's hidden units are 1.8 x 10^9 a sample (Wan 14B, 81 frames of 480x832)."""
+
+
 class _Sums:
-    """Sums over all tokens seen, float64 on the CPU, so that they do not depend on how samples were batched."""
+    """Sums over all tokens seen, float64 where they were first seen, so that they do not depend on how samples were batched."""
 
     def __init__(self) -> None:
         self.vectors: dict[str, list[Tensor]] = {}
         self.matrices: dict[str, list[Tensor]] = {}
 
     def vector(self, name: str, x_TD: Tensor) -> None:
-        x_TD = x_TD.double()
-        self._add(self.vectors, name, torch.tensor(float(len(x_TD))), x_TD.sum(0), x_TD.square().sum(0))
+        for part_TD in _parts(x_TD):
+            part_TD = part_TD.double()
+            self._add(self.vectors, name, part_TD.new_tensor(len(part_TD)), part_TD.sum(0), part_TD.square().sum(0))
 
-    def matrix(self, name: str, x_TD: Tensor) -> None:
-        x_TD = x_TD.float()
-        self._add(self.matrices, name, torch.tensor(float(len(x_TD))), (x_TD.T @ x_TD).double())
+    def matrix(self, name: str, x_TD: Tensor, norm: Callable[[Tensor], Tensor] = lambda part_TD: part_TD) -> None:
+        for part_TD in _parts(x_TD):
+            part_TD = norm(part_TD.float())
+            self._add(self.matrices, name, part_TD.new_tensor(len(part_TD)), (part_TD.T @ part_TD).double())
 
     def _add(self, sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
-        new_cpu = [t.cpu() for t in new]
-        old = sums.get(name)
-        sums[name] = [a + b for a, b in zip(old, new_cpu, strict=True)] if old else new_cpu
+        totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
+        for total, t in zip(totals, new, strict=True):
+            total += t.to(total.device)
+
+
+def _parts(x_TD: Tensor) -> tuple[Tensor, ...]:
+    return x_TD.split(max(1, AT_ONCE // x_TD.shape[-1]))
 
 
 def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> Measured | None:
@@ -48,9 +58,9 @@ def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> Measure
             hook.remove()
     if not hooks:
         return None
-    moments = {name: Moments((s / n).float(), (q / n).float()) for name, (n, s, q) in sums.vectors.items()}
-    stream_n, stream_DD = sums.matrices["stream"]
-    text_n, text_DD = sums.matrices["text"]
+    moments = {name: Moments((s / n).float().cpu(), (q / n).float().cpu()) for name, (n, s, q) in sums.vectors.items()}
+    stream_n, stream_DD = (t.cpu() for t in sums.matrices["stream"])
+    text_n, text_DD = (t.cpu() for t in sums.matrices["text"])
     mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
     return Measured(moments, (stream_DD / stream_n).float(), (text_DD / text_n - torch.outer(mean_D, mean_D)).float())
 
@@ -58,7 +68,7 @@ def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> Measure
 def _look(sums: _Sums, name: str, module: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None] | None:
     leaf = name.split(".")[-1]
     if leaf in STREAM_NORMS and not isinstance(module, nn.Identity):
-        return lambda _, x: sums.matrix("stream", F.layer_norm(x[0].float(), x[0].shape[-1:]).flatten(0, -2))
+        return lambda _, x: sums.matrix("stream", x[0].flatten(0, -2), lambda part_TD: F.layer_norm(part_TD, part_TD.shape[-1:]))
     if name == "blocks.0.attn2.to_k":
         def both(_: nn.Module, x: tuple[Tensor, ...]) -> None:
             sums.vector(name, x[0].flatten(0, -2))

@@ -45,7 +45,7 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
         ConfigError: nothing fits; says what came nearest, what is free, and what helps.
     """
     student, teacher = left_open(job)
-    every = ranked(job, machine, usual(machine.device_free), student=student, teacher=teacher, here=here)
+    every = ranked(job, machine, usual(machine.device_size), student=student, teacher=teacher, here=here)
     if fits := fitting(every, machine):
         return fits[0]
     near = sorted(every, key=lambda c: c.short(machine).over)[:TOLD]

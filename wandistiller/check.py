@@ -98,8 +98,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
         found += _objective_problems(run, parts) if "objective" in parts else []
     if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
         found.append(f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. Write a step of it.")
-    found += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
-    found += _lock_problems(parts, world) if here else []
+    found += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run) + here * _lock_problems(parts, world)
     found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
               for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip
     if {"student_transformer", "student_ds"} <= parts.keys():

@@ -139,9 +139,11 @@ class Costs:
         moves = list(self._around("gradients to the other ranks", self._reduced(gradients))) if stage(ds) >= 2 else []
         if stage(ds) == 3:
             passes = 2  # forward and backward; what is computed again is still there
-            second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1  # cut among neighbours, for the backward pass
-            moves += self._around("weights from the other ranks", (passes - second) * whole)
-            moves += self._around("weights from the node's other ranks", whole, "node") if second else []
+            # a second part, cut among neighbours, serves from the first forward pass of a step on (deepspeed 0.19.8)
+            second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+            far = whole // j.batch.accumulation if second else passes * whole
+            moves += self._around("weights from the other ranks", far)
+            moves += self._around("weights from the node's other ranks", passes * whole - far, "node") if second else []
             if offload_device(ds) != "none" and m.device_free is not None:
                 moves.append(Move("weights over PCIe", passes * whole // m.ranks, "pcie"))
             if offload_device(ds) == "nvme":

@@ -40,7 +40,7 @@ class Spent(NamedTuple):
     data: float = 0.0
     """Reading the data."""
     pace: float = 0.0
-    """For a fixed piece of work, as `pace.Pace` has it; 0 where none was measured."""
+    """For a fixed piece of work, as `pace.pace` has it; 0 where none was measured."""
     all: float = 0.0
 
 

@@ -39,13 +39,21 @@ class Machine:
     """On the node with the most."""
     files: int = 0
     """That the run will write to the swap folder's disk; they leave so much less room for what is swapped."""
+    device_total: int | None = None
+    """Of an accelerator, with what others take of it now; None where it is not known."""
+
+    @property
+    def device_size(self) -> int | None:
+        """By which its kind is told."""
+        return self.device_total or self.device_free
 
 
 def this_machine(swap_path: Path) -> Machine:
     """Measure what is free now. Collective; if there are other ranks, after `distributed.init`."""
     device = distributed.device()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    mine = Machine(free, host_free(), disk_free(swap_path), distributed.world_size(), len(distributed.node_peers()))
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
+    mine = Machine(free, host_free(), disk_free(swap_path), distributed.world_size(), len(distributed.node_peers()),
+                   device_total=total)  # fmt: skip
     found = distributed.gather_objects(mine)
     return Machine(
         device_free=None if free is None else min(m.device_free for m in found),
@@ -53,6 +61,7 @@ def this_machine(swap_path: Path) -> Machine:
         disk_free=min(m.disk_free for m in found),
         ranks=mine.ranks,
         ranks_on_node=max(m.ranks_on_node for m in found),
+        device_total=None if total is None else min(m.device_total for m in found),
     )
 
 

@@ -59,7 +59,7 @@ def said(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     if any(left_open(job)):
         choice = chosen(job, on_its_disk(machine, job, swap_folder(job, shipped=True) if here else None), here)
         job, found = choice.job, [*choice.lines(machine), ""]
-    rates = known.given(known.usual(machine.device_free), own["rates"])
+    rates = known.given(known.usual(machine.device_size), own["rates"])
     if own["measure"]:
         rates = replace(rates, **known.measured(swap_folder(job), getattr(torch, dtype_name(job.student_ds))))
         found += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
@@ -124,7 +124,8 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
     disk = here.disk_free if given["disk"] is None else int(given["disk"] * GIB)
     on_node = gpus or here.ranks_on_node
     nodes = given["nodes"] or (-(-here.ranks // here.ranks_on_node) if not given["gpus"] else 1)
-    return Machine(free if gpus else None, host, disk, on_node * nodes, on_node)
+    total = here.device_total if given["gpu_memory"] is None else None
+    return Machine(free if gpus else None, host, disk, on_node * nodes, on_node, device_total=total if gpus else None)
 
 
 def lines(job: Job, machine: Machine, rates: Rates, here: bool) -> list[str]:

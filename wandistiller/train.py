@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from wandistiller import begin, checkpoint, distributed, hardware, resume, wan
+from wandistiller import begin, checkpoint, distributed, hardware, resume, usage, wan
 from wandistiller.batch import Expert
 from wandistiller.blocks import add_projections
 from wandistiller.cuts import Cuts
@@ -59,6 +59,7 @@ def run(job: Job) -> None:
         doing("exporting the student")
         with within("export"):
             finished = export(job.output, job.output / "student")
+        usage.add(job.output, "export")
         newest = max(job.samples.glob("step_*.png"), default=job.samples)
         memory = sorted((job.output / "profile_memory").glob("rank_*.png"))[:1] if job.run.profile_memory else []
         for what, where in (("picture", newest), ("student", finished), ("metrics", job.output / "metrics.jsonl"),

@@ -23,7 +23,7 @@ from wandistiller.memory_profile import MemoryProfile
 from wandistiller.metrics import Metrics, scalars
 from wandistiller.nonfinite import Case, Seen, poisoned, see
 from wandistiller.objectives import NOISED, PATH, Teacher
-from wandistiller.pace import Pace
+from wandistiller.pace import pace
 from wandistiller.phase import doing
 from wandistiller.problems import NonFinite
 from wandistiller.resume import changed_keys, check_cache
@@ -68,7 +68,7 @@ class Trainer:
         self._profile = MemoryProfile(job, teacher, student)
         self._saver = Saver(job.output, job.run.keep_checkpoints)
         self._health = Health(job.output)
-        self._spent, self._pace = Spent(), Pace()
+        self._spent = Spent()
         self._asked_to_stop = False
         self._skipped = 0
         self._metrics: Metrics | None = None
@@ -159,7 +159,7 @@ class Trainer:
         Raises:
             NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
         """
-        self._spent = Spent(pace=0.0 if step % SOON else self._pace.measure())
+        self._spent = Spent(pace=0.0 if step % SOON else pace())
         began = time.perf_counter()
         results = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
         doing(f"finishing step {step + 1}")

@@ -1,6 +1,7 @@
 """The memory that this process holds: now, and at most in each phase of the run."""
 
 import ctypes
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,3 +89,10 @@ def worst(ranks: list[Usage]) -> tuple[int, int]:
 def write(output: Path, memory: dict[str, list[Usage]]) -> None:
     """Write OUTPUT/memory.json: the peaks of each phase, rank by rank, GiB."""
     write_json(output / "memory.json", {phase: in_gib(ranks) for phase, ranks in memory.items()})
+
+
+def add(output: Path, phase: str) -> None:
+    """Add to it the peaks of a phase that this rank alone has been through."""
+    file = output / "memory.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    write_json(file, known | {phase: in_gib([peaks[phase]])})

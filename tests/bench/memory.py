@@ -1,11 +1,13 @@
-"""Host memory as `wandistiller plan` says it and as it then is: every shipped student JSON with every shipped teacher JSON.
+"""Memory as `wandistiller plan` says it and as it then is: every shipped student JSON with every shipped teacher JSON.
 
     python tests/bench/memory.py                      # two ranks, teacher and student of 50M parameters; about an hour
     python tests/bench/memory.py --layers 22 --width 1024 --student_layers 11     # 400M and 200M
     python tests/bench/memory.py --students zero2 zero3_offload --teachers sharded host_cpu
+    python tests/bench/memory.py --pixels 480 832 --num_frames 81                 # latents of a video, for GPUs
 
-Each run prepares, trains two steps, saves and draws. A row has planned and measured MiB of a rank in each phase: the highest that
-the kernel counted as resident, of the rank with most. Ended runs are kept in FOLDER and not repeated.
+Each run prepares, trains two steps, saves, draws and exports. A row has planned and measured MiB of a rank in each phase: the
+most that the kernel counted as resident, or on a GPU torch's allocator held, of the rank with most. Ended runs are kept in FOLDER
+and not repeated. Ends with 1 if a run's height is not within -5 and +10 % of what was planned.
 """
 
 import argparse
@@ -35,6 +37,8 @@ def main() -> None:
     made.add_argument("--width", type=int, default=512)
     made.add_argument("--layers", type=int, default=11)
     made.add_argument("--student_layers", type=int, default=11)
+    made.add_argument("--pixels", type=int, nargs=2, default=(64, 64))
+    made.add_argument("--num_frames", type=int, default=1)
     made.add_argument("--students", nargs="+", default=STUDENTS)
     made.add_argument("--teachers", nargs="+", default=TEACHERS)
     args = made.parse_args()
@@ -43,8 +47,10 @@ def main() -> None:
     ratios: list[float] = []
     for student in args.students:
         for teacher in args.teachers:
-            given = recipe(folder, wan, args.student_layers, student, teacher)
-            name = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}_{student}_{teacher}.json"
+            size = {"height": args.pixels[0], "width": args.pixels[1], "num_frames": args.num_frames}
+            given = recipe(folder, wan, args.student_layers, student, teacher, **size)
+            large = "_{height}x{width}x{num_frames}".format(**size) if tuple(size.values()) != (64, 64, 1) else ""
+            name = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}_{student}_{teacher}{large}.json"
             found, said = kept(folder / name, given, args.ranks), predicted(given, args.ranks)
             phases = [phase for phase in said if phase in found]
             ratios.append(max(said[p] for p in phases) / max(found[p] for p in phases))
@@ -54,6 +60,7 @@ def main() -> None:
             each = " | ".join(f"{said[phase]} / {found[phase]}" for phase in phases)
             print(f"| {student} | {teacher} | {each} | {ratios[-1]:.3f} |", flush=True)
     print(f"planned / measured: {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} runs")
+    sys.exit(not all(0.95 <= ratio <= 1.1 for ratio in ratios))
 
 
 if __name__ == "__main__":

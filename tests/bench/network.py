@@ -26,12 +26,14 @@ from planned import pipeline, recipe  # noqa: E402
 from ranks import ROOT, environment, free_port, write_json  # noqa: E402
 
 from wandistiller.check import read_job  # noqa: E402
-from wandistiller.config import RunConfig  # noqa: E402
+from wandistiller.config import RunConfig, read_json  # noqa: E402
 from wandistiller.costs import Costs  # noqa: E402
 from wandistiller.machine import machine_now  # noqa: E402
 from wandistiller.rates import usual  # noqa: E402
 
 MIB = 2**20
+NEAR = "zero3, zero_hpz_partition_size 2"
+"""A second part of the weights on the ranks of each node."""
 SPACE, CABLE, ADDRESS = "wandistiller{}", "cable", "10.203.0.{}"
 
 
@@ -90,12 +92,17 @@ def main() -> None:
         sys.exit("Only root may make network namespaces; see the first lines of this file.")
     folder = args.folder.absolute()
     wan = pipeline(folder, 512, 2)
-    pairs = [(s, "replicated") for s in args.students] + [("zero2", t) for t in args.teachers if t != "replicated"]
+    students = [*args.students, *[NEAR] * ("zero3" in args.students)]
+    pairs = [(s, "replicated") for s in students] + [("zero2", t) for t in args.teachers if t != "replicated"]
     print("| student, teacher | one node: a rank sends, MiB, said / counted | two: a node sends | comms logger, two nodes |")
     print("|---|---|---|---|")
     with two_nodes():
         for student, teacher in pairs:
-            given = recipe(folder, wan, 2, student, teacher) | {"max_steps": 3, "sample_every": 9, "save_every": 9}
+            shipped, steps = student.partition(",")[0], {"max_steps": 3, "sample_every": 9, "save_every": 9}
+            given = recipe(folder, wan, 2, shipped, teacher, **steps)
+            if student == NEAR:
+                ds = read_json(given["deepspeed_config"])
+                given["deepspeed_config"] = ds | {"zero_optimization": ds["zero_optimization"] | {"zero_hpz_partition_size": 2}}
             cells = []
             for nodes in (1, 2):
                 seen = run(write_json(folder / "run.json", given), nodes)
