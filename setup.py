@@ -31,6 +31,7 @@ setup(
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],
         "lora": ["peft>=0.21"],
+        "offload": ["accelerate"],  # device maps; `sample` and `evaluate` of pipelines larger than a GPU
         "test": ["pytest", "hypothesis", "pytest-xdist", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg",
                  "tensorboard", "wandb"],
     },

@@ -1,4 +1,4 @@
-"""The rules of design/architecture.md, sections 3 and 5, on the source itself."""
+"""The rules by which the package is laid out, on the source itself: an order of modules, sizes, names, who may import what."""
 
 import ast
 import sys

@@ -98,7 +98,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
         found += _objective_problems(run, parts) if "objective" in parts else []
     if run.profile_memory and run.max_steps and run.profile_memory > run.max_steps:
         found.append(f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. Write a step of it.")
-    found += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run) + here * _lock_problems(parts, world)
+    found += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run) + here * _unlockable(parts, world)
     found += [problem("command line", "allow_changed", key, f"Write keys among: {', '.join(resume.CHANGEABLE)}.")
               for key in run.allow_changed or () if key not in resume.CHANGEABLE]  # fmt: skip
     if {"student_transformer", "student_ds"} <= parts.keys():
@@ -109,7 +109,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
     return _resumed(job) if job.resume_from else job
 
 
-def _lock_problems(parts: dict[str, Any], world: int) -> list[str]:
+def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
     """Buffers of all engines of a rank that are to stay in memory, which not every user may ask for."""
     engines = ((parts.get("teacher_ds"), parts["folder"].config if "folder" in parts else None),
                (parts.get("student_ds"), parts.get("student_transformer")))  # fmt: skip
