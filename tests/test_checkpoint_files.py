@@ -256,7 +256,7 @@ def test_a_full_disk_ends_the_run_with_74_and_the_same_command_goes_on(small_dis
     """First in the cache, then in the second checkpoint; at the end nothing differs."""
     given = settings(folder, wan1, "whole", output_dir=str(small_disk / "run"), cache_dir=str(small_disk / "run" / "cache"))
     file = write_json(folder / "full.json", given)
-    ballast = fill(small_disk, 24_000)
+    ballast = fill(small_disk, 28_000)
     said = wandistiller("train", "--recipe", file, code=74).stderr
     assert re.search(rf"error: .*{small_disk}/run/cache/.*No space left on device.*\n", said), said
     assert said.count("error: ") == 1 and "same command" in said and "Traceback" not in said

@@ -193,14 +193,16 @@ def _plan(_: str, flags: dict[str, Any], __: "Failures") -> None:
     from wandistiller import distributed, plan
 
     own = {key: flags.pop(key) for key in ("gpus", "gpu_memory", "host_memory", "disk", "nodes", "rates", "measure", "recommend")}
-    if distributed.world_size() > 1:
+    launched = distributed.world_size() > 1
+    if launched:
         distributed.init()
     with distributed.same_problems():
         said = plan.said(own, flags)
     logs.start("info")
     for line in said:
         distributed.log0("%s", line)
-    distributed.finish()
+    if launched:
+        distributed.finish()
 
 
 def _report(_: str, flags: dict[str, Any], __: "Failures") -> None:
