@@ -139,9 +139,9 @@ def test_a_rank_that_other_work_slows_down_is_named(tmp_path: Path, wan1: Path) 
         run.wait_for("step 1/")
         slow, until = run.pid_of_rank(1), time.monotonic() + PATIENCE
         while "slow rank" not in said(tmp_path / "run") and time.monotonic() < until:
-            for _ in range(20):  # a fifth of its time is left to it
+            for _ in range(20):  # a third of its time is left to it
                 os.kill(slow, signal.SIGSTOP)
-                time.sleep(0.04)
+                time.sleep(0.02)
                 os.kill(slow, signal.SIGCONT)
                 time.sleep(0.01)
     assert "slow rank" in said(tmp_path / "run") and "Rank 1 takes " in (tmp_path / "run" / "alarms.jsonl").read_text()

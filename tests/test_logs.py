@@ -123,8 +123,11 @@ def run_with(monitor: dict[str, Any], wan: Path, folder: Path, steps: int = 3, *
     """The lines of metrics.jsonl after a run, or its continuation, whose student's JSON has this section."""
     given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, sample_every=1, save_every=2,
                    deepspeed_config=student_engine(2, **monitor))  # fmt: skip
-    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", str(write_json(folder / "r.json", given))]
-    run(words, **env)
+    file = write_json(folder / "r.json", given)
+    if env:
+        run([sys.executable, "-m", "wandistiller", "train", "--recipe", str(file)], **env)
+    else:
+        wandistiller("train", "--recipe", file)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

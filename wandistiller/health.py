@@ -25,7 +25,7 @@ LARGE, SMALL = 20.0, 1e-3
 """Times the usual gradient norm."""
 SLOW, STARVED = 1.3, 0.2
 """Times that a rank takes for what the others do; share of a step that goes by with reading data."""
-PACES = 5
+PACES = 3
 """Measurements of each rank's pace that are looked at together, SOON steps apart."""
 PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
 """Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
