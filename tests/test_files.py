@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wandistiller.files import atomic, digest, fingerprint, link_or_copy, write_json
+from wandistiller.files import atomic, digest, fingerprint, link_or_copy, system_error, write_json
 
 
 def folder_with(path: Path, **files: bytes) -> Path:
@@ -96,3 +96,8 @@ def test_a_link_in_the_source_becomes_a_file_of_its_own(tmp_path: Path) -> None:
     link_or_copy(source, tmp_path / "target")
     (tmp_path / "blobs" / "b").unlink()
     assert (tmp_path / "target" / "a").read_bytes() == b"123"
+
+
+def test_a_compiler_that_is_missing_is_no_fault_of_a_disk() -> None:
+    assert system_error(OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root.")) is None
+    assert system_error(OSError("there is no config.json")) is not None  # as diffusers says of a folder that went away
