@@ -23,9 +23,9 @@ STILL = 0.01
 """Share by which the loss falls within LONG steps, or stands still."""
 LARGE, SMALL = 20.0, 1e-3
 """Times the usual gradient norm."""
-SLOW, STARVED = 1.3, 0.2
+SLOW, STARVED = 1.5, 0.2
 """Times that a rank takes for what the others do; share of a step that goes by with reading data."""
-PACES = 3
+PACES = 5
 """Measurements of each rank's pace that are looked at together, SOON steps apart."""
 PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
 """Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
