@@ -146,15 +146,15 @@ def _groups(root: Path) -> list[tuple[int, int]]:
 
 def disk_free(path: Path) -> int:
     """Bytes that we may still write to the file system on which `path` is, or will be."""
-    return shutil.disk_usage(_there(path)).free
+    return shutil.disk_usage(_nearest(path)).free
 
 
 def disk(path: Path) -> int:
     """The number of the file system on which `path` is, or will be."""
-    return _there(path).stat().st_dev
+    return _nearest(path).stat().st_dev
 
 
-def _there(path: Path) -> Path:
+def _nearest(path: Path) -> Path:
     """The nearest folder above that is there."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.is_dir())
