@@ -243,6 +243,14 @@ def test_gradients_and_weights_go_around_all_ranks_as_often_as_the_stage_asks(fo
     assert _moved(asked, TWO_NODES)["network"] == pytest.approx(AROUND[engine](asked.batch.accumulation) * once, rel=1e-6)
 
 
+def test_with_second_parts_in_a_node_weights_go_between_nodes_once_a_step(folder: Path) -> None:
+    ds = read_json("ds_configs/student/zero3.json")
+    ds["zero_optimization"]["zero_hpz_partition_size"] = 8
+    asked = job(folder, TWO_NODES, deepspeed_config=ds, teacher_device_strategy="gpu")
+    once = 2 * sum(numels(asked.student_transformer).values()) * 15 // 16
+    assert _moved(asked, TWO_NODES)["network"] == pytest.approx((asked.batch.accumulation + 1) * once, rel=1e-6)
+
+
 def test_guidance_asks_for_two_samples_and_a_scale_of_1_for_one(folder: Path) -> None:
     one = flops(job(folder, ONE_24).folder.config, 1560).forward / 1e12
     both, text = (Costs(job(folder, ONE_24, guidance_scale=w), ONE_24, RATES).all()[0].tflop for w in (5.0, 1.0))
