@@ -6,6 +6,7 @@
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 HOSTFILE=${HOSTFILE:-launch/hostfile}
-# one message if a node is wrong
-python -m wandistiller doctor --hostfile "$HOSTFILE" ${SSH_PORT:+--ssh_port "$SSH_PORT"} --deepspeed="${DEEPSPEED:-}"
-exec deepspeed --hostfile "$HOSTFILE" ${SSH_PORT:+--ssh_port "$SSH_PORT"} ${DEEPSPEED:-} --module wandistiller "$@"
+# without --force_multi deepspeed would start a node that is alone on this machine, whatever its name
+words="--force_multi ${SSH_PORT:+--ssh_port $SSH_PORT} ${DEEPSPEED:-}"
+python -m wandistiller doctor --hostfile "$HOSTFILE" --deepspeed="$words" # one message if a node is wrong
+exec deepspeed --hostfile "$HOSTFILE" $words --module wandistiller "$@"

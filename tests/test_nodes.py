@@ -91,22 +91,34 @@ def test_two_nodes_without_ssh_have_the_losses_of_one(wan1: Path, tmp_path: Path
     assert losses(tmp_path / "run") == on_one_node
 
 
+def by_pdsh(ssh: Ssh, folder: Path, given: dict, options: str, *flags: str) -> str:
+    """What `train` says, started by launch/deepspeed.sh on the nodes that the options leave."""
+    lines = "# two names of this machine, and a dead node", "here slots=1", "there slots=1", "dead.invalid slots=8"
+    nodes = hostfile(folder, *lines)
+    for link in ("launch", "wandistiller", "ds_configs"):
+        (folder / link).symlink_to(ROOT / link)
+    wanted = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    wanted |= {key: os.environ[key] for key in ("TORCH_EXTENSIONS_DIR",) if key in os.environ}  # else CPU Adam is built again
+    (folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in wanted.items()))
+    words = ["bash", "launch/deepspeed.sh", "train", "--recipe", str(write_json(folder / "run.json", given)), *flags]
+    options += f" --master_addr 127.0.0.1 --master_port {free_port()}"
+    done = run(words, cwd=folder, PATH=ssh.path, HOSTFILE=str(nodes), SSH_PORT=str(ssh.port), DEEPSPEED=options)
+    return done.stdout + done.stderr
+
+
 def test_two_nodes_reached_by_pdsh_have_the_losses_of_one(
     ssh: Ssh, wan1: Path, tmp_path: Path, on_one_node: list[float]
 ) -> None:
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=3)
-    lines = "# two names of this machine, and a dead node", "here slots=1", "there slots=1", "dead.invalid slots=8"
-    nodes = hostfile(tmp_path, *lines)
-    for link in ("launch", "wandistiller", "ds_configs"):
-        (tmp_path / link).symlink_to(ROOT / link)
-    wanted = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    wanted |= {key: os.environ[key] for key in ("TORCH_EXTENSIONS_DIR",) if key in os.environ}  # else CPU Adam is built again
-    (tmp_path / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in wanted.items()))
-    words = ["bash", "launch/deepspeed.sh", "train", "--recipe", str(write_json(tmp_path / "run.json", given))]
-    options = f"--exclude dead.invalid --master_addr 127.0.0.1 --master_port {free_port()}"
-    done = run(words, cwd=tmp_path, PATH=ssh.path, HOSTFILE=str(nodes), SSH_PORT=str(ssh.port), DEEPSPEED=options)
-    assert "2 nodes, 2 slots; all of them let us in" in done.stderr
+    assert "2 nodes, 2 slots; all of them let us in" in by_pdsh(ssh, tmp_path, given, "--exclude dead.invalid")
     assert losses(tmp_path / "run") == on_one_node
+
+
+def test_a_node_that_is_left_alone_does_the_work_itself(ssh: Ssh, wan1: Path, tmp_path: Path) -> None:
+    """Deepspeed's launcher would do it on the machine where it was called."""
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"))
+    said = by_pdsh(ssh, tmp_path, given, "--include there", "--dry_run")
+    assert any(line.startswith("there: disk ") for line in said.splitlines()), said
 
 
 @pytest.fixture
