@@ -72,6 +72,14 @@ def wans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "WanFolder"]:
             for short, name in zip(("1.3B", "14B", "5B", "A14B"), PUBLISHED, strict=True)}  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `Wan-AI/...`, the published pipelines' JSON files, and prompts.txt, for the planner to read."""
+    from machines import write_wans
+
+    return write_wans(tmp_path_factory.mktemp("published"))
+
+
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[..., Path]:
     """A function that copies a pipeline folder, with or without its weights, for a test that changes it."""

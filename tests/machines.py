@@ -50,7 +50,7 @@ def best(folder: Path, teacher: str, machine: Machine) -> tuple[Choice, bool]:
     """The fastest that fits `machine`, and True; if nothing does, what comes nearest."""
     batch = {"train_batch_size": TOTAL, "train_micro_batch_size_per_gpu": 1}
     student = {k: v for k, v in read_json("ds_configs/student/zero2_offload.json").items() if k != "gradient_accumulation_steps"}
-    job = published_job(folder, TEACHERS[teacher], machine, deepspeed_config=student | batch)
+    job = published_job(folder, machine, TEACHERS[teacher], deepspeed_config=student | batch)
     machine = on_its_disk(machine, job, None)
     every = ranked(job, machine, usual(machine.device_free))
     fits = fitting(every, machine)

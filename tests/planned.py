@@ -9,25 +9,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import launcher, write_json
 from ranks import run as run_words
 from recipes import PROMPTS
 from small_wan import make_wan, transformer
 
+from wandistiller.__main__ import main
 from wandistiller.check import read_job
 from wandistiller.config import RunConfig
 from wandistiller.distributed import device
 from wandistiller.job import Job
-from wandistiller.machine import Machine, machine_now
+from wandistiller.machine import GIB, Machine, machine_now
 from wandistiller.planner import CONTEXT, plan
+from wandistiller.rates import Rates
 from wandistiller.shorthands import merged
 
+RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, network=10, memory=100, disk=5)
+ONE_24 = Machine(24 * GIB, 128 * GIB, 1000 * GIB, 1, 1)
+TWO_NODES = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 16, 8)
+EIGHT_80 = Machine(80 * GIB, 1000 * GIB, 1000 * GIB, 8, 8)
+ON_CPU = Machine(None, 256 * GIB, GIB, 2, 2)
 
-def published_job(folder: Path, wan: str, machine: Machine, **more: Any) -> Job:
+
+def published_job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", **more: Any) -> Job:
     """A run of a published Wan, whose JSON files and prompts are in `folder`, on as many ranks as `machine` has."""
     usual = {"teacher_path": str(folder / "Wan-AI" / f"{wan}-Diffusers"), "data_path": str(folder / "prompts.txt"),
              "output_dir": str(folder / "out")}  # fmt: skip
     return read_job(merged({}, usual | more, None), machine.ranks)
+
+
+def told(published: Path, capsys: pytest.CaptureFixture, machine: str, *more: str, wan: str = "Wan2.1-T2V-14B") -> str:
+    """What the command says of a machine."""
+    words = ["--teacher_path", str(published / f"Wan-AI/{wan}-Diffusers"), "--data_path", str(published / "prompts.txt")]
+    assert main(["plan", *words, *machine.split(), *more]) == 0
+    return capsys.readouterr().err
 
 
 def pipeline(folder: Path, width: int, layers: int) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from machines import gpus, write_wans
+from machines import gpus
 from planned import published_job as job
 from ranks import wandistiller, write_json
 from recipes import recipe
@@ -28,11 +28,6 @@ def cpus(host: int, ranks: int = 1, disk: int = 1000) -> Machine:
     return Machine(None, host * GIB, disk * GIB, ranks, ranks)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_wans(tmp_path_factory.mktemp("auto"))
-
-
 @pytest.mark.parametrize(
     ("wan", "machine", "teacher"),
     [
@@ -43,8 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (SMALL, cpus(64), "replicated"),
     ],
 )  # fmt: skip
-def test_of_the_teacher_the_fastest_placement_that_fits_is_taken(folder: Path, wan: str, machine: Machine, teacher: str) -> None:
-    found = chosen(job(folder, wan, machine, **TEACHER), machine)
+def test_of_the_teacher_the_fastest_placement_that_fits_is_taken(
+    published: Path, wan: str, machine: Machine, teacher: str
+) -> None:
+    found = chosen(job(published, machine, wan, **TEACHER), machine)
     assert (found.student, found.teacher) == ("as given", teacher)
 
 
@@ -56,40 +53,40 @@ def test_of_the_teacher_the_fastest_placement_that_fits_is_taken(folder: Path, w
         (LARGE, gpus(8, 80, 1000), "zero2", "replicated"),
     ],
 )  # fmt: skip
-def test_of_both_the_fastest_that_fit_are_taken(folder: Path, wan: str, machine: Machine, student: str, teacher: str) -> None:
-    found = chosen(job(folder, wan, machine, **BOTH), machine)
+def test_of_both_the_fastest_that_fit_are_taken(published: Path, wan: str, machine: Machine, student: str, teacher: str) -> None:
+    found = chosen(job(published, machine, wan, **BOTH), machine)
     assert (found.student, found.teacher) == (student, teacher)
 
 
-def test_a_teacher_that_only_fills_the_cache_has_its_place_chosen_too(folder: Path) -> None:
+def test_a_teacher_that_only_fills_the_cache_has_its_place_chosen_too(published: Path) -> None:
     machine = gpus(1, 80, 256)
-    assert chosen(job(folder, LARGE, machine, objective="trajectory", **TEACHER), machine).teacher == "replicated"
+    assert chosen(job(published, machine, LARGE, objective="trajectory", **TEACHER), machine).teacher == "replicated"
 
 
-def test_what_is_swapped_has_room_beside_the_run_s_files(folder: Path) -> None:
+def test_what_is_swapped_has_room_beside_the_run_s_files(published: Path) -> None:
     fits, not_beside = gpus(1, 24, 128), replace(gpus(1, 24, 128), disk_free=200 * GIB)
-    asked = job(folder, LARGE, fits, **BOTH)
+    asked = job(published, fits, LARGE, **BOTH)
     assert chosen(asked, not_beside).student == chosen(asked, on_its_disk(fits, asked, None)).student == "zero3_nvme"
     with pytest.raises(ConfigError, match=r"would need 2\d\d\.\d GiB of disk"):
         chosen(asked, on_its_disk(not_beside, asked, None))
 
 
-def test_an_average_keeps_the_optimizer_off_nvme(folder: Path) -> None:
+def test_an_average_keeps_the_optimizer_off_nvme(published: Path) -> None:
     machine = gpus(1, 24, 128)
-    plain, averaged = (names(job(folder, LARGE, machine, **BOTH | more), machine) for more in ({}, {"ema": 0.999}))
+    plain, averaged = (names(job(published, machine, LARGE, **BOTH | more), machine) for more in ({}, {"ema": 0.999}))
     assert plain - averaged == {name for name in plain if name[0] == "zero3_nvme"} != set()
 
 
-def test_a_micro_step_never_spans_expert_blocks(folder: Path) -> None:
+def test_a_micro_step_never_spans_expert_blocks(published: Path) -> None:
     machine = gpus(1, 80, 512)
-    ranks = {blocks: ranked(job(folder, TWO, machine, expert_blocks=blocks, **BOTH), machine, GPU[80]) for blocks in (1, 4)}
+    ranks = {blocks: ranked(job(published, machine, TWO, expert_blocks=blocks, **BOTH), machine, GPU[80]) for blocks in (1, 4)}
     assert {n: {c.job.batch.micro for c in found} for n, found in ranks.items()} == {1: {1, 2, 4, 8}, 4: {1, 2}}
 
 
-def test_what_this_machine_cannot_build_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_cannot_build_is_passed_over(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
     machine = gpus(1, 24, 128)
-    asked = job(folder, LARGE, machine, **BOTH)
+    asked = job(published, machine, LARGE, **BOTH)
     here, elsewhere = names(asked, machine, here=True), names(asked, machine)
     assert here == {name for name in elsewhere if "nvme" not in "".join(name)} != elsewhere
 
@@ -99,27 +96,27 @@ def names(asked: Job, machine: Machine, here: bool = False) -> set[tuple[str, st
     return {(c.student, c.teacher) for c in ranked(asked, machine, GPU[24], here=here)}
 
 
-def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(folder: Path) -> None:
+def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published: Path) -> None:
     machine = gpus(2, 24, 256)
-    asked = job(folder, LARGE, machine, **BOTH)
+    asked = job(published, machine, LARGE, **BOTH)
     found = chosen(asked, machine).job
     assert found.batch.total == asked.batch.total and found.identity == asked.identity
     assert found.student_ds["optimizer"] == asked.student_ds["optimizer"]
 
 
-def test_a_choice_has_two_lines_with_its_numbers(folder: Path) -> None:
+def test_a_choice_has_two_lines_with_its_numbers(published: Path) -> None:
     machine = gpus(1, 24, 64)
-    found = chosen(job(folder, SMALL, machine, **BOTH), machine)
+    found = chosen(job(published, machine, SMALL, **BOTH), machine)
     assert str(found).startswith("student zero0, teacher replicated, micro-batch ")
     why = found.why(machine)
     assert "GiB on each GPU" in why and "kept in reserve" in why and " s at least" in why
 
 
-def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(folder: Path) -> None:
+def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
     machine = Machine(16 * GIB, 32 * GIB, 10 * GIB, 1, 1)
     words = r"Nothing that could .* fits. Free are .*16.0 GiB on each GPU.*Nearest come: student .* would need .*What helps: "
     with pytest.raises(ConfigError, match=words):
-        chosen(job(folder, TWO, machine, **BOTH), machine)
+        chosen(job(published, machine, TWO, **BOTH), machine)
 
 
 def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> None:

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from machines import FOLDER, MACHINES, TEACHERS, best, recipe, row, write_wans
+from machines import FOLDER, MACHINES, TEACHERS, best, recipe, row
 from ranks import ROOT
 
 from wandistiller.config import read_json
@@ -14,19 +14,14 @@ PAIRS = [(name, teacher) for name in MACHINES for teacher in TEACHERS]
 TABLE = (ROOT / "ds_configs" / "README.md").read_text().splitlines()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_wans(tmp_path_factory.mktemp("machines"))
-
-
 @cache
-def found(folder: Path, name: str, teacher: str) -> tuple[Choice, bool]:
-    return best(folder, teacher, MACHINES[name])
+def found(published: Path, name: str, teacher: str) -> tuple[Choice, bool]:
+    return best(published, teacher, MACHINES[name])
 
 
 @pytest.mark.parametrize(("name", "teacher"), PAIRS)
-def test_the_shipped_recipe_is_the_fastest_that_fits(folder: Path, name: str, teacher: str) -> None:
-    choice, fits = found(folder, name, teacher)
+def test_the_shipped_recipe_is_the_fastest_that_fits(published: Path, name: str, teacher: str) -> None:
+    choice, fits = found(published, name, teacher)
     file = FOLDER / f"{name}_{teacher}.json"
     assert file.is_file() == fits
     assert not fits or read_json(file) == recipe(name, teacher, choice)
@@ -38,7 +33,7 @@ def test_no_recipe_is_for_a_machine_that_is_not_planned_for() -> None:
 
 
 @pytest.mark.parametrize("teacher", TEACHERS)
-def test_more_or_larger_gpus_are_never_slower(folder: Path, teacher: str) -> None:
+def test_more_or_larger_gpus_are_never_slower(published: Path, teacher: str) -> None:
     for machines in (("1x24", "2x24", "4x24"), ("1x48", "2x48"), ("1x80", "4x80", "8x80", "2x8x80"), ("1x24", "1x48", "1x80")):
-        seconds = [found(folder, name, teacher)[0].seconds for name in machines]
+        seconds = [found(published, name, teacher)[0].seconds for name in machines]
         assert seconds == sorted(seconds, reverse=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import planned
 import pytest
-from machines import write_wans
 from ranks import wandistiller, write_json
 from recipes import recipe
 
@@ -23,47 +22,42 @@ X0 = 4 * 16 * 60 * 104
 """Bytes of the latent of an image of 480x832."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_wans(tmp_path_factory.mktemp("written"))
+def job(published: Path, wan: str = "Wan2.1-T2V-1.3B", **more: Any) -> Job:
+    return planned.published_job(published, ONE, wan, **more)
 
 
-def job(folder: Path, wan: str = "Wan2.1-T2V-1.3B", **more: Any) -> Job:
-    return planned.published_job(folder, wan, ONE, **more)
-
-
-def test_a_checkpoint_is_weights_and_two_moments_of_each_network_and_the_average(folder: Path) -> None:
+def test_a_checkpoint_is_weights_and_two_moments_of_each_network_and_the_average(published: Path) -> None:
     two = "ds_configs/students/half_two_experts.json"
     for n, wan, more in ((12, "Wan2.1-T2V-1.3B", {}), (16, "Wan2.1-T2V-1.3B", {"ema": 0.9}),
                          (24, "Wan2.2-T2V-A14B", {"student_config": two})):  # fmt: skip
-        asked = job(folder, wan, **more)
+        asked = job(published, wan, **more)
         assert written(asked, accelerator=True).checkpoint == n * count_parameters(asked.student_transformer)
 
 
-def test_frozen_weights_are_kept_once_for_all_checkpoints(folder: Path) -> None:
-    whole, part = (written(job(folder, max_steps=5000, **more), accelerator=True) for more in ({}, {"frozen": ["blocks.*"]}))
+def test_frozen_weights_are_kept_once_for_all_checkpoints(published: Path) -> None:
+    whole, part = (written(job(published, max_steps=5000, **more), accelerator=True) for more in ({}, {"frozen": ["blocks.*"]}))
     assert whole.frozen == 0 < part.frozen and whole.checkpoint == part.checkpoint + 3 * part.frozen
     assert part.output == 4 * part.checkpoint + part.frozen + part.student
 
 
 @pytest.mark.parametrize(("steps", "every", "keep", "at_once"), [(100, 500, 3, 1), (1000, 500, 3, 2), (5000, 500, 3, 4)])
-def test_one_more_checkpoint_is_there_than_are_kept(folder: Path, steps: int, every: int, keep: int, at_once: int) -> None:
-    asked = job(folder, max_steps=steps, save_every=every, keep_checkpoints=keep)
+def test_one_more_checkpoint_is_there_than_are_kept(published: Path, steps: int, every: int, keep: int, at_once: int) -> None:
+    asked = job(published, max_steps=steps, save_every=every, keep_checkpoints=keep)
     assert written(asked, accelerator=True).checkpoints == at_once
 
 
-def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_steps_reach(folder: Path) -> None:
+def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_steps_reach(published: Path) -> None:
     def cache(**more: Any) -> int:
-        return written(job(folder, **more), accelerator=True).cache
+        return written(job(published, **more), accelerator=True).cache
 
-    prompts, batch = len(job(folder).items), job(folder).batch.total
+    prompts, batch = len(job(published).items), job(published).batch.total
     assert cache(rollouts_per_prompt=2, max_steps=100) - cache(max_steps=100) == prompts * X0
     assert cache(max_steps=100, rollout_path=True, rollout_steps=10) - cache(max_steps=100) == 10 * prompts * X0
     assert cache(rollouts_per_prompt=100, max_steps=3) - cache(max_steps=100) == (3 * batch - prompts) * X0
 
 
-def test_texts_are_half_as_large_in_bf16(folder: Path) -> None:
-    asked = job(folder)
+def test_texts_are_half_as_large_in_bf16(published: Path) -> None:
+    asked = job(published)
     latents = len(asked.items) * X0
     on_gpu, on_cpu = (written(asked, accelerator=a).cache - latents for a in (True, False))
     assert on_cpu == pytest.approx(2 * on_gpu, abs=2) and on_gpu > 0
@@ -83,9 +77,10 @@ def test_a_run_writes_what_was_said(tmp_path: Path, wan1: Path) -> None:
     assert 0.5 * cache < said.cache < 2 * cache
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
-    roomy = told(job(folder, output_dir=str(tmp_path)), accelerator=True)
-    narrow = told(job(folder, output_dir=str(tmp_path), keep_checkpoints=10**6, save_every=1, max_steps=10**6), accelerator=True)
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(published: Path, tmp_path: Path) -> None:
+    roomy = told(job(published, output_dir=str(tmp_path)), accelerator=True)
+    many = {"keep_checkpoints": 10**6, "save_every": 1, "max_steps": 10**6}
+    narrow = told(job(published, output_dir=str(tmp_path), **many), accelerator=True)
     assert "TOO LITTLE" not in roomy and narrow.endswith(f"free at {tmp_path}, TOO LITTLE")
 
 
@@ -94,8 +89,8 @@ other_disk = pytest.mark.skipif(not MEMORY.is_dir() or disk(MEMORY) == disk(Path
 
 
 @other_disk
-def test_only_files_of_the_same_disk_are_beside_what_is_swapped(folder: Path, tmp_path: Path) -> None:
-    asked = job(folder, output_dir=str(MEMORY / "nowhere"), cache_dir=str(tmp_path))
+def test_only_files_of_the_same_disk_are_beside_what_is_swapped(published: Path, tmp_path: Path) -> None:
+    asked = job(published, output_dir=str(MEMORY / "nowhere"), cache_dir=str(tmp_path))
     files = written(asked, accelerator=True, here=True)
     assert on_its_disk(ONE, asked, tmp_path / "swap").files == files.cache > 0
     assert on_its_disk(ONE, asked, MEMORY / "swap").files == files.output
@@ -103,8 +98,9 @@ def test_only_files_of_the_same_disk_are_beside_what_is_swapped(folder: Path, tm
 
 
 @other_disk
-def test_text_encoder_and_vae_are_copied_to_another_disk(folder: Path, tmp_path: Path) -> None:
-    far, near = (written(job(folder, output_dir=str(out)), accelerator=True, here=True) for out in (MEMORY / "x", tmp_path / "x"))
+def test_text_encoder_and_vae_are_copied_to_another_disk(published: Path, tmp_path: Path) -> None:
+    asked = (job(published, output_dir=str(folder / "x")) for folder in (MEMORY, tmp_path))
+    far, near = (written(each, accelerator=True, here=True) for each in asked)
     assert far.copied == pytest.approx(2 * 5.68e9, rel=0.01) and near.copied == 0
     assert far.whole - near.whole == far.copied and "copies of text encoder and VAE 10.6 GiB" in str(far)
 
@@ -119,16 +115,16 @@ def test_plan_looks_at_the_disks_that_the_run_names(wan1: Path, tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("quiet_logging")
-def test_plan_counts_files_and_says_what_fewer_checkpoints_bring(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["--teacher_path", str(folder / "Wan-AI/Wan2.1-T2V-14B-Diffusers"), "--data_path", str(folder / "prompts.txt"),
+def test_plan_counts_files_and_says_what_fewer_checkpoints_bring(published: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--teacher_path", str(published / "Wan-AI/Wan2.1-T2V-14B-Diffusers"), "--data_path", str(published / "prompts.txt"),
              "--gpus", "8", "--gpu_memory", "80", "--host_memory", "1000", "--max_steps", "5000"]  # fmt: skip
-    each = written(job(folder, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
+    each = written(job(published, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
     assert main(["plan", *words, "--disk", "2000"]) == 0 and "does NOT fit" not in capsys.readouterr().err
     assert main(["plan", *words, "--disk", "300"]) == 0
     assert f"GiB of disk (30.0 of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less" in (
         capsys.readouterr().err)  # fmt: skip
 
 
-def test_the_student_is_in_two_bytes(folder: Path) -> None:
-    asked = job(folder, student_config=read_json("ds_configs/students/half.json"))
+def test_the_student_is_in_two_bytes(published: Path) -> None:
+    asked = job(published, student_config=read_json("ds_configs/students/half.json"))
     assert written(asked, accelerator=True).student == 2 * count_parameters(asked.student_transformer)

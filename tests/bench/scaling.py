@@ -51,7 +51,7 @@ def main() -> None:
                 rates = replace(rates, network=args.network or rates.network)
                 ds = read_json(f"ds_configs/student/{student}.json")
                 ds |= {"train_micro_batch_size_per_gpu": args.micro, "gradient_accumulation_steps": args.accumulation}
-                job = published_job(folder, args.wan, machine, deepspeed_config=ds, student_config=HALF,
+                job = published_job(folder, machine, args.wan, deepspeed_config=ds, student_config=HALF,
                                     teacher_deepspeed_config=f"ds_configs/teacher/{teacher}.json")  # fmt: skip
                 costs = Costs(job, machine, rates)
                 seconds = costs.floor()
