@@ -96,3 +96,13 @@ def test_a_cache_that_some_nodes_share_and_one_does_not_stops_all_with_one_messa
     assert codes == [2, 2, 2] and said.count("some nodes see the same folder and others do not") == 1, said
     assert "0, 1; 2. Give a --cache_dir that all nodes share" in said
     assert not [file for file in (tmp_path / "local").rglob("*") if file.is_file()]
+
+
+# What goes between them
+
+
+def test_doctor_measures_the_ways_within_and_between_nodes_of_unlike_size(tmp_path: Path) -> None:
+    codes, said = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
+    assert codes == [0, 0] and "3, at most 2 a node; gloo, sum over them right" in said and said.count("--rates '") == 1, said
+    found = json.loads(said.partition("--rates '")[2].partition("'")[0])
+    assert found["link"] > 0 and found["network"] > 0
