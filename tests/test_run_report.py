@@ -64,6 +64,7 @@ def test_the_page_is_whole_and_fetches_nothing(finished: Path) -> None:
 def test_the_page_has_curves_terms_memory_evaluation_and_settings(finished: Path) -> None:
     text = report(finished)[0].read_text()
     for words in ("loss by sigma", "loss of each term", "gradient norm", "throughput", "memory, GiB", "4 done", "1 &lt; 2",
+                  "<tr><th>phase</th><th>CPU memory</th><th>CPU memory at most</th></tr><tr><td>start</td>",
                   "student_deepspeed.json", "teacher_deepspeed.json", "run &lt;1&gt;"):  # fmt: skip
         assert words in text, words
     assert "notes" not in text

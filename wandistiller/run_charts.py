@@ -6,6 +6,10 @@ from typing import Any
 from wandistiller.charts import Chart, Line, smooth
 from wandistiller.config import read_json
 
+KINDS = {"host": "CPU memory", "host_peak": "CPU memory at most", "allocated": "GPU, tensors", "reserved": "GPU, reserved",
+         "peak": "GPU at most"}  # fmt: skip
+"""Of memory, in metrics.jsonl and memory.json: their names for people."""
+
 
 def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
     """By the name of their files; what there are no numbers of is left out."""
@@ -37,9 +41,7 @@ def _memory(lines: list[dict[str, Any]]) -> list[Line]:
     """What each kind takes while it trains."""
     held = [(line["step"], line.get("memory_gib", {}).get("train")) for line in lines]
     held = [(step, kinds) for step, kinds in held if isinstance(kinds, dict)]
-    names = {"host": "CPU memory", "host_peak": "CPU memory at most", "allocated": "GPU, tensors", "reserved": "GPU, reserved",
-             "peak": "GPU at most"}  # fmt: skip
-    return [Line(words, [(step, max(kinds[kind])) for step, kinds in held if kind in kinds]) for kind, words in names.items()]
+    return [Line(words, [(step, max(kinds[kind])) for step, kinds in held if kind in kinds]) for kind, words in KINDS.items()]
 
 
 def _error_by_sigma(output: Path) -> list[Line]:

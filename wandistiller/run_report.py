@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from wandistiller.memory_picture import COLOURS
 from wandistiller.metrics import clock, read_lines
 from wandistiller.pictures import drawn
 from wandistiller.problems import ConfigError, readable
-from wandistiller.run_charts import read_if_there, run_charts
+from wandistiller.run_charts import KINDS, read_if_there, run_charts
 
 SHOWN = 6
 """Sample grids of a run that are shown: the first, the last, and between."""
@@ -25,7 +26,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(-
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 12px; fill: var(--dim); } .grid { stroke: var(--rule); } .line { fill: none; stroke-width: 1.6; }
-@media (prefers-color-scheme: dark) { polyline { filter: brightness(1.3); } }
+@media (prefers-color-scheme: dark) { polyline, .key::before { filter: brightness(1.3); } }
 .charts { display: grid; gap: 1.5rem; margin-top: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 .key { display: inline-block; margin-right: 1rem; font-size: .85rem; } .key::before { content: ""; display: inline-block;
@@ -78,7 +79,8 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
     loss = f"{last['loss']:.5g}" if last["loss"] is not None else "not finite"
     told = {"steps": f"{last['step']} {done}", "loss, last step": loss, "time in steps": clock(seconds),
-            "teacher": run.get("teacher_path", "?"), "objective": json.dumps(run.get("objective", "velocity"))}  # fmt: skip
+            "teacher": run.get("teacher_path", "?"),
+            "objective": json.dumps(run.get("objective", "velocity")).strip('"')}  # fmt: skip
     rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in told.items())
     return f"<table>{rows}</table>"
 
@@ -108,7 +110,8 @@ def _evaluation(output: Path) -> list[str]:
     """The tables of evaluation.md, and its picture."""
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
-        return ['<p class="dim">No evaluation yet: <code>wandistiller evaluate --student OUTPUT/student</code> adds it here.</p>']
+        how = "wandistiller evaluate --student_path OUTPUT/student"
+        return [f'<p class="dim">No evaluation yet: <code>{how}</code> adds it here.</p>']
     tables = [block for block in file.read_text(encoding="utf-8").split("\n\n") if block.startswith("|")]
     found = ["<h2>Evaluation</h2>", *(f'<div class="wide">{_table(block)}</div><br>' for block in tables)]
     return found + ([f'<div class="wide">{_image(picture)}</div>'] if picture.is_file() else [])
@@ -118,7 +121,12 @@ def _table(block: str) -> str:
     """A Markdown table as HTML."""
     rows = [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in block.splitlines()]
     cells = [("th", rows[0]), *(("td", row) for row in rows[2:])]
-    made = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in cells)
+    return _html(cells)
+
+
+def _html(rows: Iterable[tuple[str, list[str]]]) -> str:
+    """A table of rows whose cells are of one kind each, th or td."""
+    made = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in rows)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in made)}</table>"
 
 
@@ -140,7 +148,9 @@ def _machine(output: Path) -> list[str]:
 def _memory(output: Path) -> str:
     memory = read_if_there(output / "memory.json")
     ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
-    said = {phase: "".join(f"<td>{escape(kind)} {max(v):.2f} GiB</td>" for kind, v in kinds.items())
-            for phase, kinds in memory.items()}  # fmt: skip
-    rows = "".join(f"<tr><td>{escape(phase)}</td>{cells}</tr>" for phase, cells in said.items())
-    return f"<h2>Memory by phase, of the rank with most, {ranks} rank(s)</h2><div class=\"wide\"><table>{rows}</table></div>"
+    shown = [kind for kind in KINDS if any(kind in kinds for kinds in memory.values())]
+    rows = [("th", ["phase", *(KINDS[kind] for kind in shown)])]
+    rows += [("td", [phase, *(f"{max(kinds[kind]):.2f}" if kind in kinds else "-" for kind in shown)])
+             for phase, kinds in memory.items()]  # fmt: skip
+    return (f"<h2>Memory by phase, GiB of the rank with most, {ranks} rank(s)</h2>"
+            f'<div class="wide">{_html(rows)}</div>')  # fmt: skip
