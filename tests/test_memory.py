@@ -253,6 +253,11 @@ def test_without_offloading_a_student_on_two_ranks_keeps(wans: dict[str, WanFold
     assert student(wans[LARGE], student_json(stage, stage3_param_persistence_threshold=0), 2).device == kept  # 3: and a bucket
 
 
+@pytest.mark.parametrize(("bf16", "each"), [(True, 4), (False, 0)])
+def test_only_below_float32_stage_0_copies_its_gradients(wans: dict[str, WanFolder], *, bf16: bool, each: int) -> None:
+    assert planner.cast_bytes(Network(numels(wans[LARGE].config)), student_json(0, bf16=bf16)) == each * P
+
+
 def test_zero_2_s_own_gradients_are_there_three_times_in_a_step(wans: dict[str, WanFolder]) -> None:
     assert student(wans[LARGE], student_json(2), 4).live == (2 + 2 + 4) * P // 4
 

@@ -85,6 +85,13 @@ def test_what_is_drawn_is_decoded_beside_teacher_student_and_vae(published: Path
     assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
 
 
+def test_at_stage_0_gradients_are_there_three_times_in_a_step_and_once_at_its_start(published: Path) -> None:
+    asked = job(published, EIGHT_80, deepspeed_config="ds_configs/student/zero0.json")
+    phases, numel = plan(asked, EIGHT_80), sum(numels(asked.student_transformer).values())
+    assert phases["train"].at("optimizer's turn").live == (2 + 4 + 4) * numel
+    assert phases["load"].at("optimizer's start").live == 4 * numel
+
+
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_who_draws_needs_gathered_weights_and_no_gradients(published: Path, engine: str) -> None:
     phases = plan(job(published, EIGHT_80, deepspeed_config=f"ds_configs/student/{engine}.json"), EIGHT_80)

@@ -203,13 +203,11 @@ GATHERED, HELD = "gathered weights", "weights that backward waits for"
 def _whole(
     sizes: list[Size], frozen: list[Size], ds: dict[str, Any], ranks: int, accelerator: bool
 ) -> dict[str, Bytes]:
-    """Stage 0: everything on every rank; below float32 with a copy of the weights, and in a step one of the gradients and
-    a quarter more (tests/bench/memory.py)."""
+    """Stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = sizes[0].item, sum(s.numel for s in sizes)
-    masters, step = (4 * numel, 5 * numel) if item < 4 else (0, 0)
-    masters += optimizer_states(ds) * numel
+    masters = ((4 if item < 4 else 0) + optimizer_states(ds)) * numel
     return {WEIGHTS: Bytes(device=item * numel + _total(frozen, ranks=1)), MASTERS: Bytes(device=masters),
-            GRADIENTS: Bytes(live=item * numel + step)}  # fmt: skip
+            GRADIENTS: Bytes(live=item * numel)}  # fmt: skip
 
 
 def _flat(

@@ -49,6 +49,8 @@ LEAST_PART = 4
 UNKNOWN = ("auto", "device_map")
 """Placements of which no arithmetic says what a rank takes."""
 
+CAST = "student's gradients in float32"
+
 Parts = dict[str, Bytes]
 """What takes memory of a rank, in words, and how much."""
 
@@ -122,6 +124,12 @@ def _network(
     return Network(found[True], found[False])
 
 
+def cast_bytes(network: Network, ds: dict[str, Any]) -> int:
+    """One copy in float32 of all gradients, which stage 0 makes below it: one at its start, and two in a step, by parameter and
+    all in one, beside those that came (deepspeed 0.19.8, FP16_Optimizer)."""
+    return 4 * sum(network.trained.values()) if stage(ds) == 0 and dtype_name(ds) != "float32" else 0
+
+
 def plan(job: Job, machine: Machine) -> dict[str, Phase]:
     """The phases of `job` on a rank of `machine`; without an accelerator all is CPU memory."""
     found = _Planner(job, machine).phases()
@@ -153,6 +161,7 @@ class _Planner:
         """That go through the student together: the states of all terms."""
         self.placement = read_placement(job.teacher_ds)
         self.base = self._libraries(PROCESS)
+        self.cast = cast_bytes(student_network(job), job.student_ds)
 
     def _libraries(self, process: int) -> Parts:
         return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
@@ -166,6 +175,7 @@ class _Planner:
             "prepare": self._prepare(),
             "load": Phase(self.base | kept, {
                 "start": {"student's weights in float32": Bytes(host=start_bytes(config, experts))},
+                "optimizer's start": student | {CAST: Bytes(live=self.cast)},
                 "first look": student | call,
             }),
             "train": Phase(self.base | kept | student, {"teacher's turn": call | self._shown()} | steps),
@@ -218,10 +228,11 @@ class _Planner:
         activations = activation_bytes(config, ds, self.tokens, self.samples, accelerator=self.gpu)
         kept = {f"student's {name}": replace(b, live=0) for name, b in parts.items()}
         work = {f"student's {name}, in a step": Bytes(live=b.live) for name, b in parts.items() if b.live}
-        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)} | self._compared()}
-        if not self.gpu and self.machine.ranks > 1:
+        turns = {"student's turn": work | {"student's activations": Bytes(live=activations)} | self._compared(),
+                 "optimizer's turn": work | {CAST: Bytes(live=2 * self.cast)} if self.cast else {}}  # fmt: skip
+        if not self.gpu and ranks > 1:
             turns["student's turn"]["gloo's copy of a bucket"] = Bytes(live=bucket_bytes(network, ds))
-            turns["optimizer's turn"] = {"gloo's copies of the weights": Bytes(live=spread_bytes(network, ds, ranks))}
+            turns["optimizer's turn"]["gloo's copies of the weights"] = Bytes(live=spread_bytes(network, ds, ranks))
         name = f"student's {GATHERED}, in a step"
         return kept, {name: work[name]} if name in work else {}, turns
 
