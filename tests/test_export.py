@@ -9,6 +9,11 @@ import pytest
 from PIL import Image
 from ranks import run, wandistiller, write_json
 from recipes import recipe
+from safetensors.torch import load_file
+from tensors import tensor_bytes
+
+from wandistiller import wan
+from wandistiller.export import export
 
 STOCK = """
 import sys
@@ -50,6 +55,14 @@ def test_output_folder_holds_what_is_promised(finished: Path) -> None:
 def test_resolved_recipe_can_be_passed_back_in(finished: Path) -> None:
     done = wandistiller("train", "--recipe", finished / "resolved" / "run.json", "--dry_run", ranks=2)
     assert "dry run: nothing was loaded or written" in done.stderr
+
+
+def test_a_network_is_never_there_in_both_precisions(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, put, before = [], wan.put, tensor_bytes()
+    monkeypatch.setattr(wan, "put", lambda *what: (put(*what), held.append(tensor_bytes() - before)))
+    export(finished, tmp_path / "student")
+    weights = load_file(finished / "student" / "transformer" / "diffusion_pytorch_model.safetensors").values()
+    assert max(held) <= 4 * (sum(w.numel() for w in weights) + max(w.numel() for w in weights))
 
 
 def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Bytes of teacher and student against closed forms and really loaded ones."""
 
-import gc
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from recipes import ADAM
 from small_wan import transformer
+from tensors import tensor_bytes
 from torch import nn
 
 from wandistiller import distributed, planner
@@ -195,13 +195,6 @@ def student_json(stage: int, *, offload: str = "none", bf16: bool = True, accumu
 def student(folder: WanFolder, ds: dict[str, Any], ranks: int = 1, experts: int = 1, accelerator: bool = False) -> Bytes:
     checked, _ = student_engine("s.json", ds, ranks)
     return sum(student_parts(Network(numels(folder.config)), experts, checked, ranks, accelerator=accelerator).values(), Bytes())
-
-
-def tensor_bytes() -> int:
-    """All memory behind tensors of this process."""
-    gc.collect()
-    tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type != "meta")
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])

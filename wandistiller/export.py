@@ -50,8 +50,8 @@ class Source(NamedTuple):
             if self.facts.get("lora"):
                 model.fuse_lora()
                 model.unload_lora()
-            for parameter, value in list(model.named_parameters()):
-                wan.put(model, parameter, value.to(wan.parameter_dtype(parameter, dtype)))
+            for parameter in [name for name, _ in model.named_parameters()]:  # names: a list of values would keep the old ones
+                wan.put(model, parameter, model.get_parameter(parameter).to(wan.parameter_dtype(parameter, dtype)))
             yield name, model
 
     def network(self, name: str) -> WanTransformer3DModel:
