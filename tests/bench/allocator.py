@@ -1,6 +1,6 @@
 """What the settings of the C library's allocator, and other allocators, do to a run's memory and speed on the CPU.
 
-    python tests/bench/allocator.py --rounds 3       # two ranks, 25M parameters each; a quarter of an hour on two cores
+    python tests/bench/allocator.py --rounds 1 --steps 6 --side 128      # two ranks, 25M parameters each; a quarter of an hour
 
 The rows of a round run one after the other; a number is the median of all rounds. Peak: the highest resident memory of a rank
 while it trains, of the rank with most. After: what it holds when training has ended.
@@ -26,7 +26,6 @@ SETTINGS = {
     "MALLOC_ARENA_MAX=2": {"MALLOC_ARENA_MAX": "2"},
     "MALLOC_MMAP_THRESHOLD_=8 MiB": {"MALLOC_MMAP_THRESHOLD_": str(2**23)},
 }
-STEPS = 12
 
 
 def preloads() -> dict[str, dict[str, str]]:
@@ -51,11 +50,13 @@ def main() -> None:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--student", default="zero2_offload")
     made.add_argument("--teacher", default="zero_inference_cpu")
+    made.add_argument("--steps", type=int, default=12)
     made.add_argument("--side", type=int, default=64)
     args = made.parse_args()
     folder = args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    often = {"max_steps": STEPS, "save_every": STEPS, "sample_every": STEPS, "height": args.side, "width": args.side}
+    often = dict.fromkeys(("max_steps", "save_every", "sample_every"), args.steps)
+    often |= {"height": args.side, "width": args.side, "num_frames": 1}
     given = recipe(folder, pipeline(folder, 512, 6), 6, args.student, args.teacher) | often
     settings = SETTINGS | preloads()
     found = {name: [] for name in settings}
