@@ -57,7 +57,7 @@ class Runs:
         folder = checkpoint.save(trainer.student, self.folder / "ends" / name, END, {}, keep=1)
         found = {"losses": losses}
         for averaged in (False, True) if trainer.student.averages else (False,):
-            state = checkpoint.weights(folder, Expert.HIGH_NOISE, averaged)
+            state = dict(checkpoint.weights(folder, Expert.HIGH_NOISE, averaged))
             raw = b"".join(state[k].numpy().tobytes() for k in sorted(state))
             found["averaged" if averaged else "weights"] = hashlib.sha256(raw).hexdigest()
         trainer.student.engines.clear()

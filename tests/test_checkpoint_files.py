@@ -73,7 +73,7 @@ def saved(output: Path, step: int) -> Path:
 
 
 def trained(output: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.weights(saved(output, STEPS), Expert.HIGH_NOISE)
+    return dict(checkpoint.weights(saved(output, STEPS), Expert.HIGH_NOISE))
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from ranks import run, wandistiller, write_json
 from recipes import recipe
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from tensors import tensor_bytes
 
 from wandistiller import wan
-from wandistiller.export import export
+from wandistiller.export import _read, export
 
 STOCK = """
 import sys
@@ -57,12 +58,20 @@ def test_resolved_recipe_can_be_passed_back_in(finished: Path) -> None:
     assert "dry run: nothing was loaded or written" in done.stderr
 
 
-def test_a_network_is_never_there_in_both_precisions(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_is_only_there_in_the_precision_it_is_written_in(finished: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     held, put, before = [], wan.put, tensor_bytes()
     monkeypatch.setattr(wan, "put", lambda *what: (put(*what), held.append(tensor_bytes() - before)))
     export(finished, tmp_path / "student")
     weights = load_file(finished / "student" / "transformer" / "diffusion_pytorch_model.safetensors").values()
-    assert max(held) <= 4 * (sum(w.numel() for w in weights) + max(w.numel() for w in weights))
+    assert max(held) <= sum(w.nbytes for w in weights) + 4 * max(w.numel() for w in weights)  # and one weight as it is read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_file_of_a_checkpoint_stays_mapped_when_a_network_has_been_read(finished: Path, dtype: torch.dtype) -> None:
+    model = _read(finished, averaged=None).network("transformer", dtype)
+    assert "rank_0000" not in Path("/proc/self/maps").read_text()
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:

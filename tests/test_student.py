@@ -270,7 +270,7 @@ def test_a_checkpoint_gives_back_the_start_weights(tmp_path: Path, wan1: Path, s
     # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
     expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
     student = Student({Expert.HIGH_NOISE: model}, ds)
-    found = checkpoint.weights(checkpoint.save(student, tmp_path, 1, {}, keep=1), Expert.HIGH_NOISE)
+    found = dict(checkpoint.weights(checkpoint.save(student, tmp_path, 1, {}, keep=1), Expert.HIGH_NOISE))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -141,7 +141,7 @@ def test_a_resumed_student_is_bitwise_equal(tuned: RunConfig, stage: int, tmp_pa
     for i, student in enumerate(students):
         losses = [learn(student, step) for step in (2, 3)]
         end = checkpoint.save(student, tmp_path / str(i), 4, {}, keep=1)
-        averages = checkpoint.weights(end, Expert.HIGH_NOISE, averaged=True)
+        averages = dict(checkpoint.weights(end, Expert.HIGH_NOISE, averaged=True))
         ends.append((losses, masters(student) | {f"average of {n}": w for n, w in averages.items()}))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(ends[1][1][name], value) for name, value in ends[0][1].items())

@@ -85,7 +85,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
         weights = masters(student)
         averages = {n: w if step < START else DECAY * averages[n] + (1 - DECAY) * w for n, w in weights.items()}
     folder = checkpoint.save(student, work, STEPS, {}, keep=1)
-    last, averaged = (checkpoint.weights(folder, Expert.HIGH_NOISE, which) for which in (False, True))
+    last, averaged = (dict(checkpoint.weights(folder, Expert.HIGH_NOISE, which)) for which in (False, True))
     return {
         "last": difference(last, weights), "averaged": difference(averaged, averages), "moved": difference(weights, averages),
         "frozen": max((last[n] - at_start[n]).abs().max().item() for n in frozen),

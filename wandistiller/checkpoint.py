@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -33,6 +34,8 @@ from wandistiller.student import Student
 STATE = "run_state.json"
 ENGINE = "engine.json"
 FROZEN = "frozen"
+AT_ONCE = 32
+"""Tensors that are read before the files are closed and opened anew."""
 """Folder with the weights that are not trained, float32: beside the checkpoints, and by hard links in each."""
 AVERAGE = "average"
 FORMAT = 2
@@ -265,16 +268,22 @@ def _frozen_file(folder: Path, expert: Expert) -> Path:
     return folder / FROZEN / f"{expert.value}.safetensors"
 
 
-def weights(folder: Path, expert: Expert, averaged: bool = False) -> dict[str, Tensor]:
-    """The float32 weights of one expert, put together from all ranks' pieces, on the CPU.
+def weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The float32 weights of one expert with their names, one by one, each put together from all ranks' pieces, on the CPU.
+
+    They may lie in a file that is mapped, of which the system counts as this process's memory what was read until it is closed:
+    copy them, so that it can be.
 
     Args:
         averaged: take the moving average of those that are trained.
     """
-    kind = AVERAGE if averaged else WEIGHTS
     shapes = json.loads((folder / expert.value / ENGINE).read_text())["shapes"]
-    pieces = Pieces(sorted((folder / expert.value).glob("rank_*.safetensors")))
-    state = {name: pieces.read(kind, name).view(shape) for name, shape in shapes.items()}
+    files = sorted((folder / expert.value).glob("rank_*.safetensors"))
+    for number, (name, shape) in enumerate(shapes.items()):
+        if number % AT_ONCE == 0:
+            pieces = Pieces(files)
+        yield name, pieces.read(AVERAGE if averaged else WEIGHTS, name).view(shape)
     if _frozen_file(folder, expert).is_file():
-        state |= load_file(_frozen_file(folder, expert))
-    return {name: value.to(torch.float32) for name, value in state.items()}
+        with safe_open(_frozen_file(folder, expert), "pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name).to(torch.float32)

@@ -44,24 +44,29 @@ class Source(NamedTuple):
         return self.folder.parent.parent
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
-        """Each expert by its folder's name: LoRA fused, `dtype` but where diffusers keeps float32."""
+        """Each expert by its folder's name: LoRA fused in float32, `dtype` but where diffusers keeps float32."""
         for name in self.facts["experts"]:
-            model = self.network(name)
-            if self.facts.get("lora"):
-                model.fuse_lora()
-                model.unload_lora()
-            for parameter in [name for name, _ in model.named_parameters()]:  # names: a list of values would keep the old ones
-                wan.put(model, parameter, model.get_parameter(parameter).to(wan.parameter_dtype(parameter, dtype)))
-            yield name, model
+            yield name, self._fused(name, dtype) if self.facts.get("lora") else self.network(name, dtype)
 
-    def network(self, name: str) -> WanTransformer3DModel:
-        """One expert as it was trained, float32 on the CPU: with its adapters, without the projections of feature matching."""
+    def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+        """One expert as it was trained, on the CPU: with its adapters, without the projections of feature matching.
+
+        A weight is cast when it is read, so that the whole is only there in `dtype`; copied, so that its file can be closed.
+        """
         model = wan.skeleton(self.facts["transformer"])
         if self.facts.get("lora"):
             add_lora(model, Lora(**self.facts["lora"]), seed=0)
-        for parameter, value in checkpoint.weights(self.folder, Expert(name), self.facts["averaged"]).items():
+        for parameter, value in checkpoint.weights(self.folder, Expert(name), self.facts["averaged"]):
             if not parameter.startswith(PROJECTIONS):
-                wan.put(model, parameter, value)
+                wan.put(model, parameter, value.to(wan.parameter_dtype(parameter, dtype), copy=True))
+        return model
+
+    def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
+        model = self.network(name)
+        model.fuse_lora()
+        model.unload_lora()
+        for parameter in [name for name, _ in model.named_parameters()]:  # names: a list of values would keep the old ones
+            wan.put(model, parameter, model.get_parameter(parameter).to(wan.parameter_dtype(parameter, dtype)))
         return model
 
     def teacher(self, weights: bool) -> WanFolder:
@@ -115,6 +120,7 @@ def export(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = torch.bfl
     teacher, temporary = source.teacher(weights=True), _beside(target)
     for name, model in source.networks(dtype):
         model.save_pretrained(temporary / name, max_shard_size=shard)
+        del model  # before the next is read
     for part in ("vae", "text_encoder", "tokenizer"):
         link_or_copy(teacher.path / part, temporary / part)
     _write_scheduler(teacher, source.facts["shift"], temporary / "scheduler")
@@ -143,6 +149,7 @@ def export_original(run_or_checkpoint: Path, target: Path, dtype: torch.dtype = 
     small = dtype == torch.float8_e4m3fn
     for name, model in source.networks(torch.bfloat16 if small else dtype):
         write_file(files[name], original_state(model.state_dict(), small), "Wan", _description(facts), facts)
+        del model  # before the next is read
     temporary = _beside(card)
     write_original_card(temporary, source.about(repository), [file.name for file in files.values()], small)
     return [*files.values(), _put_in_place(temporary, card)]

@@ -170,7 +170,7 @@ class _Planner:
         kept, call = self._teacher(self.job.batch.micro) if self.job.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student()
         config, experts = self.job.student_transformer, len(self.job.student_experts)
-        network = 4 * sum(numels(config).values())
+        written = (4 if self.job.run.lora else 2) * sum(numels(config).values())  # what a LoRA is fused into is float32 first
         return {
             "prepare": self._prepare(),
             "load": Phase(self.base | kept, {
@@ -181,7 +181,7 @@ class _Planner:
             "train": Phase(self.base | kept | student, {"teacher's turn": call | self._shown()} | steps),
             "checkpoint": Phase(self.base | kept | student | {"a tensor": Bytes(host=4 * max(numels(config).values()))}),
             "draw": self._draw(kept | student, call, gathered),
-            "export": Phase(self.base | {"a network in float32": Bytes(host=network)}),
+            "export": Phase(self.base | {"a network": Bytes(host=written)}),
         }  # fmt: skip
 
     def _teacher(self, samples: int) -> tuple[Parts, Parts]:
