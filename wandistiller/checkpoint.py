@@ -34,9 +34,9 @@ from wandistiller.student import Student
 STATE = "run_state.json"
 ENGINE = "engine.json"
 FROZEN = "frozen"
+"""Folder with the weights that are not trained, float32: beside the checkpoints, and by hard links in each."""
 AT_ONCE = 32
 """Tensors that are read before the files are closed and opened anew."""
-"""Folder with the weights that are not trained, float32: beside the checkpoints, and by hard links in each."""
 AVERAGE = "average"
 FORMAT = 2
 """Grows when older checkpoints can no longer be read; 1 were DeepSpeed's own."""

@@ -204,6 +204,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, A
     for name, model in source.networks(torch.float32):
         with torch.no_grad():
             found = extract(model, WeightReader(teacher.path / name).read, energy, rank)
+        del model  # before the next is read
         print(f"{name}: rank {found.adapter.rank} keeps {found.kept:.2%} of the squared difference of the linear layers; "
               f"{found.beside:.2%} of all is in biases, norms and tables, which no LoRA holds", file=sys.stderr)  # fmt: skip
         yield name, found.adapter
