@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -15,15 +15,20 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["wandistiller", "wandistiller.ds_configs"],
+    packages=[*find_packages(include=["wandistiller", "wandistiller.*"]), "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
-    package_data={"wandistiller": ["py.typed", "tiny/*", "tiny/*/*"], "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"]},
+    package_data={
+        "wandistiller": ["py.typed", "tiny/pipeline/*", "tiny/pipeline/*/*"],
+        "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"],
+    },
     install_requires=[
         "torch>=2.13",
         "deepspeed>=0.19.8,<0.20",  # workarounds in the code name this version
         "diffusers>=0.42.1,<0.43",
         "transformers>=5.23",
         "safetensors>=0.8",
+        "huggingface_hub",
+        "pydantic>=2.10",
         "ftfy",  # WanPipeline cleans prompts with it
         "numpy",
         "pillow",
@@ -31,9 +36,20 @@ setup(
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],
         "lora": ["peft>=0.21"],
+        "report": ["matplotlib"],
         "offload": ["accelerate"],  # device maps; `sample` and `evaluate` of pipelines larger than a GPU
-        "test": ["pytest", "hypothesis", "pytest-xdist", "ruff", "peft>=0.21", "imageio", "imageio-ffmpeg",
-                 "tensorboard", "wandb"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "pytest-xdist",
+            "ruff",
+            "peft>=0.21",
+            "imageio",
+            "imageio-ffmpeg",
+            "tensorboard",
+            "wandb",
+            "matplotlib",
+        ],
     },
-    entry_points={"console_scripts": ["wandistiller=wandistiller.__main__:command"]},
+    entry_points={"console_scripts": ["wandistiller=wandistiller.cli.main:command"]},
 )

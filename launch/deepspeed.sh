@@ -6,7 +6,11 @@
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 HOSTFILE=${HOSTFILE:-launch/hostfile}
-# without --force_multi deepspeed would start a node that is alone on this machine, whatever its name
-words="--force_multi ${SSH_PORT:+--ssh_port $SSH_PORT} ${DEEPSPEED:-}"
-python -m wandistiller doctor --hostfile "$HOSTFILE" --deepspeed="$words" # one message if a node is wrong
-exec deepspeed --hostfile "$HOSTFILE" $words --module wandistiller "$@"
+# without a hostfile the launcher would train on this node alone
+[ -f "$HOSTFILE" ] || {
+  echo "error: $HOSTFILE: no such file. Write one as in launch/hostfile.example, or set HOSTFILE." >&2
+  exit 2
+}
+# without --force_multi it would start a single remaining node on this machine, whatever its name
+exec deepspeed --hostfile "$HOSTFILE" --force_multi ${SSH_PORT:+--ssh_port "$SSH_PORT"} ${DEEPSPEED:-} \
+  --module wandistiller "$@"

@@ -5,7 +5,11 @@
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 HOSTFILE=${HOSTFILE:-launch/hostfile}
-words="--no_ssh --node_rank ${NODE_RANK:?number of this node, from 0} --master_addr ${MASTER_ADDR:?name or address of node 0} \
-  --master_port ${MASTER_PORT:-29500} ${DEEPSPEED:-}"
-python -m wandistiller doctor --hostfile "$HOSTFILE" --deepspeed="$words" # one message if the file or the number is wrong
-exec deepspeed --hostfile "$HOSTFILE" $words --module wandistiller "$@"
+# without a hostfile the launcher would train on each node alone
+[ -f "$HOSTFILE" ] || {
+  echo "error: $HOSTFILE: no such file. Write one as in launch/hostfile.example, or set HOSTFILE." >&2
+  exit 2
+}
+exec deepspeed --hostfile "$HOSTFILE" --no_ssh --node_rank "${NODE_RANK:?number of this node, from 0}" \
+  --master_addr "${MASTER_ADDR:?name or address of node 0}" --master_port "${MASTER_PORT:-29500}" \
+  ${DEEPSPEED:-} --module wandistiller "$@"

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# The whole test suite, in the environment of quickstart.sh. Arguments go to pytest: bash launch/test.sh -k noise
+# The tests, in the environment of quickstart.sh.
+#   bash launch/test.sh            the default suite: about 10 minutes on two cores
+#   bash launch/test.sh --all      also the tests marked slow and multinode: about 40 minutes
+#   bash launch/test.sh -x -k flow    other arguments go to pytest
 source "$(dirname "$0")/env.sh"
 if [ -e /usr/include/libaio.h ]; then
   build async_io AsyncIOBuilder "asynchronous disk access, a few minutes"
@@ -8,5 +11,13 @@ else
 fi
 [ "${DS_ACCELERATOR-}" != cpu ] || build fused_adam FusedAdamBuilder "Adam of students that are not offloaded"
 export OMP_NUM_THREADS=1 # two ranks must not fight for two cores
+marks="not slow and not multinode"
+nvidia-smi -L >/dev/null 2>&1 || marks+=" and not gpu"
+words=()
+for word; do
+  if [ "$word" = --all ]; then marks=""; else words+=("$word"); fi
+done
 ruff check .
-python -m pytest -q -n 2 --dist loadfile "$@"
+# Three workers on two cores, as many tests wait for processes. A file stays on one worker, as its tests share runs; files go
+# in order (tests/integration, the longest, before tests/unit), so that no worker is left alone with a long one.
+exec python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "$marks" "${words[@]}"

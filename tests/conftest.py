@@ -1,5 +1,6 @@
 """What all tests share: the environment, two small random pipelines, and one rank to run collectives on."""
 
+import fcntl
 import logging
 import os
 import shutil
@@ -9,28 +10,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 if TYPE_CHECKING:
-    from wandistiller.wan import WanFolder
+    from wandistiller.wan.pipeline import WanFolder
 
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an accelerator")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+
+
+class FailuresAtOnce:
+    """Print a line for each failure at once; pytest prints it only at the end of the run."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal:
+            crash = getattr(report.longrepr, "reprcrash", report.longrepr)
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {str(crash)[:500]}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(FailuresAtOnce(config))
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +65,30 @@ def wan1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
+    """The output of two steps on two ranks: a student of one expert and two layers. Do not write into it."""
+    from recipes import train
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one run for all workers
+    with (base / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "finished" / "run" / "DONE").exists():
+            (base / "finished").mkdir(exist_ok=True)
+            train(base / "finished", wan2, max_steps=2, shift=4.0)
+    return base / "finished" / "run"
+
+
+@pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline whose parts are over a megabyte each on two ranks: DeepSpeed swaps no smaller ones. Do not write into it."""
-    from small_wan import make_wan, transformer
+    """A pipeline with parts over 1 MB on two ranks: DeepSpeed swaps no smaller ones. Do not write into it."""
+    from small_wan import make_wan, small_transformer
 
     folder = make_wan(tmp_path_factory.mktemp("wan") / "wide", layers=1)
     for seed, name in enumerate(("transformer", "transformer_2")):
-        transformer(seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024).save_pretrained(folder / name)
+        small_transformer(
+            seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024
+        ).save_pretrained(folder / name)
     return folder
 
 
@@ -65,17 +97,19 @@ def wans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "WanFolder"]:
     """The published pipelines without weights: 1.3B, 14B, 5B and A14B."""
     from published_wan import PUBLISHED, write_published
 
-    from wandistiller.wan import open_wan
+    from wandistiller.wan.pipeline import open_wan
 
     folder = tmp_path_factory.mktemp("published")
-    return {short: open_wan(str(write_published(folder, name)))
-            for short, name in zip(("1.3B", "14B", "5B", "A14B"), PUBLISHED, strict=True)}  # fmt: skip
+    return {
+        short: open_wan(str(write_published(folder, name)))
+        for short, name in zip(("1.3B", "14B", "5B", "A14B"), PUBLISHED, strict=True)
+    }
 
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `Wan-AI/...`, the published pipelines' JSON files, and prompts.txt, for the planner to read."""
-    from machines import write_wans
+    """A folder with the published pipelines' JSON files, `Wan-AI/...`, and prompts.txt, for the planner."""
+    from published_wan import write_wans
 
     return write_wans(tmp_path_factory.mktemp("published"))
 
@@ -94,19 +128,19 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[torch.device]:
     """The process group of a run without a launcher, in this process; gives the device."""
-    from wandistiller import distributed
+    from wandistiller.distributed import collectives
 
     before = dict(os.environ)
-    distributed.init("warning")
-    yield distributed.device()
-    distributed.finish()
+    collectives.init("warning")
+    yield collectives.device()
+    collectives.destroy()
     os.environ.clear()
     os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
 def as_many_threads_as_before() -> Iterator[None]:
-    """A teacher in CPU memory takes all cores, and the last bit of a sum depends on how many threads share it."""
+    """A teacher in CPU memory takes all cores, and the last bit of a sum depends on the number of threads."""
     yield
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -1,16 +1,20 @@
 """One micro-step's samples, and the legend for every tensor name in this package.
 
-B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token (512), D width of a state, S place in
-a sequence: a patch of a sample, or a state of a sampling path.
+B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token (512), D width of a
+state, S place in a sequence: a patch of a sample, or a state of a sampling path.
 The order is always BCFHW, which is diffusers' own; it is never permuted.
-sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; model time t = 1000 sigma.
+sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; t = 1000 sigma.
 """
 
-from dataclasses import dataclass, field, fields, replace
+import dataclasses
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+NOISED, PATH = "noised", "path"
+"""The two kinds of states: clean latents with noise added, and the teacher's own states while it sampled."""
 
 
 class Expert(Enum):
@@ -39,31 +43,33 @@ class Batch:
         """The velocity of the straight line from x0 to the noise: noise - x0."""
         return self.noise_BCFHW - self.x0_BCFHW
 
-    def at(self, **changes: Tensor | Expert) -> "Batch":
-        """The same samples with some fields changed, for example at another point of the path."""
-        return replace(self, **changes)
+    def replace(self, **changes: Tensor | Expert) -> "Batch":
+        """Return the same samples with some fields changed, for example at another point of the path."""
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a network says of a batch."""
+class Prediction:
+    """A network's output for a batch."""
 
     v_BCFHW: Tensor
     """float32."""
     features: dict[int, Tensor] = field(default_factory=dict)
-    """Hidden states h_BSD after the blocks of these numbers, S patches, D the teacher's width; in the network's dtype."""
+    """Hidden states h_BSD by block number, S patches, D the teacher's width; in the network's dtype."""
 
 
-def join(batches: dict[str, Batch]) -> Batch:
-    """The samples of all `batches`, which are of one expert, as one batch for one forward pass."""
+def concat_batches(batches: dict[str, Batch]) -> Batch:
+    """Join `batches`, which are of one expert, into one batch for one forward pass."""
     first, *others = batches.values()
+    if not others:
+        return first
     names = [f.name for f in fields(Batch) if f.name != "expert"]
-    return first.at(**{n: torch.cat([getattr(b, n) for b in (first, *others)]) for n in names}) if others else first
+    return first.replace(**{n: torch.cat([getattr(b, n) for b in batches.values()]) for n in names})
 
 
-def split(answer: Answer, batches: dict[str, Batch]) -> dict[str, Answer]:
-    """What `answer`, to the joined `batches`, says of each of them."""
+def split_prediction(prediction: Prediction, batches: dict[str, Batch]) -> dict[str, Prediction]:
+    """Divide the prediction for the joined `batches` among them."""
     lengths = [len(b.sigma_B) for b in batches.values()]
-    v = answer.v_BCFHW.split(lengths)
-    features = {k: h_BSD.split(lengths) for k, h_BSD in answer.features.items()}
-    return {name: Answer(v[i], {k: h[i] for k, h in features.items()}) for i, name in enumerate(batches)}
+    v = prediction.v_BCFHW.split(lengths)
+    features = {k: h_BSD.split(lengths) for k, h_BSD in prediction.features.items()}
+    return {name: Prediction(v[i], {k: h[i] for k, h in features.items()}) for i, name in enumerate(batches)}

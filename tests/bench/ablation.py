@@ -1,9 +1,10 @@
-"""What each part of the recipe brings at an equal number of steps: trains a small student of the embedded teacher in each way.
+"""Effect of each part of the recipe at an equal number of steps, on a small student of the embedded teacher.
 
-    python tests/bench/ablation.py                      # 1000 steps each; two at a time, about an hour on two CPU cores
+    python tests/bench/ablation.py                # 1000 steps each, two at a time: an hour on two CPU cores
     python tests/bench/ablation.py --steps 200 velocity trajectory
 
-Prints a Markdown table: held-out prompts fully right of 112 with 95 % interval, loss of the last 50 steps, seconds a step.
+Prints a Markdown table: held-out prompts fully right of 112 with 95 % interval, loss of the last 50 steps,
+seconds a step.
 """
 
 import argparse
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
-STUDENT = {"ffn_dim": 0.2, "ffn_units": "activation"}  # a quarter of the teacher's parameters
+STUDENT = {"ffn_dim": 0.2}  # a quarter of the teacher's parameters
 FEATURE = {"name": "feature", "weight": 0.05}
 VARIANTS: dict[str, dict[str, Any]] = {
     "random start, velocity": {"student_config": {"init": "random", "ffn_dim": 205}, "objective": "velocity"},
@@ -41,9 +42,19 @@ def train(name: str, steps: int, folder: Path) -> Path:
     recipe = json.loads((ROOT / "ds_configs" / "recipes" / "quickstart.json").read_text())
     del recipe["teacher_device_strategy"], recipe["teacher_dtype"]
     output = folder / f"{name.replace(' ', '_').replace(',', '')}_{steps}"
-    recipe |= {"student_config": STUDENT, "deepspeed_config": ds, "max_steps": steps, "save_every": steps, "rollout_path": True,
-               "teacher_deepspeed_config": "ds_configs/teacher/replicated.json", "sample_every": steps, "sample_steps": 2,
-               "output_dir": str(output), "cache_dir": str(folder / "cache"), **VARIANTS[name]}  # fmt: skip
+    recipe |= {
+        "student_config": STUDENT,
+        "deepspeed_config": ds,
+        "max_steps": steps,
+        "save_every": steps,
+        "rollout_path": True,
+        "teacher_deepspeed_config": "ds_configs/teacher/replicated.json",
+        "sample_every": steps,
+        "sample_steps": 2,
+        "output_dir": str(output),
+        "cache_dir": str(folder / "cache"),
+        **VARIANTS[name],
+    }
     file = folder / f"{output.name}.json"
     file.write_text(json.dumps(recipe))
     words = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
@@ -58,9 +69,9 @@ def row(name: str, steps: int, folder: Path) -> str:
     output = train(name, steps, folder)
     import torch
 
-    from wandistiller import shapes
-    from wandistiller.fidelity import wilson
-    from wandistiller.sample import Sampling, draw, open_pipeline
+    from wandistiller.evaluation.metrics import wilson
+    from wandistiller.evaluation.sampling import Sampling, draw, open_pipeline
+    from wandistiller.tiny import shapes
 
     torch.set_num_threads(1)
     pipeline, prompts = open_pipeline(output / "student", torch.float32), shapes.held_out_prompts()
@@ -72,18 +83,24 @@ def row(name: str, steps: int, folder: Path) -> str:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     loss = statistics.mean(line.get("losses", {}).get("velocity", line["loss"]) for line in lines[-50:])
     seconds = statistics.median(line["seconds"] for line in lines)
-    return f"| {name} | {right} ({100 * share.low:.0f} to {100 * share.high:.0f} %) | {loss:.4f} | {seconds:.2f} |"
+    interval = f"{100 * share.low:.0f} to {100 * share.high:.0f} %"
+    return f"| {name} | {right} ({interval}) | {loss:.4f} | {seconds:.2f} |"
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("names", nargs="*", default=list(VARIANTS))
     options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_ablation")
     options.add_argument("--at_once", type=int, default=2)
     given = options.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    print(f"| {given.steps} steps | held-out prompts right, of 112 | loss at the end | seconds a step |", flush=True)
+    print(
+        f"| {given.steps} steps | held-out prompts right, of 112 | loss at the end | seconds a step |",
+        flush=True,
+    )
     print("|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(given.at_once) as pool:
         for line in pool.map(lambda name: row(name, given.steps, given.folder), given.names):

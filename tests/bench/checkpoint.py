@@ -1,7 +1,7 @@
 """How long training waits for a checkpoint, and what memory it takes: ours beside DeepSpeed's own writer.
 
-    python tests/bench/checkpoint.py            # two ranks, about 3 minutes on two CPU cores
-    python tests/bench/checkpoint.py --millions 400
+python tests/bench/checkpoint.py            # two ranks, about 3 minutes on two CPU cores
+python tests/bench/checkpoint.py --millions 400
 """
 
 import argparse
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from ranks import launcher, run  # noqa: E402
+from ranks import launcher, run
 
 MIB = 2**20
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -28,14 +28,14 @@ WRITERS = ["wandistiller", "deepspeed"]
 
 
 def peak_above(base: int) -> float:
-    """MiB that this process has had more than `base` KiB; `ru_maxrss` only grows, so each writer has its own processes."""
+    """Return the MiB of this process above `base` KiB: `ru_maxrss` only grows, so each writer has its own."""
     return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024
 
 
 def timed(work: Callable[[], Any]) -> float:
-    from wandistiller import distributed
+    from wandistiller.distributed import collectives
 
-    distributed.barrier()
+    collectives.barrier()
     began = time.monotonic()
     work()
     return time.monotonic() - began
@@ -44,32 +44,47 @@ def timed(work: Callable[[], Any]) -> float:
 def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder: Path) -> dict[str, float]:
     """One save by one writer, on this rank."""
     from recipes import ADAM
-    from small_wan import transformer
+    from small_wan import small_transformer
 
-    from wandistiller import deepspeed_json, distributed
     from wandistiller.batch import Expert
-    from wandistiller.checkpoint import Saver
-    from wandistiller.student import Student
+    from wandistiller.checkpoint.checkpointer import Checkpointer
+    from wandistiller.distributed import collectives
+    from wandistiller.engine import ds_config
+    from wandistiller.student.student import Student
 
     layers = max(1, round(millions / 16.8))  # of 16.8M parameters each
-    model = transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
-    ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "bf16": {"enabled": True},
-          "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}}  # fmt: skip
-    student = Student({Expert.HIGH_NOISE: model}, deepspeed_json.student_engine("here", ds, distributed.world_size())[0])
+    model = small_transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
+    ds = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": ADAM,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    student = Student(
+        {Expert.HIGH_NOISE: model}, ds_config.student_engine("here", ds, collectives.world_size())[0]
+    )
     (trained,) = student.trained.values()
     for flat in trained.flats:
         trained.make_state(flat, ["exp_avg", "exp_avg_sq"], 1)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if writer == "wandistiller":
-        saver = Saver(folder, keep=1)
+        saver = Checkpointer(folder, keep=1)
         waited = timed(lambda: saver.save(student, 1, {}))
         behind = timed(saver.finish)
     else:
-        waited, behind = timed(lambda: student.engine(Expert.HIGH_NOISE).save_checkpoint(str(folder), tag="one")), 0.0
-    distributed.barrier()
+        waited, behind = (
+            timed(lambda: student.engine(Expert.HIGH_NOISE).save_checkpoint(str(folder), tag="one")),
+            0.0,
+        )
+    collectives.barrier()
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    return {"parameters": sum(map(_numel, trained.shapes.values())) / 1e6, "size": size / MIB, "waited": waited, "behind": behind,
-            "peak": peak_above(base)}  # fmt: skip
+    return {
+        "parameters": sum(map(_numel, trained.shapes.values())) / 1e6,
+        "size": size / MIB,
+        "waited": waited,
+        "behind": behind,
+        "peak": peak_above(base),
+    }
 
 
 def _numel(shape: list[int]) -> int:
@@ -80,15 +95,15 @@ def _numel(shape: list[int]) -> int:
 
 
 def on_rank(case: str, writer: str, millions: int, folder: Path) -> None:
-    from wandistiller import distributed
+    from wandistiller.distributed import collectives
 
-    distributed.init("warning")
+    collectives.init("warning")
     _, stage, zero = next(c for c in CASES if c[0] == case)
-    found = distributed.gather_objects(measure(stage, zero, writer, millions, folder))
-    if distributed.rank() == 0:
+    found = collectives.gather_objects(measure(stage, zero, writer, millions, folder))
+    if collectives.rank() == 0:
         worst = {key: max(f[key] for f in found) for key in found[0]}
         (folder / "result.json").write_text(json.dumps(worst))
-    distributed.finish()
+    collectives.destroy()
 
 
 def main() -> None:
@@ -102,12 +117,27 @@ def main() -> None:
     for case, *_ in CASES:
         for writer in WRITERS:
             folder = Path(tempfile.mkdtemp())
-            words = [*launcher(2), __file__, "--millions", str(given.millions), "--on_rank", case, writer, str(folder)]
+            words = [
+                *launcher(2),
+                __file__,
+                "--millions",
+                str(given.millions),
+                "--on_rank",
+                case,
+                writer,
+                str(folder),
+            ]
             run([str(w) for w in words], PATH=os.environ["PATH"])
             r = json.loads((folder / "result.json").read_text())
             shutil.rmtree(folder)
-            cells = [f"{r['parameters']:.0f}M, {case}", writer, f"{r['waited']:.2f} s", f"{r['behind']:.2f} s",
-                     f"{r['size']:.0f} MiB", f"{r['peak']:.0f} MiB"]  # fmt: skip
+            cells = [
+                f"{r['parameters']:.0f}M, {case}",
+                writer,
+                f"{r['waited']:.2f} s",
+                f"{r['behind']:.2f} s",
+                f"{r['size']:.0f} MiB",
+                f"{r['peak']:.0f} MiB",
+            ]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

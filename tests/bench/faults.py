@@ -1,10 +1,11 @@
-"""The fault campaign: runs killed at random moments, each started again until it ends, compared with one that was not.
+"""The fault campaign: runs killed at random moments and restarted, compared with an undisturbed one.
 
-    python tests/bench/faults.py                                  # 50 runs on one and two ranks, in float32 and bf16
+    python tests/bench/faults.py                             # 50 runs on one and two ranks, float32 and bf16
     python tests/bench/faults.py --runs 8 --ranks 2 --folder DIR  # goes on from what DIR holds
 
-Each run is killed with SIGKILL in a phase drawn in turn, some again at any moment, on one rank, on all, or at its launcher.
-Every byte of its output must be that of the run that nobody disturbed, but for times. Prints a line a launch, then a table.
+Each run is killed with SIGKILL in a phase drawn in turn, some again at any moment: one rank, all of them, or
+their launcher. Every byte of its output must be that of the undisturbed run, except for times.
+Prints a line for each launch, then a table.
 """
 
 import argparse
@@ -19,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from faults import PHASES, RESUMING, Campaign, Outcome  # noqa: E402
+from faults import PHASES, RESUMING, Campaign, Outcome
 
 AGAIN = (0.5, 0.3)
 """Chances of a second and of a third kill."""
@@ -31,7 +32,9 @@ CUT = "drawing"
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--runs", type=int, default=50)
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
@@ -39,13 +42,15 @@ def main() -> int:
     options.add_argument("--folder", type=Path, help="kept, with the outputs of the runs that went wrong")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = campaign(asked.folder or Path(temporary), asked.runs, asked.ranks, asked.precision, asked.seed)
+        found = campaign(
+            asked.folder or Path(temporary), asked.runs, asked.ranks, asked.precision, asked.seed
+        )
     print(table(found), flush=True)
     return int(any(row["wrong"] for row in found))
 
 
 def campaign(folder: Path, runs: int, ranks: list[int], precisions: list[str], seed: int) -> list[dict]:
-    """What became of each run: {"kills", "wrong", ...}; those that are in `folder` already are not made again."""
+    """Return the outcome of each run, {"kills", "wrong", ...}; runs found in `folder` are not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / f"results_{seed}.jsonl"
     found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -85,9 +90,12 @@ def one(small: Campaign, name: str, phase: str, draw: random.Random) -> Outcome:
 
 
 def table(found: list[dict]) -> str:
-    """By phase in which a kill fell: faults, runs that ended equal of those so hit, most steps lost, seconds to resume."""
-    lines = ["| killed in | faults | runs hit | of them equal | most steps lost | s to first new step, median (worst) |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    """Format by phase: kills, runs that ended equal among those hit, most steps lost, seconds to resume."""
+    lines = [
+        "| killed in | faults | runs hit | of them equal | most steps lost | s to first new step, median "
+        "(worst) |",
+        "|---|---|---|---|---|---|",
+    ]
     for phase in [*PHASES, RESUMING, "all"]:
         hits = [(run, kill) for run in found for kill in run["kills"] if phase in (kill[0], "all")]
         if not hits:
@@ -96,7 +104,10 @@ def table(found: list[dict]) -> str:
         seconds = [kill[2] for _, kill in hits if kill[2] is not None]
         times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "-"
         equal = sum(not run["wrong"] for run in runs)
-        lines.append(f"| {phase} | {len(hits)} | {len(runs)} | {equal} | {max(kill[1] for _, kill in hits)} | {times} |")
+        lines.append(
+            f"| {phase} | {len(hits)} | {len(runs)} | {equal} | "
+            f"{max(kill[1] for _, kill in hits)} | {times} |"
+        )
     return "\n".join(lines)
 
 

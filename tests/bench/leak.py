@@ -1,6 +1,6 @@
-"""Resident memory of a long run, rank by rank: at its end it is what it was at step 100, to about a hundredth.
+"""Resident memory of each rank in a long run: at its end that of step 100, to about a hundredth.
 
-A level is the mean of 50 steps: what the C library holds of freed blocks comes and goes by MiB with checkpoints and pictures.
+A level is the mean of 50 steps: blocks that the C library caches vary by MiB with checkpoints and pictures.
 
     python tests/bench/leak.py              # 2,000 steps on two ranks, about 10 minutes on two cores
 """
@@ -12,19 +12,29 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from ranks import launcher, run, write_json  # noqa: E402
-from recipes import recipe  # noqa: E402
-from small_wan import make_wan  # noqa: E402
+from ranks import launcher, run, write_json
+from recipes import recipe
+from small_wan import make_wan
 
 
 def held(folder: Path, steps: int, ranks: int) -> list[list[float]]:
-    """GiB of each rank after each step; checkpoints and pictures come every 50, so that step 100 has seen both."""
+    """Return the GiB of each rank after each step; checkpoints and pictures come every 50 steps."""
     wan = make_wan(folder / "wan", experts=1)
     often = {"save_every": 50, "sample_every": 50, "keep_checkpoints": 1}
     given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, **often)
-    run([*launcher(ranks), "-m", "wandistiller", "train", "--recipe", str(write_json(folder / "leak.json", given))], timeout=7200)
+    run(
+        [
+            *launcher(ranks),
+            "-m",
+            "wandistiller",
+            "train",
+            "--recipe",
+            str(write_json(folder / "leak.json", given)),
+        ],
+        timeout=7200,
+    )
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["memory_gib"]["train"]["host"] for line in lines]
 
@@ -40,7 +50,10 @@ def main() -> None:
     print("|---" * (args.ranks + 1) + "|")
     for step in sorted({1, 10, *range(100, args.steps, max(100, args.steps // 8)), args.steps}):
         print(f"| {step} | {' | '.join(f'{1024 * gib:.1f}' for gib in found[step - 1])} |")
-    levels = ([mean(of_rank) for of_rank in zip(*found[some], strict=True)] for some in (slice(50, 100), slice(-50, None)))
+    levels = (
+        [mean(of_rank) for of_rank in zip(*found[some], strict=True)]
+        for some in (slice(50, 100), slice(-50, None))
+    )
     growth = max(last / first - 1 for first, last in zip(*levels, strict=True))
     print(f"growth from steps 51-100 to the last 50: {growth:.2%}")
 

@@ -1,11 +1,11 @@
-"""Memory and time to load a teacher of some 400M random parameters, for every placement, against diffusers' own loader.
+"""Memory and time to load a teacher of some 400M random parameters, for every placement and by diffusers.
 
-    python tests/bench/load.py                      # two ranks; needs 4 GB of disk in --folder, which is kept for next time
+    python tests/bench/load.py                      # two ranks; needs 4 GB of disk in --folder, which is kept
     python tests/bench/load.py --stored bfloat16 --dtype float32 --layers 20
 
-MiB above what the process held before loading, the worst rank: `peak` while loading, `kept` what the rank keeps by
-arithmetic, `bar` 1.15 x kept + the largest tensor. `node` is what all ranks hold together afterwards (shared pages once).
-The file is in the page cache for all of them.
+MiB above the memory of the process before loading, of the worst rank: `peak` while loading, `kept` by
+arithmetic, `bar` 1.15 x kept + the largest tensor. `node` is the memory of all ranks together afterwards,
+shared pages once. The file is in the page cache for all of them.
 """
 
 import argparse
@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch  # noqa: E402
+import torch
+from small_wan import make_large_wan
 
-PLACEMENTS = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner",
-              "device_map_sequential", "device_map_custom"]  # fmt: skip
+from wandistiller.teacher.strategies import teacher_jsons
+
+PLACEMENTS = [name for name in teacher_jsons() if name != "auto"]
 MIB = 2**20
 
 
@@ -43,25 +45,11 @@ def arguments() -> argparse.Namespace:
 
 
 def make_teacher(folder: Path, layers: int, stored: str) -> Path:
-    """A Wan2.1 1.3B of fewer layers, random, in files of at most 1 GB."""
-    from small_wan import make_wan
-
-    from wandistiller.wan import skeleton
-
+    """Make a random Wan2.1 1.3B of fewer layers, in files of at most 1 GB."""
+    sizes = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
     target = folder / f"{layers}_layers_{stored}"
-    if not target.exists():
-        make_wan(target.with_suffix(".tmp"), experts=1)
-        config = json.loads((target.with_suffix(".tmp") / "transformer" / "config.json").read_text())
-        config |= {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096, "freq_dim": 256,
-                   "num_layers": layers}  # fmt: skip
-        model = skeleton(config).to_empty(device="cpu").to(getattr(torch, stored))
-        for p in model.parameters():
-            p.data.normal_(std=0.02)
-        for old in (target.with_suffix(".tmp") / "transformer").glob("*.safetensors"):
-            old.unlink()
-        model.save_pretrained(target.with_suffix(".tmp") / "transformer", max_shard_size="1GB")
-        target.with_suffix(".tmp").rename(target)
-    return target
+    dtype = getattr(torch, stored)
+    return make_large_wan(target, dtype, "1GB", **sizes, freq_dim=256, num_layers=layers)
 
 
 def resident() -> dict[str, int]:
@@ -93,21 +81,24 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, Any]:
     """On this rank: load the teacher as `name` says, or with from_pretrained."""
     from diffusers import WanTransformer3DModel
 
-    from wandistiller import deepspeed_json, distributed, wan
-    from wandistiller.config import read_json
-    from wandistiller.teacher import build_teacher
+    from wandistiller.distributed import collectives
+    from wandistiller.engine import ds_config
+    from wandistiller.teacher import placement
+    from wandistiller.teacher.build import build_teacher
+    from wandistiller.utils.files import read_json
+    from wandistiller.wan import pipeline
 
-    distributed.init("warning")
-    teacher = wan.open_wan(str(folder))
+    collectives.init("warning")
+    teacher = pipeline.open_wan(str(folder))
     if name != "from_pretrained":
-        ds = deepspeed_json.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-        if deepspeed_json.offload_device(ds) == "nvme":
+        ds = ds_config.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
+        if ds_config.offload_device(ds) == "nvme":
             ds["zero_optimization"]["offload_param"]["nvme_path"] = str(folder.parent / "swap")
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
             AsyncIOBuilder().load(verbose=False)  # its build is no part of loading
-        ds = deepspeed_json.teacher_engine(name, ds, distributed.world_size())
-    distributed.gather_objects(0)
+        ds = placement.teacher_engine(name, ds, collectives.world_size())
+    collectives.gather_objects(0)
     peak = Peak()
     peak.start()
     start = time.perf_counter()
@@ -117,31 +108,36 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, Any]:
         made = build_teacher(teacher, ds)
     seconds = time.perf_counter() - start
     found = {"peak": peak.stop(), "seconds": seconds, "after": resident()["pss"] - peak.base["pss"]}
-    everyone = distributed.gather_objects(found)
+    everyone = collectives.gather_objects(found)
     del made
-    distributed.finish()
-    return {"peak": max(f["peak"] for f in everyone), "seconds": max(f["seconds"] for f in everyone),
-            "node": sum(f["after"] for f in everyone)}  # fmt: skip
+    collectives.destroy()
+    return {
+        "peak": max(f["peak"] for f in everyone),
+        "seconds": max(f["seconds"] for f in everyone),
+        "node": sum(f["after"] for f in everyone),
+    }
 
 
 def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]:
     """MiB that a rank keeps (the owner, where there is one), and of the largest tensor."""
-    from wandistiller import wan
-    from wandistiller.config import read_json
-    from wandistiller.placement import expand_device_map
+    from wandistiller.teacher.placements.device_map import expand_device_map
+    from wandistiller.utils.files import read_json
+    from wandistiller.wan import pipeline, transformer
 
-    config = wan.open_wan(str(folder)).config
-    sizes = {n: p.numel() * wan.parameter_dtype(n, getattr(torch, dtype)).itemsize
-             for n, p in wan.skeleton(config).named_parameters()}  # fmt: skip
+    config = pipeline.open_wan(str(folder)).config
+    sizes = {
+        n: p.numel() * transformer.parameter_dtype(n, getattr(torch, dtype)).itemsize
+        for n, p in transformer.meta_transformer(config).named_parameters()
+    }
     whole = sum(sizes.values())
-    if name in ("sharded", "zero_inference_cpu"):
+    if name.startswith(("sharded", "zero_inference_cpu")):
         whole /= ranks
     if name == "zero_inference_nvme":
         ds = read_json("ds_configs/teacher/zero_inference_nvme.json")["zero_optimization"]["offload_param"]
         whole = ds["buffer_count"] * max(sizes.values()) / ranks  # its buffers; smaller tensors come on top
     if name == "device_map_custom":
         placed = read_json("ds_configs/teacher/device_map_custom.json")["wandistiller"]["device_map"]
-        where = expand_device_map(placed, wan.top_modules(config))
+        where = expand_device_map(placed, transformer.top_modules(config))
         disk = tuple(f"{m}." for m, device in where.items() if device == "disk")
         whole = sum(size for n, size in sizes.items() if not n.startswith(disk))
     return whole / MIB, max(sizes.values()) / MIB
@@ -161,16 +157,32 @@ def main() -> None:
     print(f"| placement | kept | bar | peak | peak / kept | node | seconds |\n|{'---|' * 7}")
     for name in ["from_pretrained", *args.placements]:
         ranks = 1 if name == "from_pretrained" else args.ranks
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=29517", __file__,
-                 "--measure", name, "--folder", str(folder), "--dtype", args.dtype]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={ranks}",
+            "--master_port=29517",
+            __file__,
+            "--measure",
+            name,
+            "--folder",
+            str(folder),
+            "--dtype",
+            args.dtype,
+        ]
         done = subprocess.run(words, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
             sys.exit(f"{name}:\n{done.stdout}\n{done.stderr}")
         found = json.loads(lines[0].removeprefix("RESULT "))
         keeps, largest = kept(folder, name, args.dtype, ranks)
-        print(f"| {name} | {keeps:.0f} | {1.15 * keeps + largest:.0f} | {found['peak']:.0f} | {found['peak'] / keeps:.2f} "
-              f"| {found['node']:.0f} | {found['seconds']:.1f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {keeps:.0f} | {1.15 * keeps + largest:.0f} "
+            f"| {found['peak']:.0f} | {found['peak'] / keeps:.2f} "
+            f"| {found['node']:.0f} | {found['seconds']:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Memory as `wandistiller plan` says it and as it then is: every shipped student JSON with every shipped teacher JSON.
+"""Planned and measured memory of every shipped student JSON with every shipped teacher JSON.
 
-    python tests/bench/memory.py                      # two ranks, teacher and student of 50M parameters; about an hour
+    python tests/bench/memory.py             # two ranks, teacher and student of 50M parameters; about an hour
     python tests/bench/memory.py --layers 22 --width 1024 --student_layers 11     # 400M and 200M
-    python tests/bench/memory.py --layers 22 --width 1024 --student_layers 11 --students zero2 --short     # by each teacher
+    python tests/bench/memory.py --layers 22 --width 1024 --student_layers 11 --students zero2 --short
     python tests/bench/memory.py --students zero2 zero3_offload --teachers sharded host_cpu
-    python tests/bench/memory.py --pixels 480 832 --num_frames 81                 # latents of a video, for GPUs
+    python tests/bench/memory.py --pixels 480 832 --num_frames 81        # latents of a video, for GPUs
 
-Each run prepares, trains two steps, saves, draws and exports. A row has planned and measured MiB of a rank in each phase: the
-most that the kernel counted as resident, or on a GPU torch's allocator held, of the rank with most. Ended runs are kept in FOLDER
-and not repeated. Ends with 1 if a run's height is not within -5 and +10 % of what was planned.
+Each run prepares, trains two steps, saves, draws and exports. A row has planned and measured MiB of the
+largest rank in each phase: resident memory, or on a GPU torch's allocator's. Ended runs are kept in
+FOLDER and not repeated. Ends with 1 if a run's peak is not within -5 and +10 % of the plan.
 """
 
 import argparse
@@ -16,23 +16,23 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from planned import measured, pipeline, predicted, recipe  # noqa: E402
+from planned import measured, pipeline, predicted, recipe
+from ranks import STUDENTS
 
-STUDENTS = ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_offload_all", "zero3_nvme"]
 TEACHERS = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
 
 
 def kept(file: Path, given: dict, ranks: int) -> dict[str, int]:
-    """What a run took, of one that has ended before or now."""
+    """Measured MiB of a run by phase; it is run unless it was."""
     if not file.is_file():
         file.write_text(json.dumps(measured(given, ranks)))
     return json.loads(file.read_text())
 
 
 def shortened(given: dict) -> dict:
-    """The same run with two prompts and two micro-steps a step: sooner done, and what a step holds at once is the same."""
+    """The same run with two prompts and two micro-steps a step, which takes as much memory."""
     data = Path(given["data_path"])
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:2]))
     engine = json.loads(Path(given["deepspeed_config"]).read_text()) | {"gradient_accumulation_steps": 2}
@@ -50,7 +50,11 @@ def main() -> None:
     made.add_argument("--num_frames", type=int, default=1)
     made.add_argument("--students", nargs="+", default=STUDENTS)
     made.add_argument("--teachers", nargs="+", default=TEACHERS)
-    made.add_argument("--short", action="store_true", help="fewer prompts and micro-steps: a run's height stays (1 %% at 50M)")
+    made.add_argument(
+        "--short",
+        action="store_true",
+        help="fewer prompts and micro-steps: a run's height stays (1 %% at 50M)",
+    )
     args = made.parse_args()
     folder = args.folder.absolute()
     wan = pipeline(folder, args.width, args.layers)
@@ -60,9 +64,12 @@ def main() -> None:
             size = {"height": args.pixels[0], "width": args.pixels[1], "num_frames": args.num_frames}
             given = recipe(folder, wan, args.student_layers, student, teacher, **size)
             given = shortened(given) if args.short else given
-            apart = "_{height}x{width}x{num_frames}".format(**size) if tuple(size.values()) != (64, 64, 1) else ""
+            apart = (
+                "_{height}x{width}x{num_frames}".format(**size) if tuple(size.values()) != (64, 64, 1) else ""
+            )
             apart += "_short" * args.short
-            name = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}_{student}_{teacher}{apart}.json"
+            sizes = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}"
+            name = f"{sizes}_{student}_{teacher}{apart}.json"
             found, said = kept(folder / name, given, args.ranks), predicted(given, args.ranks)
             phases = [phase for phase in said if phase in found]
             ratios.append(max(said[p] for p in phases) / max(found[p] for p in phases))

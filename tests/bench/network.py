@@ -1,12 +1,12 @@
-"""Bytes between ranks, and between nodes, in a step of each shipped JSON: by the arithmetic of `wandistiller plan`, and counted.
+"""Bytes between ranks and nodes in a step of each shipped JSON: planned by `wandistiller plan`, and counted.
 
     sudo env PATH=$PATH python tests/bench/network.py                 # a quarter of an hour on two cores
     sudo env PATH=$PATH python tests/bench/network.py --students zero2 zero3 --teachers replicated
 
-One node with two ranks, and two nodes with two ranks each: network namespaces of this machine joined by one virtual cable, on
-which the kernel counts every byte (so root is needed), and process namespaces, by which ranks know their node. A rank sends the
-first number, a node the second. Beside them what DeepSpeed's comms logger has of a rank, by collective: the sizes of tensors,
-without those that do not go through it (an owner's, and a few numbers of each step for logs).
+One node with two ranks, and two nodes with two ranks each: network namespaces joined by one virtual cable, on
+which the kernel counts every byte (so root is needed), and process namespaces, by which ranks know their
+node. A rank sends the first number, a node the second. DeepSpeed's comms logger adds tensor sizes by
+collective, without those that bypass it (an owner's, and a few numbers of each step for logs).
 """
 
 import argparse
@@ -19,17 +19,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from memory import STUDENTS, TEACHERS  # noqa: E402
-from planned import pipeline, recipe  # noqa: E402
-from ranks import ROOT, environment, free_port, write_json  # noqa: E402
+from memory import TEACHERS
+from planned import pipeline, recipe
+from ranks import ROOT, STUDENTS, environment, free_port, write_json
 
-from wandistiller.check import read_job  # noqa: E402
-from wandistiller.config import RunConfig, read_json  # noqa: E402
-from wandistiller.costs import Costs  # noqa: E402
-from wandistiller.machine import machine_now  # noqa: E402
-from wandistiller.rates import usual  # noqa: E402
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.planner.machine import machine_now
+from wandistiller.planner.step_time import StepTime
+from wandistiller.utils.files import read_json
 
 MIB = 2**20
 NEAR = "zero3, zero_hpz_partition_size 2"
@@ -64,11 +65,33 @@ def run(given: Path, nodes: int) -> list[dict]:
     """What each rank has written down."""
     port, started = free_port(), []
     for node in range(nodes):
-        words = ["ip", "netns", "exec", SPACE.format(node), "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
-                 sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}", "--nproc_per_node=2",
-                 f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}", "tests/network_on_ranks.py", given]  # fmt: skip
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            SPACE.format(node),
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nodes}",
+            f"--node_rank={node}",
+            "--nproc_per_node=2",
+            f"--master_addr={ADDRESS.format(1)}",
+            f"--master_port={port}",
+            "tests/helpers/network_on_ranks.py",
+            given,
+        ]
         with given.with_name(f"node{node}.log").open("w") as out:
-            started.append(subprocess.Popen(words, cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME=CABLE), stdout=out, stderr=out))
+            started.append(
+                subprocess.Popen(
+                    words, cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME=CABLE), stdout=out, stderr=out
+                )
+            )
     codes = [process.wait() for process in started]
     assert not any(codes), (codes, given.with_name("node0.log").read_text()[-3000:])
     return [json.loads((given.parent / f"sent_{rank}.json").read_text()) for rank in range(2 * nodes)]
@@ -78,8 +101,11 @@ def said(given: dict, nodes: int) -> tuple[float, float]:
     """MiB that a rank sends, and a node to the other."""
     job = read_job(RunConfig(**given), 2 * nodes)
     machine = replace(machine_now(), ranks=2 * nodes, ranks_on_node=2)
-    costs = Costs(job, machine, usual(None)).all()
-    return tuple(sum(c.times * m.nbytes for c in costs for m in c.moves if m.way == way) / MIB for way in ("link", "network"))
+    costs = StepTime(job, machine, default_rates(None)).all()
+    return tuple(
+        sum(c.times * m.nbytes for c in costs for m in c.moves if m.way == way) / MIB
+        for way in ("link", "network")
+    )
 
 
 def main() -> None:
@@ -94,7 +120,10 @@ def main() -> None:
     wan = pipeline(folder, 512, 2)
     students = [*args.students, *[NEAR] * ("zero3" in args.students)]
     pairs = [(s, "replicated") for s in students] + [("zero2", t) for t in args.teachers if t != "replicated"]
-    print("| student, teacher | one node: a rank sends, MiB, said / counted | two: a node sends | comms logger, two nodes |")
+    print(
+        "| student, teacher | one node: a rank sends, MiB, planned / counted | two: a node sends "
+        "| comms logger, two nodes |"
+    )
     print("|---|---|---|---|")
     with two_nodes():
         for student, teacher in pairs:
@@ -102,15 +131,21 @@ def main() -> None:
             given = recipe(folder, wan, 2, shipped, teacher, **steps)
             if student == NEAR:
                 ds = read_json(given["deepspeed_config"])
-                given["deepspeed_config"] = ds | {"zero_optimization": ds["zero_optimization"] | {"zero_hpz_partition_size": 2}}
+                given["deepspeed_config"] = ds | {
+                    "zero_optimization": ds["zero_optimization"] | {"zero_hpz_partition_size": 2}
+                }
             cells = []
             for nodes in (1, 2):
                 seen = run(write_json(folder / "run.json", given), nodes)
                 rank = seen[0]["sent"]["lo"] / 2
                 node = sum(seen[2 * n]["sent"][CABLE] for n in range(nodes)) / nodes
                 one, between = said(given, nodes)
-                cells.append(f"{one:.1f} / {rank / MIB:.1f}" if nodes == 1 else f"{between:.1f} / {node / MIB:.1f}")
-            ops = ", ".join(f"{name} {size / MIB:.1f}" for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20)
+                cells.append(
+                    f"{one:.1f} / {rank / MIB:.1f}" if nodes == 1 else f"{between:.1f} / {node / MIB:.1f}"
+                )
+            ops = ", ".join(
+                f"{name} {size / MIB:.1f}" for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20
+            )
             print(f"| {student}, {teacher} | {cells[0]} | {cells[1]} | {ops} |", flush=True)
 
 

@@ -3,8 +3,8 @@
     python tests/bench/vae_memory.py                    # about an hour on two cores
     python tests/bench/vae_memory.py --only "narrow"    # rows whose name has this in it
 
-Every row is a process of its own: the real classes with random weights, `Vae`'s and `Encoder`'s own calls. Measured is what the
-kernel counted as resident at most during the call, over what there was before; planned is the rehearsal's `work`.
+Every row is a process of its own: the real classes with random weights, `Vae`'s and `Encoder`'s own calls.
+Measured is the kernel's peak of resident memory during the call, less that before; planned: the forecast.
 """
 
 import argparse
@@ -12,27 +12,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-import torch  # noqa: E402
-from published_wan import VAE21, VAE22  # noqa: E402
+import torch
+from published_wan import VAE21, VAE22
 
-from wandistiller import usage  # noqa: E402
-from wandistiller.conditioning import states  # noqa: E402
-from wandistiller.latents import decoded, encoded  # noqa: E402
-from wandistiller.pipeline_parts import UMT5_XXL, text_encoder_of, vae_of  # noqa: E402
-from wandistiller.rehearsal import decoding, encoding, text_encoding  # noqa: E402
+from wandistiller.monitoring import memory_usage
+from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
+from wandistiller.wan.components import UMT5_XXL, text_encoder_of, vae_of
+from wandistiller.wan.encoders import (
+    decoded,
+    encoded,
+    states,
+)
 
 MIB = 2**20
-VAES = {"Wan2.1": VAE21, "Wan2.2": VAE22, "narrow 2.1": VAE21 | {"base_dim": 16},
-        "narrow 2.2": VAE22 | {"base_dim": 16, "decoder_base_dim": 24}}  # fmt: skip
+VAES = {
+    "Wan2.1": VAE21,
+    "Wan2.2": VAE22,
+    "narrow 2.1": VAE21 | {"base_dim": 16},
+    "narrow 2.2": VAE22 | {"base_dim": 16, "decoder_base_dim": 24},
+}
 TEXT = UMT5_XXL | {"d_ff": 2560, "d_model": 1024, "num_heads": 16, "num_layers": 12, "vocab_size": 32000}
 ROWS = [
     *((name, what, 1, 1, 256, 256) for name in ("Wan2.1", "Wan2.2") for what in ("encode", "decode")),
     *((name, what, 1, 1, 480, 832) for name in ("Wan2.1", "Wan2.2") for what in ("encode", "decode")),
     *(("Wan2.1", what, 1, 9, 256, 256) for what in ("encode", "decode")),
-    *((name, what, 1, 17, 480, 832) for name in ("narrow 2.1", "narrow 2.2") for what in ("encode", "decode")),
-    *((name, what, 1, 9, 960, 1664) for name in ("narrow 2.1", "narrow 2.2") for what in ("encode", "decode")),
+    *(
+        (name, what, 1, 17, 480, 832)
+        for name in ("narrow 2.1", "narrow 2.2")
+        for what in ("encode", "decode")
+    ),
+    *(
+        (name, what, 1, 9, 960, 1664)
+        for name in ("narrow 2.1", "narrow 2.2")
+        for what in ("encode", "decode")
+    ),
     ("narrow 2.1", "encode", 4, 9, 480, 832),
     ("text", "encode", 1, 0, 0, 0),
 ]
@@ -55,15 +70,15 @@ def planned(row: tuple) -> int:
 def measured(row: tuple) -> int:
     """In this process, which must be fresh."""
     model = text_encoder_of(TEXT) if row[0] == "text" else vae_of(VAES[row[0]])
-    with usage.within("before"):
+    with memory_usage.within("before"):
         pass
-    before = usage.read().host
+    before = memory_usage.read().host
     if row[0] == "text":
         token_BL = torch.zeros(1, 512, dtype=torch.long)
         states(model, token_BL, torch.ones_like(token_BL))
     else:
         (encoded if row[1] == "encode" else decoded)(model, torch.randn(shape(*row)))
-    return usage.read().host_peak - before
+    return memory_usage.read().host_peak - before
 
 
 def main() -> None:
@@ -74,14 +89,19 @@ def main() -> None:
     if args.row is not None:
         print(measured(ROWS[args.row]))
         return
-    print("| model | call | samples x frames x height x width | planned MiB | measured MiB | planned / measured |")
+    print("| model | call | samples x frames x height x width | planned MiB | measured MiB | ratio |")
     print("|---|---|---|---|---|---|")
     for i, row in enumerate(ROWS):
         if args.only in row[0]:
-            done = subprocess.run([sys.executable, __file__, "--row", str(i)], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, __file__, "--row", str(i)], capture_output=True, text=True, check=True
+            )
             said, found = planned(row), int(done.stdout.split()[-1])
             size = "x".join(map(str, row[2:]))
-            print(f"| {row[0]} | {row[1]} | {size} | {said // MIB} | {found // MIB} | {said / found:.3f} |", flush=True)
+            print(
+                f"| {row[0]} | {row[1]} | {size} | {said // MIB} | {found // MIB} | {said / found:.3f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A teacher of Wan 14B's size, random, bf16, streamed from CPU memory: seconds a call against what the machine could do.
+"""A random bf16 teacher of Wan 14B's size, streamed from CPU memory: seconds a call next to the floor.
 
-    python tests/gpu/stream_14b.py             # one GPU, 40 GB of CPU memory, 30 GB of disk in --folder, about 10 minutes
+    python tests/gpu/stream_14b.py       # one GPU, 40 GB of CPU memory, 30 GB of disk in --folder, 10 minutes
     python tests/gpu/stream_14b.py --layers 1 --batches 1  # a first look at whether it runs
 
-One-frame latents of 480x832 (1560 tokens a sample), without guidance. Two floors per call: `bytes`, the weights over the
-measured bandwidth from page-locked memory; `operations`, the products over the measured bf16 matrix rate. `share` is the
-larger floor over the time.
+One-frame latents of 480x832 (1560 tokens a sample), without guidance. Two floors per call: `bytes`, the
+weights over the bandwidth measured from page-locked memory; `operations`, the products over the measured bf16
+rate. `share` is the larger floor over the time.
 """
 
 import argparse
@@ -19,45 +19,42 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
-import torch  # noqa: E402
+import torch
+from small_wan import make_large_wan
 
-CONFIG = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256,
-          "in_channels": 16, "out_channels": 16, "rope_max_seq_len": 1024}  # fmt: skip
+CONFIG = {
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "ffn_dim": 13824,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "in_channels": 16,
+    "out_channels": 16,
+    "rope_max_seq_len": 1024,
+}
 SETTINGS = {  # elements: prefetch bucket, most that are live, farthest reuse that keeps a parameter
     "as shipped": {},
     "no prefetch": {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 20_000_000},
-    "a tenth of a block": {"stage3_prefetch_bucket_size": 35_000_000, "stage3_max_live_parameters": 200_000_000},
+    "a tenth of a block": {
+        "stage3_prefetch_bucket_size": 35_000_000,
+        "stage3_max_live_parameters": 200_000_000,
+    },
     "half a block": {"stage3_prefetch_bucket_size": 175_000_000, "stage3_max_live_parameters": 700_000_000},
-    "a whole block": {"stage3_prefetch_bucket_size": 350_000_000, "stage3_max_live_parameters": 1_100_000_000},
-    "DeepSpeed's own": {"stage3_prefetch_bucket_size": 50_000_000, "stage3_max_live_parameters": 1_000_000_000,
-                        "stage3_max_reuse_distance": 1_000_000_000},
-}  # fmt: skip
+    "a whole block": {
+        "stage3_prefetch_bucket_size": 350_000_000,
+        "stage3_max_live_parameters": 1_100_000_000,
+    },
+    "DeepSpeed's own": {
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+    },
+}
 LATENT = (16, 1, 60, 104)
 CALLS = 3
 GIB = 2**30
-
-
-def make_teacher(folder: Path, layers: int) -> Path:
-    """Random bf16 weights, in files of at most 5 GB."""
-    from small_wan import make_wan
-
-    from wandistiller.wan import skeleton
-
-    target = folder / f"{layers}_layers"
-    if not target.exists():
-        temporary = make_wan(target.with_suffix(".tmp"), experts=1) / "transformer"
-        config = json.loads((temporary / "config.json").read_text()) | CONFIG | {"num_layers": layers}
-        model = skeleton(config).to(torch.bfloat16).to_empty(device="cpu")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        for p in model.parameters():
-            p.data.copy_(torch.randn(p.shape, device=device).mul_(0.02))
-        for old in temporary.glob("*.safetensors"):
-            old.unlink()
-        model.save_pretrained(temporary, max_shard_size="5GB")
-        target.with_suffix(".tmp").rename(target)
-    return target
 
 
 def seconds(call: Callable[[], Any], times: int = CALLS) -> float:
@@ -80,11 +77,13 @@ def machine_rates(device: torch.device) -> tuple[float, float]:
     host = torch.empty(GIB if cuda else GIB // 8, dtype=torch.uint8, pin_memory=cuda)
     there, n = torch.empty_like(host, device=device), 8192 if cuda else 512
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
-    return len(host) / seconds(lambda: there.copy_(host, non_blocking=True), 5), 2 * n**3 / seconds(lambda: a @ a, 10)
+    return len(host) / seconds(lambda: there.copy_(host, non_blocking=True), 5), 2 * n**3 / seconds(
+        lambda: a @ a, 10
+    )
 
 
 def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
-    """Multiplications and additions of one sample: weights, then the two attentions. Text passes its own projections only."""
+    """Return the multiplications and additions of one sample: weights, then the two attentions."""
     width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     per_token = 6 * width**2 + 2 * width * config["ffn_dim"]
     attention = 2 * width * tokens * (tokens + text)
@@ -93,22 +92,26 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
 
 def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[str, Any]:
     """In a process of its own: load, then time calls of each batch size."""
-    from wandistiller import deepspeed_json, distributed, wan
     from wandistiller.batch import Batch, Expert
-    from wandistiller.config import read_json
-    from wandistiller.noise import keyed_normal
-    from wandistiller.teacher import build_teacher
+    from wandistiller.distributed import collectives
+    from wandistiller.flow import keyed_normal
+    from wandistiller.teacher import placement
+    from wandistiller.teacher.build import build_teacher
+    from wandistiller.utils.files import read_json
+    from wandistiller.wan import pipeline, transformer
 
-    distributed.init("warning")
-    device, teacher = distributed.device(), wan.open_wan(str(folder))
+    collectives.init("warning")
+    device, teacher = collectives.device(), pipeline.open_wan(str(folder))
     bandwidth, rate = machine_rates(device)
     ds = read_json("ds_configs/teacher/zero_inference_cpu.json")
     ds["zero_optimization"] |= changes
     start = time.perf_counter()
-    made = build_teacher(teacher, deepspeed_json.teacher_engine("x", ds))
+    made = build_teacher(teacher, placement.teacher_engine("x", ds))
     load = time.perf_counter() - start
-    nbytes = sum(p.numel() * wan.parameter_dtype(n, torch.bfloat16).itemsize
-                 for n, p in wan.skeleton(teacher.config).named_parameters())  # fmt: skip
+    nbytes = sum(
+        p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize
+        for n, p in transformer.meta_transformer(teacher.config).named_parameters()
+    )
     rows = []
     for samples in batches:
         x_t = keyed_normal((samples, *LATENT), "x").to(device)
@@ -121,8 +124,10 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
         took = seconds(lambda batch=batch: made.velocity(batch))
         peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else float("nan")
         floors = nbytes / bandwidth, samples * operations(teacher.config, LATENT[2] * LATENT[3] // 4) / rate
-        rows.append({"batch": samples, "seconds": took, "bytes": floors[0], "operations": floors[1], "peak": peak})
-    distributed.finish()
+        rows.append(
+            {"batch": samples, "seconds": took, "bytes": floors[0], "operations": floors[1], "peak": peak}
+        )
+    collectives.destroy()
     return {"load": load, "bandwidth": bandwidth / GIB, "rate": rate / 1e12, "rows": rows}
 
 
@@ -137,21 +142,44 @@ def main() -> None:
     if args.measure:
         print("RESULT " + json.dumps(measure(args.folder, SETTINGS[args.measure], args.batches)), flush=True)
         return
-    folder = make_teacher(args.folder, args.layers)
-    print(f"| prefetch | batch | seconds | floor: bytes | floor: operations | share | peak GPU GiB |\n|{'---|' * 7}")
+    target = args.folder / f"{args.layers}_layers"
+    folder = make_large_wan(target, torch.bfloat16, "5GB", **CONFIG, num_layers=args.layers)
+    print(
+        "| prefetch | batch | seconds | floor: bytes | floor: operations | share | peak GPU GiB |\n"
+        f"|{'---|' * 7}"
+    )
     for name in args.settings:
-        words = [sys.executable, __file__, "--measure", name, "--folder", str(folder), "--batches", *map(str, args.batches)]
+        words = [
+            sys.executable,
+            __file__,
+            "--measure",
+            name,
+            "--folder",
+            str(folder),
+            "--batches",
+            *map(str, args.batches),
+        ]
         done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ))
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
             sys.exit(f"{name}:\n{done.stdout}\n{done.stderr}")
         found = json.loads(lines[0].removeprefix("RESULT "))
         for row in found["rows"]:
-            shown = row["seconds"], row["bytes"], row["operations"], max(row["bytes"], row["operations"]) / row["seconds"]
+            shown = (
+                row["seconds"],
+                row["bytes"],
+                row["operations"],
+                max(row["bytes"], row["operations"]) / row["seconds"],
+            )
             cells = " | ".join(f"{value:.2f}" for value in (*shown, row["peak"]))
             print(f"| {name} | {row['batch']} | {cells} |", flush=True)
-        print(f"{name}: loaded in {found['load']:.0f} s, {found['bandwidth']:.1f} GiB/s from page-locked memory, "
-              f"{found['rate']:.0f} TFLOP/s", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{name}: loaded in {found['load']:.0f} s, {found['bandwidth']:.1f} GiB/s from page-locked "
+            "memory, "
+            f"{found['rate']:.0f} TFLOP/s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

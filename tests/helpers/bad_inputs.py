@@ -1,0 +1,194 @@
+"""Cases of wrong input: the files of each, its command line, and what its messages must hold.
+
+A case is a sound run with one error. `{here}` is its folder, `{wan}` the teacher, `{rank}` the rank's number.
+wrong_input/*.txt are tables of cases, a row a line.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from wandistiller.cli.main import main
+
+ENGINE = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+SOUND: dict[str, Any] = {
+    "student.json": {"num_layers": 2},
+    "engine.json": ENGINE,
+    "placement.json": {"zero_optimization": {"stage": 0}},
+    "prompts.txt": "a red circle\n",
+}
+RECIPE: dict[str, Any] = {
+    "teacher_path": "{wan}",
+    "data_path": "{here}/prompts.txt",
+    "output_dir": "{here}/out",
+    "height": 64,
+    "width": 64,
+    "student_config": "{here}/student.json",
+    "deepspeed_config": "{here}/engine.json",
+    "max_steps": 2,
+    "teacher_deepspeed_config": "{here}/placement.json",
+}
+TABLES = Path(__file__).parent / "wrong_input"
+JSONS = ("recipe.json", "student.json", "engine.json", "placement.json")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One wrong input."""
+
+    name: str
+    said: tuple[str, ...]
+    """For each message, what it must hold: the place and the remedy, with `...` for what lies between."""
+    files: dict[str, Any] = field(default_factory=dict)
+    """Name -> bytes, text, JSON value, or a function that makes the file, given its path and the teacher."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    """The whole command line, where it is no `train` of the recipe."""
+
+    def write(self, here: Path, wan: Path) -> list[str]:
+        """Make the files; returns the command line, with `{rank}` still in it."""
+        here.mkdir(parents=True)
+        for name, content in (SOUND | {"recipe.json": RECIPE | self.recipe} | self.files).items():
+            file = here / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if callable(content):
+                content(file, wan)
+            elif isinstance(content, bytes):
+                file.write_bytes(content)
+            else:
+                text = content if isinstance(content, str) else json.dumps(content)
+                file.write_text(self.fill(text, here, wan), encoding="utf-8")
+        words = self.argv or ("train", "--recipe", "{here}/recipe.json", *self.flags)
+        return [self.fill(word, here, wan) for word in words]
+
+    @staticmethod
+    def fill(text: str, here: Path, wan: Path) -> str:
+        return text.replace("{here}", str(here)).replace("{wan}", str(wan))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to, on one rank."""
+
+    code: int
+    errors: list[str]
+    """The messages, one a line."""
+    printed: str
+    wrote: list[str]
+    """Files that were not there before."""
+    seconds: float
+
+
+def outcome(words: list[str], here: Path) -> Outcome:
+    """Run a command line in this process, as a shell would."""
+    before, began = set(here.rglob("*")), time.monotonic()
+    with redirect_stderr(StringIO()) as said, redirect_stdout(said):
+        try:
+            code = main(words)
+        except SystemExit as stopped:  # of argparse
+            code = int(stopped.code or 0)
+    errors = [
+        line for line in said.getvalue().splitlines() if line.startswith("error: ") or ": error: " in line
+    ]
+    wrote = sorted(str(file.relative_to(here)) for file in set(here.rglob("*")) - before)
+    return Outcome(code, errors, said.getvalue(), wrote, time.monotonic() - began)
+
+
+def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:
+    """What is not as it must be of the rank that speaks."""
+    said = [case.fill(text, here, wan) for text in case.said]
+    wrong = [
+        f"nothing says: {text}" for text in said if not any(holds(error, text) for error in found.errors)
+    ]
+    if "Traceback" in found.printed:
+        wrong.append("a traceback")
+    if len(set(found.errors)) < len(found.errors) or any(
+        not error.endswith((".", "`?", ")")) for error in found.errors
+    ):
+        wrong.append("a message twice, or none that ends")
+    return wrong + silent_faults(found)
+
+
+def silent_faults(found: Outcome) -> list[str]:
+    """What is not as it must be on every rank."""
+    wrong = [] if found.code == 2 else [f"exit code {found.code}"]
+    wrong += [f"wrote {found.wrote}"] if found.wrote else []
+    return wrong + ([f"took {found.seconds:.0f} s"] if found.seconds > 30 else [])
+
+
+def holds(message: str, said: str) -> bool:
+    """Whether the parts of `said`, between `...`, stand in `message` in their order."""
+    for part in filter(None, said.split("...")):
+        before, found, message = message.partition(part)
+        if not found:
+            return False
+    return True
+
+
+def table(name: str, read: Callable[[str], Any] = json.loads) -> Iterator[tuple[Any, str]]:
+    """Read rows of wrong_input/NAME.txt: what is given, `=>`, what the message must hold."""
+    for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        given, said = re.split(r" ?=> ", line, maxsplit=1)
+        yield read(given), said
+
+
+TEXTS: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "not valid JSON: ...The file is empty; write one JSON object"),
+    "blank": (" \n ", "not valid JSON: ...The file is empty; write one JSON object"),
+    "a list": ("[]", "holds a list. Write one JSON object"),
+    "a number": ("3", "holds a int. Write one JSON object"),
+    "null": ("null", "holds a NoneType. Write one JSON object"),
+    "a string": ('"x"', "holds a str. Write one JSON object"),
+    "a comment": ('{"a": 1 // one\n}', "not valid JSON: ...line 1 column 9...no comments"),
+    "a trailing comma": ('{"a": 1,\n}', "not valid JSON: ...no comma after the last value"),
+    "single quotes": ("{'a': 1}", "not valid JSON: ...line 1 column 2...double quotes"),
+    "cut off": ('{"a": {', "not valid JSON: ...column 8...Fix that place"),
+    "two objects": ("{} {}", "not valid JSON: Extra data...Fix that place"),
+    "a line break in a string": ('{"a": "x\ny"}', "not valid JSON: Invalid control character"),
+    "NaN": ('{"a": {"b": [1, NaN]}}', "`a.b.1` is NaN. Write a finite number."),
+    "Infinity": ('{"a": -Infinity}', "`a` is -Infinity. Write a finite number."),
+    "a number past every float": ('{"a": 1e999}', "`a` is Infinity. Write a finite number."),
+    "5000 digits": ('{"a": ' + "9" * 5000 + "}", "`a` is Infinity. Write a finite number."),
+    "a key twice": ('{"a": 1, "b": 2, "a": 1}', "`a` is given twice. Keep one."),
+    "an inner key twice": ('{"x": {"a": 1, "a": 2}}', "`a` is given twice. Keep one."),
+    "lists 100000 deep": ('{"a": ' + "[" * 100_000, "more than 32 levels...Write fewer"),
+    "objects 50 deep": ('{"a": ' * 50 + "1" + "}" * 50, "more than 32 levels...Write fewer"),
+    "half a character": (
+        '{"a": "\\ud800"}',
+        "`a` is ...It holds a character that no file name or prompt can have. Remove it.",
+    ),
+    "a NUL": (
+        '{"a": "b\\u0000c"}',
+        "`a` is ...It holds a character that no file name or prompt can have. Remove it.",
+    ),
+    "UTF-16": ("{}".encode("utf-16"), "not valid JSON: ...Save it as UTF-8."),
+    "Latin-1": ('{"a": "é"}'.encode("latin-1"), "not valid JSON: ...Save it as UTF-8."),
+    "zeros": (bytes(64), "not valid JSON: ...Fix that place"),
+}
+
+
+def of_texts() -> Iterator[Case]:
+    for name in JSONS:
+        for what, (text, said) in TEXTS.items():
+            yield Case(f"{name}: {what}", (f"{{here}}/{name}: {said}",), {name: text})
+
+
+def of_recipes() -> Iterator[Case]:
+    """Values of a recipe's keys that are of another type, or out of range."""
+    for changes, said in table("recipe_values"):
+        key = next(iter(changes))
+        place = f"{{here}}/recipe.json: `{key}` is {json.dumps(changes[key])}. "
+        yield Case(f"recipe value: {json.dumps(changes)}", (place + said,), recipe=changes)
+
+
+def of_recipe_settings() -> Iterator[Case]:
+    """Recipes whose settings contradict each other, the teacher or this machine."""
+    for recipe, said in table("recipe"):
+        yield Case(f"recipe: {json.dumps(recipe)}", tuple(said.split(" AND ")), recipe=recipe)

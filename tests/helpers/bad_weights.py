@@ -1,0 +1,179 @@
+"""Wrong inputs of `bad_inputs`: safetensors and the other files of a pipeline."""
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bad_inputs import Case, table
+from safetensors.torch import load_file, save_file
+
+Header = dict[str, Any]
+
+
+def header_of(raw: bytes) -> tuple[Header, bytes]:
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def packed(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def entry(**changes: Any) -> Callable[[bytes], bytes]:
+    """A file whose header says something else of its first tensor; None: nothing of that."""
+
+    def change(raw: bytes) -> bytes:
+        header, data = header_of(raw)
+        name = min(header.keys() - {"__metadata__"})
+        header[name] = {key: value for key, value in (header[name] | changes).items() if value is not None}
+        return packed(json.dumps(header).encode(), data)
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor], str], Any]) -> Callable[[Path], None]:
+    """A file with other tensors: what `change` makes of them, given the first one's name."""
+
+    def rewrite(file: Path) -> None:
+        state = load_file(file)
+        change(state, min(state))
+        save_file(state, file)
+
+    return rewrite
+
+
+NO_KIND = "its header lacks the type, shape or position of `...`. Fetch this file again."
+BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("empty", lambda raw: b"", "its header should end at byte 8, but the file has 0. Fetch this file again."),
+    ("header cut off", lambda raw: raw[:50], "but the file has 50. Fetch this file again."),
+    ("cut off", lambda raw: raw[:-100], "it is cut off: its tensors end at byte ...Fetch this file again."),
+    ("too long", lambda raw: raw + b"x", "it is too long: its tensors end at byte ...Fetch this file again."),
+    (
+        "absurd header length",
+        lambda raw: b"\xff" * 8 + raw[8:],
+        "its header should end at byte 18446744073709551623",
+    ),
+    (
+        "header of no bytes",
+        lambda raw: bytes(8) + raw[8:],
+        "it is not a safetensors file. Fetch this file again.",
+    ),
+    ("header a list", lambda raw: packed(b"[]"), "it is not a safetensors file. Fetch this file again."),
+    (
+        "header of brackets",
+        lambda raw: packed(b"[" * 100_000),
+        "it is not a safetensors file. Fetch this file again.",
+    ),
+    (
+        "a web page",
+        lambda raw: b"<!DOCTYPE html>" + raw,
+        "its header should end at byte ...Fetch this file again.",
+    ),
+    ("integers", entry(dtype="I64"), "it holds numbers of type I64; known are F64"),
+    ("unknown kind", entry(dtype="F7"), "it holds numbers of type F7; known are F64"),
+    ("no kind", entry(dtype=None), NO_KIND),
+    ("shape below zero", entry(shape=[-1]), NO_KIND),
+    ("shape text", entry(shape="64"), NO_KIND),
+    ("no place", entry(data_offsets=None), NO_KIND),
+    ("one offset", entry(data_offsets=[0]), NO_KIND),
+    (
+        "huge shape",
+        entry(shape=[10**18]),
+        "which do not match its shape [1000000000000000000] and type F32. Fetch this file again.",
+    ),
+    ("half precision said", entry(dtype="F16"), "and type F16. Fetch this file again."),
+    (
+        "overlapping",
+        lambda raw: overlapping(raw),
+        "its tensors overlap or leave a gap at byte ...Fetch this file again.",
+    ),
+]
+TENSORS: list[tuple[str, Callable[[Path], None], str]] = [
+    (
+        "a tensor missing",
+        tensors(lambda state, first: state.pop(first)),
+        "1 tensor(s) missing: `...`...Fetch the folder again.",
+    ),
+    (
+        "a tensor more",
+        tensors(lambda state, first: state.update(more=torch.zeros(2))),
+        "not known to this model: `more`...Fetch the",
+    ),
+    (
+        "another shape",
+        tensors(lambda state, first: state.update({first: torch.zeros(3)})),
+        "has the shape [3]; config.json asks for",
+    ),
+]
+
+
+def overlapping(raw: bytes) -> bytes:
+    """Two tensors of one size at one place."""
+    header, data = header_of(raw)
+    named = sorted((t["data_offsets"], name) for name, t in header.items() if name != "__metadata__")
+    sizes = {(end - begin): name for (begin, end), name in named}
+    (begin, end), name = next(n for n in named if sizes[n[0][1] - n[0][0]] != n[1])
+    header[sizes[end - begin]]["data_offsets"] = [begin, end]
+    return packed(json.dumps(header).encode(), data)
+
+
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+WEIGHTS = {
+    "transformer": TRANSFORMER,
+    "vae": "vae/diffusion_pytorch_model.safetensors",
+    "text encoder": "text_encoder/model.safetensors",
+}
+
+
+def linked(wan: Path, target: Path, *, without: str) -> Path:
+    """Link the pipeline to `target`, with one file as a copy that may be changed; return that file."""
+    for source in wan.rglob("*"):
+        if source.is_file():
+            file = target / source.relative_to(wan)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.symlink_to(source)
+    copy = target / without
+    raw = copy.read_bytes()
+    copy.unlink()
+    copy.write_bytes(raw)
+    return copy
+
+
+def of_weights() -> Iterator[Case]:
+    """Spoilt files of the teacher, and of a student that starts from a folder."""
+    changes = {
+        name: (lambda file, change=change: file.write_bytes(change(file.read_bytes())) and None, said)
+        for name, change, said in BYTES
+    } | {name: (change, said) for name, change, said in TENSORS}
+
+    def spoilt(where: str, change: Callable[[Path], None]) -> Callable[[Path, Path], None]:
+        return lambda folder, wan: change(linked(wan, folder, without=where))
+
+    for part, where in WEIGHTS.items():
+        for what, (change, said) in changes.items():
+            if part == "transformer" or what in ("cut off", "a tensor missing", "another shape", "integers"):
+                yield Case(
+                    f"{part}: {what}",
+                    (f"{{here}}/t/{where.partition('/')[0]}...{said}",),
+                    {"t": spoilt(where, change)},
+                    {"teacher_path": "{here}/t"},
+                )
+    for what in ("cut off", "integers", "overlapping", "a tensor missing", "a tensor more", "another shape"):
+        change, said = changes[what]
+        files = {"t": spoilt(TRANSFORMER, change), "student.json": {"init": "{here}/t"}}
+        yield Case(f"student's folder: {what}", (f"{{here}}/t/transformer...{said}",), files)
+    for changes, said in table("pipeline"):
+        ((where, altered),) = changes.items()
+        files = {"t": spoilt(where, lambda file, altered=altered: alter(file, altered))}
+        yield Case(
+            f"{where}: {altered}", (f"{{here}}/t/{where}: {said}",), files, {"teacher_path": "{here}/t"}
+        )
+
+
+def alter(file: Path, changes: dict[str, Any]) -> None:
+    """Change keys of a JSON file; None takes one away."""
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if not (k in changes and v is None)}))

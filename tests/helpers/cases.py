@@ -1,0 +1,16 @@
+"""Of many cases of one claim, those that run by default."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(usual: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Mark all `cases` as slow but for the `usual` ones; for `pytest.mark.parametrize`."""
+    return [
+        case
+        if case in usual
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]

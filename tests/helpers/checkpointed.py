@@ -1,0 +1,42 @@
+"""A run of six steps with three checkpoints, to be damaged, and what it learned."""
+
+from pathlib import Path
+
+import torch
+from recipes import recipe
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import loading
+
+STEPS = 6
+SETTINGS = {
+    "max_steps": STEPS,
+    "save_every": 2,
+    "keep_checkpoints": 3,
+    "sample_prompts": ["a red circle"],
+    "rollout_steps": 2,
+}
+
+
+def settings(folder: Path, wan: Path, name: str, **more: object) -> dict:
+    """A recipe whose output, with its cache, is `folder`/`name`."""
+    own = {"output_dir": str(folder / name), "cache_dir": str(folder / name / "cache")}
+    return recipe(folder, wan, **SETTINGS | own | more)
+
+
+def saved(output: Path, step: int) -> Path:
+    return output / "checkpoints" / f"step_{step:08d}"
+
+
+def trained(output: Path) -> dict[str, torch.Tensor]:
+    return dict(loading.read_weights(saved(output, STEPS), Expert.HIGH_NOISE))
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

@@ -1,0 +1,20 @@
+"""A teacher that says one number, and a batch to ask it."""
+
+import torch
+
+from wandistiller.batch import Batch, Expert, Prediction
+from wandistiller.teacher.base import Teacher
+
+X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
+BATCH = Batch(X0, NOISE, X0, torch.tensor([0.5, 0.5]), torch.zeros(2, 1, 1), Expert.HIGH_NOISE)
+
+
+class Constant(Teacher):
+    """A teacher whose velocity is one number everywhere, and whose hidden states are the blocks' numbers."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+        features = {k: torch.full((len(batch.sigma_B), 3, 2), float(k)) for k in blocks}
+        return Prediction(torch.full_like(batch.x_t_BCFHW, self.value), features)

@@ -1,0 +1,44 @@
+"""Run on ranks by test_cached_dataset.py: the samples of each rank by step, in the order of the trainer."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.distributed import collectives
+from wandistiller.training.prepare import prepare
+
+
+def digest_of(x0_BCFHW: Tensor, text_BLD: Tensor) -> str:
+    return hashlib.sha256(x0_BCFHW.numpy().tobytes() + text_BLD.numpy().tobytes()).hexdigest()
+
+
+def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
+    """Return by step (number, shape, digest of x0 and text) of each sample, in the global batch's order."""
+    job = read_job(RunConfig(**recipe), collectives.world_size())
+    data, _, _ = prepare(job)
+    rank, b, steps = collectives.rank(), job.batch, []
+    for step in range(job.run.max_steps):
+        firsts = [step * b.total + (micro * b.ranks + rank) * b.micro for micro in range(b.accumulation)]
+        found = []
+        for index in (first + i for first in firsts for i in range(b.micro)):
+            x0_BCFHW, text_BLD = data.batch([index])
+            found.append(
+                (index, (data.sample_at(index), list(x0_BCFHW.shape[1:]), digest_of(x0_BCFHW, text_BLD)))
+            )
+        everyone = sorted(pair for theirs in collectives.gather_objects(found) for pair in theirs)
+        steps.append([sample for _, sample in everyone])
+    return steps
+
+
+if __name__ == "__main__":
+    collectives.init("warning")
+    result = given(json.loads(Path(sys.argv[1]).read_text()))
+    if collectives.rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result))
+    collectives.destroy()

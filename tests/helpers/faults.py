@@ -1,0 +1,298 @@
+"""Runs killed at drawn moments and restarted until they end; for test_faults.py and bench/faults.py."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from live import Live, live
+from ranks import launcher, write_json
+from recipes import ADAM, recipe
+from same_output import differences
+from small_wan import make_wan
+
+STEPS, SAVE_EVERY = 6, 2
+WITHOUT_KILL = 240.0
+"""Seconds after which an undisturbed launch is given up."""
+ORPHANS = 90.0
+"""Seconds that ranks may take to end after their launcher."""
+
+
+class Phase(NamedTuple):
+    """A part of a run, between two patterns of its debug log; an empty first one is the process's start."""
+
+    begin: str
+    end: str = "doing: "
+
+
+PHASES = {
+    "start-up": Phase("", "doing: checking the checkpoint"),
+    "encoding the prompts": Phase("doing: (encoding|text)", "text: 1/1"),
+    "loading the teacher": Phase("doing: (loading the teacher|tensors of)"),
+    "rollouts": Phase("doing: latents from the teacher", r"latents from the teacher: (\d+)/\1,"),
+    "building the student": Phase("doing: (building the student|measuring the student)"),
+    "forward": Phase(r"doing: step \d+, the (teacher|student)'s forward pass"),
+    "backward": Phase(r"doing: step \d+, the student's backward pass"),
+    "optimizer's step": Phase(r"doing: (step \d+, the optimizer's step|finishing step \d+)"),
+    "checkpoint write": Phase(r"doing: saving the checkpoint of step \d+"),
+    "checkpoint publication": Phase(r"doing: saving the checkpoint of step \d+", r"saved \S*/step_\d+"),
+    "drawing": Phase(r"doing: drawing pictures after step \d+", r"drew \S+"),
+    "export": Phase("doing: exporting the student", r"metrics +\S+"),
+}
+RESUMING, LOADING = "loading the checkpoint", "doing: loading .*/checkpoints/"
+"""A phase that only a resumed run has, and its pattern."""
+
+
+class Kill(NamedTuple):
+    """SIGKILL, `delay` seconds after the `count`-th line that matches `words`, or after the start."""
+
+    words: str
+    count: int
+    delay: float
+    victim: str
+    """Among: rank (a random one), all, launcher."""
+
+
+class Line(NamedTuple):
+    at: float
+    """Seconds from the start."""
+    text: str
+
+
+@dataclass
+class Launch:
+    """One process, or one launcher and its ranks, from start to end."""
+
+    code: int
+    lines: list[Line]
+    seen: int | None
+    """Number of lines before the kill; None if it ended by itself."""
+    orphans: int
+    """Processes that had to be killed after their launcher had ended."""
+    seconds: float
+
+    def resumed_from(self) -> int | None:
+        """Return the finished steps at the start; None if it was killed before it logged them."""
+        if self.said("all .* steps are done"):
+            return STEPS
+        found = (re.search(rf"resumed .*: (\d+) of {STEPS} steps", line.text) for line in self.lines)
+        return next((int(m[1]) for m in found if m), 0 if self.said(f"^step 1/{STEPS} ") else None)
+
+    def reached(self) -> int:
+        """Return the last finished step."""
+        steps = (re.match(rf"step (\d+)/{STEPS} ", line.text) for line in self.lines)
+        return max((int(m[1]) for m in steps if m), default=0)
+
+    def until_first_step(self) -> float | None:
+        return next((line.at for line in self.lines if re.match(rf"step \d+/{STEPS} ", line.text)), None)
+
+    def said(self, pattern: str) -> bool:
+        return any(re.search(pattern, line.text) for line in self.lines)
+
+    @property
+    def hit(self) -> bool:
+        """True if the kill came before the end."""
+        return self.seen is not None
+
+    def ended_in(self) -> str:
+        """Return the phase in which it was killed, by its last lines."""
+        lines = [line.text for line in self.lines[: self.seen]]
+        last = next((text for text in reversed(lines) if "doing: " in text), "")
+        begins = ((name, phase.begin) for name, phase in PHASES.items() if phase.begin)
+        phase = next((name for name, begin in begins if re.search(begin, last)), "start-up")
+        saving = [
+            m[1] for text in lines if (m := re.search(r"doing: saving the checkpoint of step (\d+)", text))
+        ]
+        saved = {int(m[1]) for text in lines if (m := re.search(r"^saved .*/step_(\d+)$", text))}
+        if phase not in ("checkpoint write", "export") and saving and int(saving[-1]) not in saved:
+            return "checkpoint publication"  # by another thread
+        return RESUMING if re.search(LOADING, last) else phase
+
+
+@dataclass
+class Outcome:
+    """A run that was killed and started again until it ended by itself."""
+
+    launches: list[Launch] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """Differences from the undisturbed run, and other failures."""
+
+    def kills(self) -> list[tuple[str, int, float | None]]:
+        """Return of each kill: its phase, finished steps that were repeated, seconds to the next new step."""
+        found = []
+        for killed, *later in (self.launches[i:] for i in range(len(self.launches) - 1)):
+            again = next((start for launch in later if (start := launch.resumed_from()) is not None), 0)
+            found.append((killed.ended_in(), max(0, killed.reached() - again), later[0].until_first_step()))
+        return found
+
+
+class Campaign:
+    """Small runs of one recipe in `folder`, on one number of ranks, in one precision."""
+
+    def __init__(self, folder: Path, ranks: int, precision: str):
+        self.folder, self.ranks, self.precision = folder, ranks, precision
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.timeline: list[Line] = []
+        if not (folder / "wan").exists():
+            make_wan(folder / ".wan", layers=3, heads=8)
+            (folder / ".wan").rename(folder / "wan")
+
+    @property
+    def reference(self) -> Path:
+        """The output of the undisturbed run."""
+        return self.folder / "whole"
+
+    def command(self, name: str) -> list[str]:
+        """Return the command of the run whose output, with a cache of its own, is the folder `name`."""
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        engine = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
+        engine |= {
+            "optimizer": ADAM,
+            "bf16": {"enabled": self.precision == "bf16"},
+            "zero_optimization": zero,
+        }
+        settings = {
+            "output_dir": str(self.folder / name),
+            "cache_dir": str(self.folder / name / "cache"),
+            "max_steps": STEPS,
+            "save_every": SAVE_EVERY,
+            "sample_every": 3,
+            "keep_checkpoints": 2,
+            "ema": 0.9,
+            "deepspeed_config": engine,
+            "sample_prompts": ["a red circle", "a blue square"],
+            "log_level": "debug",
+        }
+        file = write_json(self.folder / f"{name}.json", recipe(self.folder, self.folder / "wan", **settings))
+        words = launcher(self.ranks) if self.ranks > 1 else [sys.executable]
+        return [*words, "-m", "wandistiller", "train", "--recipe", str(file)]
+
+    def measure(self) -> None:
+        """Make the reference, and read the times of its phases."""
+        done = self.folder / "timeline.json"
+        if not done.exists():
+            shutil.rmtree(self.reference, ignore_errors=True)
+            whole = launch(self.command("whole"), self.folder / "whole.log")
+            if whole.code:
+                raise RuntimeError("\n".join(line.text for line in whole.lines))
+            write_json(done, whole.lines)
+        self.timeline = [Line(*line) for line in json.loads(done.read_text())]
+
+    def kill_in(self, phase: str, draw: random.Random) -> Kill:
+        """Return a random moment within one of the reference's passages through a phase."""
+        victim = draw.choice(["all"] if self.ranks == 1 else ["rank", "rank", "all", "launcher"])
+        if phase == RESUMING:
+            return Kill(LOADING, 1, draw.uniform(0, 0.3), victim)
+        begin, end = PHASES[phase]
+        places = [i for i, line in enumerate(self.timeline) if re.search(begin, line.text)] if begin else [0]
+        place = draw.choice(places)
+        began = self.timeline[place].at if begin else 0.0
+        later = (line.at for line in self.timeline[place + 1 :] if re.search(end, line.text))
+        words = re.escape(self.timeline[place].text) if begin else ""
+        count = draw.randint(1, 2) if phase in ("forward", "backward") else 1
+        return Kill(words, count, draw.uniform(0, next(later, began) - began), victim)
+
+    def kill_anywhere(self, draw: random.Random) -> Kill:
+        """Return a random moment of the whole run."""
+        return Kill("", 1, draw.uniform(0, self.timeline[-1].at), draw.choice(["all", "rank"]))
+
+    def run(
+        self, name: str, kills: list[Kill], draw: random.Random, say: Callable[[str], None] = print
+    ) -> Outcome:
+        """Start, kill and restart a run, and compare its output with the reference."""
+        outcome, kills = Outcome(), list(kills)
+        while not (ended := outcome.launches and not outcome.launches[-1].hit):
+            kill = kills.pop(0) if kills else None
+            done = launch(self.command(name), self.folder / f"{name}.log", kill, draw)
+            outcome.launches.append(done)
+            end = f"killed in {done.ended_in()}" if done.hit else "ended"
+            say(
+                f"    {self.ranks} rank(s), {self.precision}: {end} after {done.seconds:.1f} s; "
+                f"resumed from {done.resumed_from() or 0}, reached {done.reached()}"
+            )
+            if done.orphans:
+                outcome.wrong.append(f"{done.orphans} orphans")
+            if not done.hit and done.code:
+                last = "\n".join(line.text for line in done.lines[-30:])
+                outcome.wrong.append(f"exit code {done.code}: {last}")
+        if ended and not outcome.wrong:
+            outcome.wrong += differences(self.reference, self.folder / name)
+        return outcome
+
+
+def launch(
+    words: list[str], log: Path, kill: Kill | None = None, draw: random.Random | None = None
+) -> Launch:
+    """Run a command until it ends or `kill` ends it; no process is left."""
+    with live(words, log) as run:
+        began, lines, due, matched = time.monotonic(), [], math.inf, 0
+        seen, victims = None, []
+        if kill and not kill.words:
+            due = began + kill.delay
+        follow = _new_lines(log)
+        while (running := run.process.poll() is None) or (text := next(follow)):
+            while text := next(follow):
+                lines.append(Line(time.monotonic() - began, text))
+                if kill and kill.words and due == math.inf and re.search(kill.words, text):
+                    matched += 1
+                    if matched == kill.count:
+                        victims, due = _victims(run, kill.victim, draw), time.monotonic() + kill.delay
+            if time.monotonic() >= due and seen is None and running:
+                alive = [pid for pid in victims if pid in run.processes()]
+                if _end(alive or _victims(run, kill.victim, draw)):
+                    seen = len(lines)
+            if seen is None and time.monotonic() - began > WITHOUT_KILL:
+                raise TimeoutError(f"{words} did not end:\n{log.read_text()}")
+            time.sleep(0.001)
+        until = time.monotonic() + ORPHANS
+        while (orphans := run.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        lines += [Line(time.monotonic() - began, text) for text in iter(lambda: next(follow), "")]
+        code = run.process.returncode
+        return Launch(code, lines, seen if code else None, len(orphans), time.monotonic() - began)
+
+
+def _victims(run: Live, victim: str, draw: random.Random) -> list[int]:
+    """Return the processes to kill; all of them if the intended one has not started."""
+    there = run.processes()
+    own, starter = "-m wandistiller", "torch.distributed.run"
+    ranks = [pid for pid, words in there.items() if own in words and starter not in words]
+    if victim == "rank" and ranks:
+        return [draw.choice(sorted(ranks))]
+    if victim == "launcher" and run.process.pid in there:
+        return [run.process.pid]
+    return list(there)
+
+
+def _end(pids: list[int]) -> bool:
+    """Kill the processes; return whether any existed."""
+    killed = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    return bool(killed)
+
+
+def _new_lines(log: Path) -> Iterator[str]:
+    """Yield whole lines as they come; an empty one while there is none."""
+    with log.open(errors="replace") as file:
+        text = ""
+        while True:
+            text += file.readline()
+            if text.endswith("\n"):
+                if text.strip():
+                    yield text.rstrip("\n")
+                text = ""
+            else:
+                yield ""

@@ -1,0 +1,93 @@
+"""A run that goes on while the test looks on, sends signals, and reads what it says."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ranks import ROOT, environment
+
+PATIENCE = 240.0
+"""Seconds that a loaded machine may take for anything."""
+
+
+class Live:
+    """A launcher and its ranks, or one plain process; an environment variable marks all of them."""
+
+    def __init__(self, words: list[str], log: Path, **env: str):
+        self.log, self._mark = log, f"TEST_RUN={log}".encode()
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                words,
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env=environment(TEST_RUN=str(log), **env),
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Until it has said something that matches."""
+        until = time.monotonic() + PATIENCE
+        while not (found := re.search(pattern, self.said())):
+            assert time.monotonic() < until and self.process.poll() is None, (
+                f"never said {pattern!r}:\n{self.said()}"
+            )
+            time.sleep(0.05)
+        return found
+
+    def processes(self) -> dict[int, str]:
+        """Those that live, launcher and all, whatever became of their parents, with their command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = self._mark in (folder / "environ").read_bytes().split(b"\0")
+                if marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue  # it has just ended
+        return found
+
+    def pid_of_rank(self, rank: int) -> int:
+        """The process whose environment says so."""
+        for pid in self.processes():
+            with suppress(OSError):  # it has just ended
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in variables:
+                    return pid
+        raise AssertionError(f"no rank {rank} among {self.processes()}")
+
+    def still_runs_after(self, seconds: float) -> bool:
+        try:
+            self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def end(self) -> int:
+        """Wait for the launcher, and for every process of it; its exit code."""
+        code = self.process.wait(timeout=PATIENCE)
+        until = time.monotonic() + 60
+        while orphans := self.processes():
+            assert time.monotonic() < until, f"still there: {orphans}\n{self.said()}"
+            time.sleep(0.1)
+        return code
+
+
+@contextmanager
+def live(words: list[str], log: Path, **env: str) -> Iterator[Live]:
+    """Start it, and leave nothing of it behind."""
+    running = Live([str(w) for w in words], log, **env)
+    try:
+        yield running
+    finally:
+        for pid in running.processes():
+            os.kill(pid, signal.SIGKILL)
+        running.process.wait()

@@ -1,0 +1,48 @@
+"""Run on two ranks by test_loading.py: what each rank reads and keeps while a teacher is loaded."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from wandistiller.distributed import collectives
+from wandistiller.engine import ds_config
+from wandistiller.teacher import placement
+from wandistiller.teacher.build import build_teacher
+from wandistiller.utils.files import read_json
+from wandistiller.wan import pipeline
+
+
+def bytes_read() -> int:
+    """By this process so far, from files of any kind, whether cached or not."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def shared_blocks() -> list[str]:
+    """Inode numbers of the anonymous memory files that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[4] for line in lines if "memfd:wandistiller" in line})
+
+
+def main(folder: Path, results: Path, names: list[str]) -> None:
+    collectives.init("warning")
+    teacher, found = pipeline.open_wan(str(folder)), {}
+    for name in names:
+        ds = ds_config.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), "float32")
+        if ds_config.offload_device(ds) == "nvme":
+            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(results.parent / "swap")
+        before = bytes_read()
+        made: Any = build_teacher(teacher, placement.teacher_engine(name, ds, collectives.world_size()))
+        found[name] = {
+            "read": collectives.gather_objects(bytes_read() - before),
+            "shared": collectives.gather_objects(shared_blocks()),
+        }
+        del made
+    if collectives.rank() == 0:
+        results.write_text(json.dumps(found))
+    collectives.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,101 @@
+"""Run on ranks by test_placements.py: every teacher JSON next to diffusers' own modules in one process."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.distributed import collectives
+from wandistiller.flow import keyed_normal
+from wandistiller.teacher import placement
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
+from wandistiller.teacher.build import build_teacher
+from wandistiller.utils.files import read_json
+from wandistiller.wan import pipeline
+
+NULL_LD = keyed_normal((512, 32), "null")
+SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
+
+
+def uneven_batch(expert: Expert, call: int) -> Batch:
+    """Two samples on rank 0, one on the others: a last batch."""
+    n = 2 if collectives.rank() == 0 else 1
+    x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call)
+    return Batch(
+        x_t,
+        x_t,
+        x_t,
+        torch.tensor([0.95, 0.2])[:n],
+        keyed_normal((n, 512, 32), "text", collectives.rank()),
+        expert,
+    )
+
+
+def answers(teacher: Any, layers: int) -> list[torch.Tensor]:
+    """Return velocities of five batches, and the first and last hidden states of every other batch."""
+    found = []
+    for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
+        answer = teacher.predict(uneven_batch(expert, call), () if call % 2 else tuple({0, layers - 1}))
+        found += [answer.v_BCFHW, *answer.features.values()]
+    return found
+
+
+def by_diffusers(folder: Path, dtype: torch.dtype) -> LocalTeacher:
+    models = {e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in Expert}
+    for p in (p for m in models.values() for p in m.parameters()):
+        p.data = p.data.clone()
+    return LocalTeacher(models)
+
+
+def expected(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    plain, guidance = by_diffusers(folder, dtype), Guidance(NULL_LD, SCALES)
+    layers = len(plain.experts[Expert.HIGH_NOISE].blocks)
+    return {str(passes): answers(GuidedTeacher(plain, guidance, passes), layers) for passes in (1, 2)}
+
+
+def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The greatest over all ranks."""
+    mine = max((f - w).abs().max().item() for f, w in zip(found, wanted, strict=True))
+    return max(collectives.gather_objects(mine))
+
+
+def parts(teacher: Any) -> int:
+    """Among how many ranks the weights are cut; 0 where another rank has them."""
+    local = without_guidance(teacher)
+    local = local.inner if isinstance(local, OwnerTeacher) else local
+    if local is None:
+        return 0
+    weight = local.experts[Expert.HIGH_NOISE].blocks[0].ffn.net[2].weight
+    return dist.get_world_size(weight.ds_process_group) if hasattr(weight, "ds_process_group") else 1
+
+
+def main(folder: Path, work: Path, tasks: list[str]) -> None:
+    """Each task is `NAME PRECISION PASSES`: a teacher JSON, float32 or bfloat16, 1 or 2 guidance passes."""
+    collectives.init("warning")
+    results: dict[str, Any] = {}
+    layers = pipeline.open_wan(str(folder)).config["num_layers"]
+    wanted = cache(lambda precision: expected(folder, getattr(torch, precision)))
+    for task in sorted(tasks, key=lambda task: task.split()[1]):
+        name, precision, passes = task.split()
+        ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": precision == "bfloat16"}}
+        ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": int(passes)}
+        if "offload_param" in ds.get("zero_optimization", {}):
+            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
+        ds = placement.teacher_engine(name, ds, collectives.world_size())
+        teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
+        results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
+        results[f"parts of {name}"] = collectives.gather_objects(parts(teacher))
+        results[task] = difference(answers(teacher, layers), wanted(precision)[passes])
+    if collectives.rank() == 0:
+        (work / "results.json").write_text(json.dumps(results))
+    collectives.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,141 @@
+"""Start real processes on this machine; a failure shows what every rank printed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zygote import Rank, fork
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each."""
+    rendezvous = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )  # of the test process itself
+    kept = {k: v for k, v in os.environ.items() if k not in rendezvous}
+    hidden = {} if more.get("DS_ACCELERATOR") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **kept,
+        **hidden,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        **more,
+    }
+
+
+def wandistiller(
+    *arguments: str | Path, ranks: int = 1, code: int = 0, cwd: Path = ROOT, accelerator: str = "cpu"
+) -> subprocess.CompletedProcess:
+    """Run our command on `ranks` processes; each must exit with `code` (1 on several ranks: by torchrun)."""
+    words = [str(a) for a in arguments]
+    if accelerator == "cpu" and (ranks == 1 or code != 1) and _hub() == HUB:
+        return _forked(["wandistiller", *words], ranks, code, cwd)
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += [*launcher(ranks)[2:], "-m"]
+    return run([*start, "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
+
+
+def _hub() -> dict[str, str]:
+    """What libraries read of the environment when they are imported."""
+    return {k: v for k, v in os.environ.items() if k.startswith("HF_")}
+
+
+HUB = _hub()
+
+
+def program(file: Path, *arguments: str | Path, ranks: int) -> None:
+    """Run a Python file on `ranks` processes."""
+    _forked([str(file), *map(str, arguments)], ranks, 0, ROOT)
+
+
+def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.CompletedProcess:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            own = where | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            started.append(Rank(environment(**own), f"{folder}/{rank}.out", f"{folder}/{rank}.err"))
+        codes = fork(words, cwd, started)
+        out, err = (
+            "".join(Path(file).read_text(errors="replace") for file in files)
+            for files in zip(*((r.out, r.err) for r in started), strict=True)
+        )
+    assert set(codes) == {code}, f"exit codes {codes}\n{' '.join(words)}\n{out}\n{err}"
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def free_port() -> int:
+    """A port that no other test uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def launcher(ranks: int) -> list[str]:
+    """The words before a program that start it on `ranks` processes."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={ranks}",
+        f"--master_port={free_port()}",
+    ]
+
+
+def run(
+    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float = 600, **env: str
+) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout
+    )
+    assert done.returncode == code, (
+        f"exit code {done.returncode}\n{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    )
+    return done
+
+
+@cache
+def has_async_io() -> bool:
+    """Whether a teacher can live on NVMe here: DeepSpeed's async_io needs libaio and a compiler."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+
+STUDENTS = sorted(p.stem for p in (ROOT / "ds_configs" / "student").glob("zero*.json"))
+"""The shipped student JSONs, one for each ZeRO layout."""
+
+
+def runs_here(student: str) -> bool:
+    """Return whether this machine has all that a shipped student JSON needs."""
+    return student != "zero3_nvme" or has_async_io()
+
+
+def losses(output: Path) -> list[float]:
+    """The loss of each step in a run's metrics.jsonl."""
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_json(file: Path, value: Any) -> Path:
+    file.write_text(json.dumps(value))
+    return file
+
+
+def edit_json(file: Path, **changes: Any) -> Path:
+    """Change keys of a JSON file."""
+    return write_json(file, json.loads(file.read_text()) | changes)

@@ -1,0 +1,73 @@
+"""The small run that the multi-rank tests share: 8 prompts, two experts, a student of two layers."""
+
+from pathlib import Path
+from typing import Any
+
+from ranks import wandistiller, write_json
+
+from wandistiller.utils.files import atomic
+
+PROMPTS = """a red circle on a blue background, left
+a green square on a red background, top
+a blue circle on a green background, right
+a blue square on a red background, center
+a green circle on a red background, bottom
+a red square on a green background, top
+a green square on a blue background, left
+a red circle on a green background, right
+"""
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01}}
+TEACHER_FP32 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+    }
+}
+
+
+def student_engine(stage: int, *, offload: bool = True, **more: Any) -> dict[str, Any]:
+    """A float32 engine: 8 samples a step, 2 a rank and micro-step."""
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": ADAM,
+        "zero_optimization": zero,
+        "activation_checkpointing": {"partition_activations": False},
+        **more,
+    }
+
+
+def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
+    """A recipe that runs in seconds; the cache is shared by all runs in `folder`."""
+    prompts = folder / "prompts.txt"
+    if not prompts.is_file():  # written whole: ranks may come here together
+        with atomic(prompts) as temporary:
+            temporary.write_text(PROMPTS)
+    return {
+        "teacher_path": str(wan),
+        "data_path": str(prompts),
+        "cache_dir": str(folder / "cache"),
+        "student_config": {"num_layers": 2},
+        "deepspeed_config": student_engine(2),
+        "teacher_deepspeed_config": TEACHER_FP32,
+        "height": 32,
+        "width": 32,
+        "max_steps": 20,
+        "rollout_steps": 4,
+        "sample_steps": 2,
+        "sample_prompts": ["a red circle", "a blue square", "a green circle"],
+        "negative_prompt": "",
+        **more,
+    }
+
+
+def train(folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, **more: Any) -> Path:
+    """Train by this recipe, kept as `folder`/`name`.json; return the output folder, `folder`/`name`."""
+    given = recipe(folder, wan, **{"output_dir": str(folder / name)} | more)
+    wandistiller("train", "--recipe", write_json(folder / f"{name}.json", given), ranks=ranks)
+    return folder / name

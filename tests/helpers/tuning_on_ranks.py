@@ -1,0 +1,135 @@
+"""Run on ranks by test_trainable.py: a few steps of a student that is partly trained, then its checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from recipes import ADAM
+from small_wan import small_transformer
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.checkpoint.safetensors_stream import ShardedTensors
+from wandistiller.config.run_config import RunConfig
+from wandistiller.distributed import collectives
+from wandistiller.engine import ds_config
+from wandistiller.engine.optimizer_state import WEIGHTS
+from wandistiller.flow import keyed_normal
+from wandistiller.student.student import Student
+from wandistiller.student.trainable import set_trainable
+
+DECAY, START, STEPS = 0.8, 1, 4
+CASES = [(0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16")]
+PARTLY = RunConfig(
+    frozen=["patch_embedding", "blocks.0", "bias"], learning_rates={"blocks.2-": 0.1, "proj_out": 4.0}
+)
+
+
+def engine(stage: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
+    """An engine JSON, checked; two samples a rank, weights of every size sharded."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if stage > 0:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    ds = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": ADAM,
+        "activation_checkpointing": {},
+        "zero_optimization": zero,
+        **more,
+    }
+    return ds_config.student_engine("here", ds_config.with_dtype(ds, dtype), collectives.world_size())[0]
+
+
+def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Student:
+    model = small_transformer(seed, layers=3)
+    set_trainable(model, run.frozen, run.lora, run.seed)
+    return Student({Expert.HIGH_NOISE: model}, ds, learning_rates=run.learning_rates, **more)
+
+
+def batch(step: int) -> Batch:
+    x_BCFHW = keyed_normal((2, 16, 1, 4, 4), "x", step, collectives.rank())
+    text_BLD = keyed_normal((2, 512, 32), "text", step, collectives.rank())
+    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.tensor([0.9, 0.3]), text_BLD, Expert.HIGH_NOISE)
+
+
+def learn(student: Student, step: int) -> float:
+    """One optimizer step, towards answering nothing."""
+    engine = student.engine(Expert.HIGH_NOISE)
+    loss = student.velocity(batch(step)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    student.update_ema(Expert.HIGH_NOISE, step + 1)
+    return loss.item()
+
+
+def masters(student: Student) -> dict[str, Tensor]:
+    """The float32 weights that are trained, whole."""
+    module, trained = student.engine(Expert.HIGH_NOISE).module, student.trained[Expert.HIGH_NOISE]
+    if trained.stage == 0:
+        return {
+            p.name: trained.tensors(flat)[WEIGHTS]
+            .narrow(0, p.offset, p.numel)
+            .view(trained.shapes[p.name])
+            .float()
+            .clone()
+            for flat in trained.flats
+            for p in flat.parts
+        }
+    return {
+        n: safe_get_full_fp32_param(p).cpu().clone() for n, p in module.named_parameters() if p.requires_grad
+    }
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The greatest, relative to the greatest value."""
+    return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
+
+
+def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]:
+    """How far the checkpoint's weights are from what plain PyTorch says of the same weights."""
+    at_start = dict(small_transformer(1, layers=3).named_parameters())
+    models = {Expert.HIGH_NOISE: small_transformer(1, layers=3)}
+    set_trainable(models[Expert.HIGH_NOISE], PARTLY.frozen, PARTLY.lora, PARTLY.seed)
+    frozen = [n for n, p in models[Expert.HIGH_NOISE].named_parameters() if not p.requires_grad]
+    checkpointer.keep_frozen(models, work, None)
+    student = Student(
+        models, engine(stage, dtype), learning_rates=PARTLY.learning_rates, ema=DECAY, ema_start=START
+    )
+    averages: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        learn(student, step)
+        weights = masters(student)
+        averages = {
+            n: w if step < START else DECAY * averages[n] + (1 - DECAY) * w for n, w in weights.items()
+        }
+    folder = checkpointer.save(student, work, STEPS, {}, keep=1)
+    last, averaged = (dict(loading.read_weights(folder, Expert.HIGH_NOISE, which)) for which in (False, True))
+    return {
+        "last": difference(last, weights),
+        "averaged": difference(averaged, averages),
+        "moved": difference(weights, averages),
+        "frozen": max((last[n] - at_start[n]).abs().max().item() for n in frozen),
+        "frozen, averaged": max((averaged[n] - at_start[n]).abs().max().item() for n in frozen),
+        "missing": len(at_start.keys() ^ last.keys()) + len(at_start.keys() ^ averaged.keys()),
+        "in the checkpoint": sum(
+            "blocks.0" in n for n in ShardedTensors(folder.rglob("rank_*.safetensors")).names(WEIGHTS)
+        ),
+    }
+
+
+def main(work: Path) -> None:
+    collectives.init("warning")
+    found = {
+        f"{stage} {dtype}": steps_and_checkpoint(stage, dtype, work / str(stage)) for stage, dtype in CASES
+    }
+    if collectives.rank() == 0:
+        (work / "results.json").write_text(json.dumps(found))
+    collectives.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Runs our commands and programs on real processes without six seconds of imports: by fork.
+
+Launchers have tests of their own; here a process gets its rank from the environment alone.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Rank(NamedTuple):
+    """One process to start."""
+
+    env: dict[str, str]
+    out: str
+    """File for what it says on stdout, and on stderr."""
+    err: str
+
+
+@cache
+def _started() -> subprocess.Popen:
+    """The process that forks, one for each that runs tests; it ends with it, when its stdin does."""
+    from ranks import environment
+
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment(TQDM_DISABLE="1")
+    )
+
+
+def fork(words: list[str], cwd: Path, ranks: list[Rank]) -> list[int]:
+    """Run these words, `wandistiller` or a file first, on each of `ranks`; their exit codes."""
+    zygote = _started()
+    print(json.dumps([words, str(cwd), ranks]), file=zygote.stdin, flush=True)
+    answer = zygote.stdout.readline()
+    assert answer, "the process that forks has died"
+    return json.loads(answer)
+
+
+def _become(words: list[str], cwd: str, rank: Rank) -> None:
+    """Be that rank to the end."""
+    code = 1
+    try:
+        for file, stream in ((rank.out, 1), (rank.err, 2)):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ.update(rank.env)
+        os.chdir(cwd)
+        sys.argv = list(words)
+        if words[0] == "wandistiller":
+            runpy.run_module("wandistiller", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve() -> None:
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    import wandistiller.cli.evaluate
+    import wandistiller.training.distil  # noqa: F401  brings prepare and export
+
+    CPUAdamBuilder().load()
+
+    gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("a library has started a thread, which a fork would lose")
+    for line in sys.stdin:
+        words, cwd, ranks = json.loads(line)
+        children = []
+        for rank in ranks:
+            if not (pid := os.fork()):
+                _become(words, cwd, Rank(*rank))
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        print(json.dumps(codes), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

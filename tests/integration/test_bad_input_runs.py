@@ -1,0 +1,269 @@
+"""Wrong input that only a run meets (skipped media, non-finite weights); odd input that must work."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bad_inputs import ENGINE, RECIPE, Case, Outcome, faults, outcome
+from bad_weights import TRANSFORMER, WEIGHTS, linked
+from PIL import Image
+from ranks import wandistiller
+from recipes import recipe
+from safetensors.torch import load_file, save_file
+
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.data.dataset import read_dataset
+from wandistiller.training.prepare import prepare
+from wandistiller.utils.errors import ConfigError
+
+SIDE = 32
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def halved(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def spoilt_media(folder: Path) -> dict[str, str]:
+    """Media that cannot be used: name -> what is said of it."""
+    said = {}
+    for ending in ("png", "jpg", "webp", "bmp", "gif"):
+        noise(SIDE, SIDE).save(folder / f"cut.{ending}")
+        halved(folder / f"cut.{ending}")
+        (folder / f"nothing.{ending}").touch()
+        said |= {f"cut.{ending}": "cannot be read: ", f"nothing.{ending}": "cannot be read: "}
+    (folder / "text.png").write_text("a red circle")
+    (folder / "page.jpg").write_text("<!DOCTYPE html><html></html>")
+    (folder / "noise.mp4").write_bytes(os.urandom(5000))
+    (folder / "gone.png").symlink_to(folder / "none.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    noise(1, 1).save(folder / "dot.png")
+    noise(20_000, 1).save(folder / "line.png")
+    Image.new("1", (20_000, 20_000)).save(folder / "square.png")
+    frames = [noise(SIDE, SIDE), Image.new("RGB", (SIDE, SIDE))]
+    for ending in ("webp", "png"):
+        frames[0].save(folder / f"moves.{ending}", save_all=True, append_images=frames[1:], duration=100)
+    said |= dict.fromkeys(("text.png", "page.jpg", "noise.mp4", "gone.png", "loop.png"), "cannot be read: ")
+    said |= dict.fromkeys(("dot.png", "line.png"), " pixels, under 1/16 of the run's 32 x 32")
+    said |= dict.fromkeys(("moves.webp", "moves.png"), "is animated; save one picture of it")
+    return said | {"square.png": "cannot be read: Image size (400000000 pixels) exceeds limit"}
+
+
+def usable_media(folder: Path) -> list[str]:
+    noise(SIDE, SIDE).save(folder / "ok.png")
+    noise(SIDE, SIDE).save(folder / "a png.jpg", format="PNG")
+    noise(20_000, 40).save(folder / "wide.png")
+    noise(SIDE, SIDE).save(
+        folder / "moves.gif", save_all=True, append_images=[noise(SIDE, SIDE)], duration=100
+    )
+    return ["ok.png", "a png.jpg", "wide.png", "moves.gif"]
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("media")
+    said = spoilt_media(folder)
+    for name in [*said, *usable_media(folder)]:
+        (folder / name).with_suffix(".txt").write_text("a red circle")
+    return folder, said
+
+
+def a_run(tmp_path: Path, wan: Path, **more: object) -> RunConfig:
+    one_pass = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    plain = {
+        "deepspeed_config": one_pass,
+        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
+        "max_steps": None,
+    }
+    more = {"output_dir": str(tmp_path / "out"), "num_epochs": 1, "sample_prompts": ["a"]} | plain | more
+    return RunConfig(**recipe(tmp_path, wan, **more))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_media_that_cannot_be_used_are_listed_with_the_reason(
+    media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
+) -> None:
+    folder, said = media
+    prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder)), 1))
+    listed = dict(line.split(": ", 1) for line in json.loads((tmp_path / "out" / "skipped.json").read_text()))
+    assert listed.keys() == {str(folder / name) for name in said}
+    assert {name: text for name, text in said.items() if text not in listed[str(folder / name)]} == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_strict_stops_at_media_that_cannot_be_used(
+    media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
+) -> None:
+    folder, said = media
+    with pytest.raises(ConfigError) as caught:
+        prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder), strict=True), 1))
+    *named, last = caught.value.problems
+    assert len(named) == len(said) and last.startswith("`strict` is true: fix these files or take them out")
+    assert not list((tmp_path / "cache").rglob("text"))
+
+
+def unfinite(number: float) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        state = load_file(file)
+        name = max(state, key=lambda key: state[key].numel())
+        state[name].view(-1)[-1 if file.parent.name != "text_encoder" else slice(None)] = number
+        save_file(state, file)
+
+    return spoil
+
+
+SHORT = {"height": SIDE, "width": SIDE, "rollout_steps": 1, "cache_dir": "{here}/../cache"}
+FINITE = [
+    Case(
+        "teacher",
+        ("t/transformer/...holds numbers that are not finite in float32. Fetch this file again",),
+        recipe=SHORT | {"teacher_path": "{here}/t"},
+    ),
+    Case(
+        "text encoder",
+        ("t/text_encoder: its outputs are not finite. Fetch its weights again.",),
+        recipe=SHORT | {"teacher_path": "{here}/t"},
+    ),
+    Case(
+        "student's folder",
+        ("t/transformer/...holds numbers that are not finite in float32. Fetch this file again",),
+        {"student.json": {"init": "{here}/t"}},
+        SHORT,
+    ),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("case", "number"),
+    list(zip(FINITE, map(float, ("nan", "nan", "inf")), strict=True)),
+    ids=[case.name for case in FINITE],
+)
+def test_weights_that_are_not_finite_are_named(case: Case, number: float, tmp_path: Path, wan1: Path) -> None:
+    here = tmp_path / "case"
+    words = case.write(here, wan1)
+    unfinite(number)(linked(wan1, here / "t", without=WEIGHTS.get(case.name, TRANSFORMER)))
+    found = outcome(words, here)
+    assert [fault for fault in faults(case, found, here, wan1) if not fault.startswith("wrote")] == [], (
+        found.printed
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_vae_that_is_not_finite_is_named(
+    media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
+) -> None:
+    unfinite(float("nan"))(linked(wan1, tmp_path / "t", without=WEIGHTS["vae"]))
+    with pytest.raises(ConfigError, match="t/vae: its outputs are not finite. Fetch its weights again."):
+        prepare(read_job(a_run(tmp_path, tmp_path / "t", data_path=str(media[0])), 1))
+
+
+def dry_run(case: Case, here: Path, wan: Path) -> Outcome:
+    return outcome([*case.write(here, wan), "--dry_run"], here)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_byte_order_mark_is_no_fault_in_any_file(tmp_path: Path, wan1: Path) -> None:
+    recipe_text = json.dumps(RECIPE).replace("{here}", str(tmp_path / "case")).replace("{wan}", str(wan1))
+    texts = {
+        "recipe.json": recipe_text,
+        "student.json": '{"num_layers": 2}',
+        "prompts.txt": "a red circle",
+        "engine.json": json.dumps(ENGINE),
+        "placement.json": "{}",
+    }
+    marked = {name: b"\xef\xbb\xbf" + text.encode() for name, text in texts.items()}
+    found = dry_run(Case("marked", (), marked), tmp_path / "case", wan1)
+    assert (found.code, found.errors) == (0, []), found.printed
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_million_prompts_are_read_in_seconds(tmp_path: Path, wan1: Path) -> None:
+    lines = "\n".join(f"a red circle {i}" for i in range(1_000_000))
+    found = dry_run(Case("a million", (), {"prompts.txt": lines}), tmp_path / "case", wan1)
+    assert found.code == 0 and found.seconds < 30, found.printed
+
+
+def test_a_prompt_of_64_kilobytes_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("red " * 16_000)
+    assert len(read_dataset(str(tmp_path / "p.txt"))) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "name", ["recipe.json", "student.json", "engine.json", "placement.json", "prompts.txt"]
+)
+def test_a_file_that_may_not_be_read_is_named(name: str, tmp_path: Path, wan1: Path) -> None:
+    case = Case("", (f"{{here}}/{name}: may not be read. Change its permissions",))
+    words = case.write(tmp_path / "case", wan1)
+    (tmp_path / "case" / name).chmod(0)
+    if os.access(tmp_path / "case" / name, os.R_OK):
+        pytest.skip("root may read everything")
+    assert faults(case, outcome(words, tmp_path / "case"), tmp_path / "case", wan1) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, wan1: Path) -> None:
+    case = Case(
+        "",
+        ("`output_dir` is {here}/shut/out, but {here}/shut may not be written to. Change its permissions",),
+        {"shut/x": ""},
+        {"output_dir": "{here}/shut/out"},
+    )
+    words = case.write(tmp_path / "case", wan1)
+    (tmp_path / "case" / "shut").chmod(0o500)
+    if os.access(tmp_path / "case" / "shut", os.W_OK):
+        pytest.skip("root may write everywhere")
+    assert faults(case, outcome(words, tmp_path / "case"), tmp_path / "case", wan1) == []
+
+
+def test_spaces_and_other_scripts_in_every_path_work(tmp_path: Path, wan1: Path) -> None:
+    here = tmp_path / "räume 空白 🎈"
+    linked(wan1, here / "мой учитель", without="model_index.json")
+    (here / "data 数").mkdir()
+    noise(SIDE, SIDE).save(here / "data 数" / "ein Bild ☕.png")
+    (here / "data 数" / "ein Bild ☕.txt").write_text("a red circle")
+    (here / "data 数" / "more é.txt").write_text("a blue square\n")
+    names = {
+        "student_config": "Schüler.json",
+        "deepspeed_config": "the ⚙.json",
+        "teacher_deepspeed_config": "lehrer ß.json",
+    }
+    values = a_run(tmp_path, wan1)
+    for key, name in names.items():
+        (here / name).write_text(json.dumps(getattr(values, key)))
+    words = {
+        "teacher_path": "мой учитель",
+        "data_path": "data 数",
+        "output_dir": "out π",
+        "cache_dir": "ca che",
+        "sample_dir": "bil der",
+        **names,
+    }
+    sizes = [
+        "--height",
+        str(SIDE),
+        "--width",
+        str(SIDE),
+        "--max_steps",
+        "1",
+        "--rollout_steps",
+        "1",
+        "--sample_steps",
+        "1",
+    ]
+    flags = [word for key, name in words.items() for word in (f"--{key}", here / name)]
+    wandistiller("train", *flags, *sizes, "--negative_prompt", "", cwd=here)
+    state = load_file(here / "out π" / "student" / TRANSFORMER)
+    assert (
+        all(torch.isfinite(value).all() for value in state.values())
+        and len(list((here / "bil der").glob("*.png"))) == 1
+    )

@@ -1,0 +1,235 @@
+"""Damaged checkpoints and folders that change under a run: a clear message, and nothing is lost."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from checkpointed import equal, flip_a_bit, saved, settings, trained
+from ranks import environment, write_json
+
+from wandistiller.checkpoint import checkpointer, manifest, resume
+from wandistiller.checkpoint.safetensors_stream import checksum
+from wandistiller.cli.main import main
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.export.formats.diffusers import DiffusersFormat
+from wandistiller.export.source import read_source
+from wandistiller.training.build_student import build_student
+from wandistiller.training.prepare import guided_teacher, prepare
+from wandistiller.training.trainer import Trainer
+from wandistiller.utils.errors import ConfigError, StorageError
+from wandistiller.utils.files import atomic, lock, sweep
+
+WEIGHTS = "transformer/rank_00000.safetensors"
+
+
+def trainer(given: dict) -> Trainer:
+    """As `wandistiller train` makes it, with the checkpoint that it goes on from."""
+    job = read_job(RunConfig(**given), world=1)
+    job = dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
+    data, text, teacher = prepare(job)
+    return Trainer(job, data, text, teacher or guided_teacher(job, text), build_student(job))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch.device) -> Path:
+    """Where a run of 6 steps, `whole`, left its checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("files")
+    trainer(settings(folder, wan1, "whole")).train()
+    return folder
+
+
+@pytest.fixture
+def cut(folder: Path, tmp_path: Path) -> Path:
+    """A copy of that output, to be damaged."""
+    return Path(shutil.copytree(folder / "whole", tmp_path / "run"))
+
+
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def copy_beside(file: Path) -> None:
+    shutil.copy(file, file.with_name("rank_00001.safetensors"))
+
+
+def write_an_unknown_size(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["files"][WEIGHTS]["bytes"] = None
+    file.write_text(json.dumps(content))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "cut off": (WEIGHTS, cut_off, r"rank_00000.safetensors has \d+ bytes of \d+"),
+    "flipped": (WEIGHTS, flip_a_bit, "rank_00000.safetensors is not as it was written"),
+    "missing": (WEIGHTS, Path.unlink, "rank_00000.safetensors cannot be read: No such file"),
+    "too much": (WEIGHTS, copy_beside, "rank_00001.safetensors is none of its files"),
+    "state cut off": ("run_state.json", cut_off, r"run_state.json has \d+ bytes of \d+"),
+    "state flipped": ("run_state.json", flip_a_bit, "run_state.json is not as it was written"),
+    "engine flipped": ("transformer/engine.json", flip_a_bit, "engine.json is not as it was written"),
+    "no manifest": ("manifest.json", Path.unlink, "it has no manifest.json"),
+    "manifest cut off": ("manifest.json", cut_off, "its manifest.json cannot be read"),
+    "manifest empty": ("manifest.json", lambda file: file.write_text(""), "its manifest.json cannot be read"),
+    "another manifest": ("manifest.json", lambda f: f.write_text("[1]"), "manifest.json cannot be read"),
+    "no sizes": ("manifest.json", write_an_unknown_size, r"rank_00000.safetensors has \d+ bytes of None"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_its_reason_and_refused_where_it_was_named(
+    damage: str, cut: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, spoil, reason = DAMAGE[damage]
+    spoil(saved(cut, 6) / name)
+    with caplog.at_level(logging.INFO, "wandistiller"):
+        assert resume.latest_valid(cut, "auto") == saved(cut, 4)
+    assert re.search(rf"skipped   {saved(cut, 6)}: .*{reason}", caplog.text)
+    with pytest.raises(ConfigError, match=reason):
+        resume.latest_valid(cut, str(saved(cut, 6)))
+
+
+def test_a_damaged_state_does_not_mislead_the_check_before_the_start(
+    cut: Path, folder: Path, wan1: Path
+) -> None:
+    flip_a_bit(saved(cut, 6) / "run_state.json")
+    job = read_job(RunConfig(**settings(folder, wan1, "whole", output_dir=str(cut))), world=1)
+    assert job.resume_from == saved(cut, 4)
+
+
+def test_all_damaged_are_named_with_every_reason_and_the_command_ends_with_2(
+    cut: Path, wan1: Path, folder: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
+) -> None:
+    for step, damage in ((2, "flipped"), (4, "no manifest"), (6, "cut off")):
+        name, spoil, _ = DAMAGE[damage]
+        spoil(saved(cut, step) / name)
+    given = settings(folder, wan1, "whole", output_dir=str(cut))
+    assert main(["train", "--recipe", str(write_json(cut / "r.json", given))]) == 2
+    said = capsys.readouterr().err
+    assert "step_00000002: transformer/rank_00000.safetensors is not as it was written" in said
+    assert "step_00000004: it has no manifest.json" in said
+    assert re.search(r"step_00000006: .* bytes of \d+", said)
+    assert "`--resume never` starts anew and keeps them" in said and "Traceback" not in said
+
+
+def test_a_run_goes_on_from_the_one_before_sets_the_damaged_aside_and_ends_equal(
+    cut: Path, folder: Path, wan1: Path, one_rank: object
+) -> None:
+    flip_a_bit(saved(cut, 6) / WEIGHTS)
+    trainer(settings(folder, wan1, "whole", output_dir=str(cut))).train()
+    assert equal(trained(cut), trained(folder / "whole"))
+    assert (cut / "checkpoints" / "aside_step_00000006").is_dir()
+    lines = (cut / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_earlier_checkpoint_can_be_named_and_newer_ones_are_set_aside(
+    cut: Path, folder: Path, wan1: Path, one_rank: object
+) -> None:
+    trainer(settings(folder, wan1, "whole", output_dir=str(cut), resume=str(saved(cut, 2)))).train()
+    assert equal(trained(cut), trained(folder / "whole"))
+    names = {p.name for p in (cut / "checkpoints").glob("aside_*")}
+    assert names == {"aside_step_00000004", "aside_step_00000006"}
+
+
+@pytest.mark.parametrize("latest", ["", "step_00000004\n", "nonsense"])
+def test_latest_is_for_people_and_is_mended(latest: str, cut: Path) -> None:
+    (cut / "checkpoints" / "latest").write_text(latest)
+    found = resume.latest_valid(cut, "auto")
+    manifest.rotate(found, 3)
+    assert found == saved(cut, 6) and (cut / "checkpoints" / "latest").read_text() == "step_00000006\n"
+
+
+def test_half_a_checkpoint_is_swept_and_rotation_never_deletes_the_last_good_one(cut: Path) -> None:
+    half = saved(cut, 6).rename(cut / "checkpoints" / ".step_00000006.tmp")
+    (half / "manifest.json").unlink()
+    assert resume.latest_valid(cut, "auto") == saved(cut, 4)
+    manifest.remove_temporaries(cut / "checkpoints")
+    assert not half.exists()
+    flip_a_bit(saved(cut, 4) / WEIGHTS)
+    manifest.rotate(resume.latest_valid(cut, "auto"), 1)
+    assert resume.latest_valid(cut, "auto") == saved(cut, 2)
+
+
+def test_half_a_file_of_a_process_that_is_gone_is_swept_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+    words = (
+        "import os, sys; from pathlib import Path; from wandistiller.utils.files import atomic; "
+        "f = atomic(Path(sys.argv[1])).__enter__(); f.write_text('half'); os._exit(0)"
+    )
+    command = [sys.executable, "-c", words, str(tmp_path / "cache" / "a")]
+    subprocess.run(command, env=environment(), check=True)
+    with atomic(tmp_path / "cache" / "b") as mine:
+        mine.write_text("whole")
+        assert len(list((tmp_path / "cache").iterdir())) == 2
+        sweep(tmp_path)
+        assert list((tmp_path / "cache").iterdir()) == [mine]
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """The system refuses to let any file of this process grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_those_before_and_nothing_half(
+    cut: Path, folder: Path, wan1: Path, one_rank: object
+) -> None:
+    there = trainer(settings(folder, wan1, "whole", output_dir=str(cut)))
+    there.resume()
+    before = sorted(os.listdir(cut / "checkpoints"))
+    refused = pytest.raises(StorageError, match=r"the checkpoint of step 8 could not be written: .*too large")
+    with files_up_to(10_000), refused:
+        checkpointer.save(there.student, cut, 8, {}, keep=1)
+    assert sorted(os.listdir(cut / "checkpoints")) == before
+    assert checkpointer.save(there.student, cut, 8, {}, keep=1) == saved(cut, 8)
+
+
+def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_is_killed(
+    cut: Path, folder: Path, wan1: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
+) -> None:
+    words = (
+        "import sys, time; from pathlib import Path; from wandistiller.utils.files import lock; "
+        "held = lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", words, str(cut)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
+    assert other.stdout.readline() == b"locked\n"
+    file = write_json(cut / "r.json", settings(folder, wan1, "whole", output_dir=str(cut)))
+    assert main(["train", "--recipe", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(rf"error: {cut}: another run is writing there \(process {other.pid} on ", said)
+    other.kill()
+    other.wait()
+    lock(cut).close()
+
+
+def test_an_export_without_the_teacher_names_it_and_leaves_nothing_half(
+    folder: Path, wan1: Path, copy_of: Callable[..., Path], tmp_path: Path, cut: Path
+) -> None:
+    names = ("run_state.json", "manifest.json")
+    state, whole = (json.loads((saved(cut, 6) / name).read_text()) for name in names)
+    state["facts"]["teacher_path"] = str(tmp_path / "gone")
+    (saved(cut, 6) / "run_state.json").write_text(json.dumps(state))
+    whole["files"]["run_state.json"] = checksum(saved(cut, 6) / "run_state.json")._asdict()
+    (saved(cut, 6) / "manifest.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/gone"):
+        DiffusersFormat().write(read_source(saved(cut, 6)), tmp_path / "student")
+    assert not list(tmp_path.glob("*student*"))

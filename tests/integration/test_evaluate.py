@@ -1,0 +1,251 @@
+"""`wandistiller evaluate` on small random pipelines whose comparison is known beforehand."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from PIL import Image
+from ranks import wandistiller, write_json
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+from wandistiller.batch import Expert
+from wandistiller.cli.evaluate import evaluate, read_evaluation
+from wandistiller.cli.parser import parser
+from wandistiller.evaluation.evaluator import Evaluation, bands
+from wandistiller.evaluation.metrics import METRICS, Clip, Metric
+from wandistiller.evaluation.pipelines import PeakMemory
+from wandistiller.tiny import shapes
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.images import to_pil
+
+HIGH, LOW = Expert
+PROMPTS = "a red circle|a blue square|a green circle on red|red , blue|a top left square|a square".split("|")
+SMALL = ["--height", "32", "--width", "32", "--steps", "2", "--batch", "4"]
+Copy = Callable[..., Path]
+
+
+def wanted(student: Path, output: Path, *flags: str | Path, prompts: list[str] = PROMPTS) -> Evaluation:
+    """The command's flags, read as the command reads them."""
+    words = ["evaluate", "--student", student, "--output", output, *SMALL, "--prompts", *prompts, *flags]
+    return read_evaluation(vars(parser().parse_args([str(w) for w in words])), torch.float32, 1)
+
+
+@pytest.fixture(scope="module")
+def twin(
+    wan2: Path, one_rank: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """A student that is its teacher, and a teacher without guidance: (figures, folder)."""
+    output = tmp_path_factory.mktemp("twin")
+    return evaluate(wanted(wan2, output, "--teacher_path", wan2, "--guidance_scale", "1")), output
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random CLIP as transformers stores it."""
+    folder, letters = tmp_path_factory.mktemp("clip"), "abcdefghijklmnopqrstuvwxyz"
+    ends = [",</w>", "<|startoftext|>", "<|endoftext|>"]
+    vocab = {t: i for i, t in enumerate([*letters, *(c + "</w>" for c in letters), *ends])}
+    tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    text = tiny | dict(vocab_size=len(vocab), max_position_embeddings=24, eos_token_id=len(vocab) - 1)
+    torch.manual_seed(0)
+    model = CLIPModel(
+        CLIPConfig(text_config=text, vision_config=tiny | dict(image_size=16, patch_size=8), projection_dim=8)
+    )
+    model.save_pretrained(folder)
+    pixels = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(pixels, CLIPTokenizer(vocab=vocab, merges=[])).save_pretrained(folder)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[WanTransformer3DModel], None]) -> Path:
+    """`folder` with its transformers changed in place."""
+    for expert in folder.glob("transformer*"):
+        model = WanTransformer3DModel.from_pretrained(expert)
+        with torch.no_grad():
+            change(model)
+        model.save_pretrained(expert)
+    return folder
+
+
+def errors_of(result: dict[str, Any]) -> list[float]:
+    return [band["value"] for band in result["relative_velocity_error"]["bands"].values()]
+
+
+def test_a_student_that_is_the_teacher_has_velocity_error_0_and_frechet_distance_0_or_exactly_the_floor(
+    twin: tuple[dict[str, Any], Path],
+) -> None:
+    assert errors_of(twin[0]) == [0.0] * 5
+    found = twin[0]["frechet"]["latent"]
+    assert found["same_seeds"]["value"] < 1e-10 and found["student"] == found["floor"]
+    assert found["floor"]["value"] > 1e-6
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_student_that_answers_0_has_relative_error_1_in_every_band(
+    wan2: Path, copy_of: Copy, tmp_path: Path
+) -> None:
+    def silenced(model: WanTransformer3DModel) -> None:
+        model.proj_out.weight.zero_()
+        model.proj_out.bias.zero_()
+
+    student = changed(copy_of(wan2, weights=True), silenced)
+    found = evaluate(wanted(student, tmp_path, "--teacher_path", wan2, "--quick"))["relative_velocity_error"]
+    figures = [*found["bands"].values(), *found["experts"].values(), found["all"]]
+    assert [(e["value"], e["low"], e["high"]) for e in figures] == [(1.0, 1.0, 1.0)] * 8
+
+
+def test_markdown_json_and_picture_have_the_figures_and_say_what_they_mean(
+    twin: tuple[dict[str, Any], Path],
+) -> None:
+    result, output = twin
+    assert json.loads((output / "evaluation.json").read_text()) == result
+    assert Image.open(output / "evaluation.png").width == 90 + len(PROMPTS) * (128 + 6)
+    text = (output / "evaluation.md").read_text(encoding="utf-8")
+    seconds, floor = result["teacher"]["seconds_per_sample"], result["frechet"]["latent"]["floor"]
+    assert f"| {result['teacher']['parameters']:,} " in text
+    assert f"| {seconds['value']:.3g} ({seconds['low']:.3g} to {seconds['high']:.3g}) " in text
+    assert f"| {floor['value']:.3g} " in text
+    assert re.search(r"\| 0.875-1 +\| transformer +\| 0 \(0 to 0\)", text)
+    assert "itself drawn from other seeds" in text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path: Path) -> None:
+    prompts = shapes.held_out_prompts()[:4]
+    flags = "--height 64 --width 64 --steps 1 --quick".split()
+    result = evaluate(wanted(wan1, tmp_path, "--teacher_path", wan1, *flags, prompts=prompts))
+    none = {"count": 0, "value": 0.0, "low": 0.0, "high": 0.489891}  # random weights
+    assert result["teacher"]["fully_right"] == none and "fully_right" not in result["ratio"]
+    assert "| 0 (0 to 49 %)" in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_metric_added_to_the_list_is_in_json_and_table(
+    wan1: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    named = {"name": "brightness", "label": "mean brightness"}
+    METRICS.append(Metric(**named, compute=lambda drawn: drawn.frame_BCHW.mean((1, 2, 3))))
+    request.addfinalizer(METRICS.pop)
+    result = evaluate(wanted(wan1, tmp_path, "--teacher_path", wan1, "--guidance_scale", "1", "--quick"))
+    assert set(result["frechet"]["latent"]) == {"features", "same_seeds"}  # quick: without the floor
+    assert 0 < result["teacher"]["brightness"]["value"] < 1 and result["ratio"]["brightness"]["value"] == 1
+    assert "| mean brightness " in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_placed_teacher_is_the_stock_one(wan2: Path, tmp_path: Path) -> None:
+    placed = write_json(tmp_path / "placed.json", {"zero_optimization": {"stage": 0}})
+    flags = ["--teacher_path", wan2, "--guidance_scale", "3", "--guidance_scale_2", "2", "--quick"]
+    stock, other = (
+        evaluate(wanted(wan2, tmp_path, *flags, *more))
+        for more in ([], ["--teacher_deepspeed_config", placed])
+    )
+    assert errors_of(other) == pytest.approx(errors_of(stock), rel=1e-3) and min(errors_of(stock)) > 1e-3
+    assert other["frechet"]["latent"]["same_seeds"]["value"] == pytest.approx(
+        stock["frechet"]["latent"]["same_seeds"]["value"], rel=1e-2
+    )
+
+
+def untimed(result: dict[str, Any]) -> dict[str, Any]:
+    """The figures, without those of time and memory."""
+    timed = ("seconds_per_sample", "peak_memory_gib")
+    sides = {
+        side: {k: v for k, v in result[side].items() if k not in timed}
+        for side in ("teacher", "student", "ratio")
+    }
+    return result | sides
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp_path: Path) -> None:
+    flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip]
+    one = evaluate(wanted(wan1, tmp_path / "1", *flags, prompts=PROMPTS[:5]))
+    output = tmp_path / "2"
+    wandistiller(
+        "evaluate", "--student", wan1, *SMALL, *flags, "--prompts", *PROMPTS[:5], "--output", output, ranks=2
+    )
+    assert untimed(one) == untimed(json.loads((output / "evaluation.json").read_text()))
+    assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
+
+
+def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Path) -> None:
+    image_BCHW = torch.rand(6, 3, 32, 40, generator=torch.Generator().manual_seed(0))
+    image_BD, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW, PROMPTS)
+    model, processor = CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
+    with torch.no_grad():
+        inputs = processor(
+            text=PROMPTS, images=[to_pil(i) for i in image_BCHW], return_tensors="pt", padding=True
+        )
+        seen = model(**inputs)
+    cosine_B = seen.logits_per_image.diag() / model.logit_scale.exp()
+    torch.testing.assert_close(score_B, 100 * cosine_B.clamp(min=0))
+    torch.testing.assert_close(image_BD, seen.image_embeds)
+    assert score_B.max() > 1
+    long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
+    _, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW[:1].expand(2, -1, -1, -1), long)
+    assert score_B[0] == score_B[1]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "edges"),
+    [
+        (None, None, [0, 0.25, 0.5, 0.75, 0.875, 1]),
+        (0.9, None, [0, 0.25, 0.5, 0.75, 0.875, 0.9, 1]),
+        (0.875, 0.6, [0, 0.25, 0.5, 0.6, 0.75, 0.875, 1]),
+    ],
+)
+def test_bands_are_cut_where_an_expert_takes_over(
+    teacher: float | None, student: float | None, edges: list[float]
+) -> None:
+    cut = bands(teacher, student)
+    assert [b.start for b in cut] == edges[:-1] and [b.end for b in cut] == edges[1:]
+    assert [b.expert for b in cut] == [LOW if teacher and b.end <= teacher else HIGH for b in cut]
+    assert [b.student_expert for b in cut] == [LOW if student and b.end <= student else HIGH for b in cut]
+
+
+def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -> None:
+    before = torch.ones(2**25)  # 128 MiB
+    memory = PeakMemory()
+    with memory.running():
+        inside = torch.zeros(2**26)  # 256 MiB
+        for _ in range(4):  # in place, so nothing more is held, and long enough to be seen
+            inside.cos_()
+    assert before[0] == 1 and inside[0] == inside[-1] and 0.24 < memory.peak_gib()["host"] < 0.3
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_all_that_is_wrong_with_the_flags_comes_at_once(wan1: Path, tmp_path: Path) -> None:
+    flags = f"--teacher_path {wan1} --height 30 --batch 0 --clip_path {tmp_path} --guidance_scale_2 3"
+    flags += " --teacher_deepspeed_config ds_configs/teacher/auto.json --prompts none.txt"
+    with pytest.raises(ConfigError) as caught:
+        wanted(wan1, write_json(tmp_path / "file", 0), *flags.split())
+    messages = [
+        "`batch` is 0",
+        '`wandistiller.placement` is "auto"',
+        "none.txt: no such file",
+        "`height` is 30",
+    ]
+    messages += ["`guidance_scale_2` is 3.0", "`output` is", "`clip_path` is"]
+    assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_student_was_made_with_is_taken_where_no_flag_says_otherwise(
+    wan2: Path, copy_of: Copy, tmp_path: Path
+) -> None:
+    student = copy_of(wan2, weights=True)
+    facts = {"teacher_path": str(wan2), "teacher_revision": None, "negative_prompt": "blue", "steps": 7}
+    facts |= {"height": 48, "width": 16, "num_frames": 5, "guidance_scale": 2.5, "guidance_scale_2": 1.5}
+    write_json(student / "wandistiller.json", facts)
+    words = ["evaluate", "--student_path", str(student), "--steps", "9", "--prompts", "a red circle"]
+    found = read_evaluation(vars(parser().parse_args(words)), torch.float32, 1)
+    guided, plain = found.teacher_sampling, found.student_sampling
+    assert (guided.height, guided.width, guided.num_frames, guided.steps) == (48, 16, 5, 9)
+    assert (guided.guidance_scale, guided.guidance_scale_2, guided.negative_prompt) == (2.5, 1.5, "blue")
+    assert (plain.guidance_scale, plain.guidance_scale_2, plain.steps) == (1.0, None, 9)
+    assert found.output == student.parent

@@ -1,0 +1,238 @@
+"""Every published Wan: its config without weights, and a small random one of its form from end to end."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers.utils import load_video
+from huggingface_hub import constants
+from PIL import Image
+from published_wan import PUBLISHED, hub_cache, write_published
+from ranks import losses, wandistiller, write_json
+from recipes import ADAM, recipe, student_engine
+from safetensors.torch import load_file
+from small_wan import FORMS, make_wan
+
+from wandistiller.cli.evaluate import evaluate, read_evaluation
+from wandistiller.cli.main import main
+from wandistiller.cli.parser import parser
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.training.prepare import prepare
+from wandistiller.wan import transformer
+from wandistiller.wan.pipeline import WanFolder, open_wan
+
+TORCH_ADAM = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}  # DeepSpeed's own takes 4 s to set up
+SMALL, LARGE, FIVE, TWO = PUBLISHED
+FACTS = [  # parameters of each expert; guidance and shift; what height and width are multiples of
+    (SMALL, [1_418_996_800], (5.0, 5.0), 3.0, 16),
+    (LARGE, [14_288_491_584], (5.0, 5.0), 3.0, 16),
+    (FIVE, [4_999_787_712], (5.0, 5.0), 5.0, 32),
+    (TWO, [14_288_491_584] * 2, (4.0, 3.0), 3.0, 16),
+]
+SIZES = [  # height, width, frames; latent C F H W; tokens
+    (SMALL, (480, 832, 81), (16, 21, 60, 104), 32_760),
+    (LARGE, (720, 1280, 81), (16, 21, 90, 160), 75_600),
+    (LARGE, (480, 832, 1), (16, 1, 60, 104), 1_560),
+    (TWO, (480, 832, 81), (16, 21, 60, 104), 32_760),
+    (FIVE, (704, 1280, 1), (48, 1, 44, 80), 880),
+    (FIVE, (704, 1280, 121), (48, 31, 44, 80), 27_280),
+]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WanFolder]:
+    folder = tmp_path_factory.mktemp("published")
+    return {name: open_wan(str(write_published(folder, name))) for name in PUBLISHED}
+
+
+@pytest.mark.parametrize(("name", "parameters", "guidance", "shift", "multiple"), FACTS)
+@pytest.mark.usefixtures("one_rank")
+def test_a_published_config_is_known_with_its_parameters_defaults_and_multiples_of_a_patch(
+    published: dict[str, WanFolder],
+    tmp_path: Path,
+    name: str,
+    parameters: list[int],
+    guidance: tuple[float, float],
+    shift: float,
+    multiple: int,
+) -> None:
+    it, folder = PUBLISHED[name], published[name]
+    kinds = {WanTransformer3DModel: it.transformer, AutoencoderKLWan: it.vae, WanPipeline: it.index}
+    for kind, config in kinds.items():
+        assert set(config) - {"_class_name"} - set(signature(kind.__init__).parameters) == set()
+    assert [transformer.count_parameters(c) for c in folder.configs.values()] == parameters
+    assert [n for n in range(1, 65) if not folder.size_problems(n, n, 1)] == [*range(multiple, 65, multiple)]
+    (tmp_path / "prompts.txt").write_text("a cat")
+    paths = {"data_path": str(tmp_path / "prompts.txt"), "output_dir": str(tmp_path / "o")}
+    run = read_job(RunConfig(teacher_path=folder.name, **paths), world=1).run
+    assert ((run.guidance_scale, run.guidance_scale_2), run.shift) == (guidance, shift)
+
+
+@pytest.mark.parametrize(("name", "size", "shape", "tokens"), SIZES)
+def test_a_size_gives_latents_and_tokens(
+    published: dict[str, WanFolder],
+    name: str,
+    size: tuple[int, int, int],
+    shape: tuple[int, ...],
+    tokens: int,
+) -> None:
+    folder = published[name]
+    embedded_BDFHW = transformer.meta_transformer(folder.config).patch_embedding(
+        torch.empty(1, *shape, device="meta")
+    )
+    assert folder.size_problems(*size) == [] and folder.latent_shape(*size) == shape
+    assert folder.tokens(*size) == embedded_BDFHW[0, 0].numel() == tokens
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_vae_makes_the_channels_that_the_transformer_takes(
+    published: dict[str, WanFolder], name: str
+) -> None:
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(published[name].vae)
+        z_BCFHW = vae.encode(torch.empty(1, 3, 1, 64, 96)).latent_dist.mode()
+    assert z_BCFHW.shape[1:] == published[name].latent_shape(64, 96, 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One small pipeline that went the whole path."""
+
+    job: Job
+    prepared: set[Path]
+    """The cache's files right after `prepare`."""
+    student: Path
+    """What `export` wrote, in bfloat16."""
+    samples: Path
+
+
+def as_hub_id(teacher: Path, patch: pytest.MonkeyPatch) -> str:
+    """Put a pipeline into an offline hub's cache for this process and its children; remove the folder."""
+    cache = str(hub_cache(teacher.parent / "hub", "org/wan", teacher, "main"))
+    patch.setenv("HF_HUB_CACHE", cache)
+    patch.setattr(constants, "HF_HUB_CACHE", cache)
+    shutil.rmtree(teacher)
+    return "org/wan"
+
+
+USUAL = [("Wan2.2-T2V-A14B", 1), ("Wan2.2-TI2V-5B", 5)]
+OTHERS = [pytest.param((form, 1), marks=pytest.mark.slow) for form in FORMS if (form, 1) not in USUAL]
+
+
+@pytest.fixture(scope="module", params=[*USUAL, *OTHERS], ids=str)
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device
+) -> Iterator[Run]:
+    """Each form, with an image; one with a video; the sharded one by a hub id."""
+    form, frames = request.param
+    folder = tmp_path_factory.mktemp("run")
+    pictures = [Image.fromarray(np.full((80, 80, 3), 40 * i, dtype=np.uint8)) for i in range(frames)]
+    pictures[0].save(folder / "given.gif", save_all=True, append_images=pictures[1:])
+    kind = "video" if frames > 1 else "image"
+    data = [{"prompt": "a red circle", kind: "given.gif"}, {"prompt": "a blue square"}]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    teacher, experts = make_wan(folder / "wan", **FORMS[form]), ("one", "two")[FORMS[form]["experts"] - 1]
+    with pytest.MonkeyPatch.context() as patch:
+        where = as_hub_id(teacher, patch) if "max_shard_size" in FORMS[form] else teacher
+        asked = recipe(
+            folder,
+            where,
+            data_path=str(folder / "data.jsonl"),
+            max_steps=2,
+            height=32,
+            width=64,
+            output_dir=str(folder / "out"),
+            student_config={"num_layers": 2, "experts": experts},
+            num_frames=frames,
+            rollout_steps=2,
+            deepspeed_config=student_engine(2, offload=False, optimizer=TORCH_ADAM),
+        )
+        job = read_job(RunConfig(**asked), world=1)
+        prepare(job)
+        prepared = set(job.cache.rglob("*.safetensors"))
+        wandistiller("train", "--recipe", write_json(folder / "recipe.json", asked))
+        assert main(["export", "--checkpoint", asked["output_dir"], "--output", str(folder / "student")]) == 0
+        words = (
+            f"sample --steps 2 --seed 3 --height 32 --width 64 --num_frames {frames} --dtype float32".split()
+        )
+        words += [
+            "--model",
+            str(folder / "student"),
+            "--prompts",
+            "a red circle",
+            "--output",
+            str(folder / "drawn"),
+        ]
+        assert main(words) == 0
+        yield Run(job, prepared, folder / "student", folder / "drawn")
+
+
+def test_prepare_makes_latents_of_the_medium_and_of_the_prompt_alone(run: Run) -> None:
+    shapes = [
+        t.shape for f in run.prepared if f.parent.parent.name == "latents" for t in load_file(f).values()
+    ]
+    assert shapes == [run.job.folder.latent_shape(32, 64, run.job.run.num_frames)] * 2
+
+
+def test_training_uses_what_prepare_left(run: Run) -> None:
+    assert set(run.job.cache.rglob("*.safetensors")) == run.prepared
+    assert len(losses(run.job.output)) == 2 and np.isfinite(losses(run.job.output)).all()
+
+
+def test_the_export_keeps_the_teacher_s_fields(run: Run) -> None:
+    index, teacher = (
+        json.loads((f / "model_index.json").read_text()) for f in (run.student, run.job.folder.path)
+    )
+    assert index["expand_timesteps"] is teacher["expand_timesteps"] is (run.job.folder.spatial == 16)
+    for key in ("transformer", "transformer_2", "boundary_ratio", "vae"):
+        assert index[key] == teacher[key]
+
+
+def test_the_stock_pipeline_draws_what_sample_drew(run: Run) -> None:
+    pipe = WanPipeline.from_pretrained(run.student, dtype=torch.float32)
+    frames = pipe(
+        "a red circle",
+        height=32,
+        width=64,
+        num_frames=run.job.run.num_frames,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(3),
+        output_type="np",
+    ).frames[0]
+    if len(frames) == 1:
+        drawn = np.asarray(Image.open(run.samples / "0000.png"))
+        assert np.array_equal(drawn, (frames[0] * 255).round().astype(np.uint8))
+    else:  # MP4 loses detail
+        with closing(imageio_ffmpeg.read_frames(str(run.samples / "0000.mp4"))) as frames_of_file:
+            assert next(frames_of_file)["fps"] == (24 if run.job.folder.spatial == 16 else 16)
+        drawn = np.stack([np.asarray(f) for f in load_video(str(run.samples / "0000.mp4"))])
+        assert (
+            drawn.shape == (5, 32, 64, 3) and np.abs(drawn.mean((1, 2)) - 255 * frames.mean((1, 2))).max() < 8
+        )
+
+
+def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -> None:
+    stored = load_file(run.student / "transformer" / "diffusion_pytorch_model.safetensors")
+    model = WanTransformer3DModel.from_pretrained(run.student / "transformer", dtype=torch.bfloat16)
+    assert {n: t.dtype for n, t in stored.items()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
+    words = f"evaluate --student {run.student} --output {tmp_path} --steps 1 --quick --prompts circle".split()
+    flags = vars(parser().parse_args(words))
+    result = evaluate(read_evaluation(flags, torch.float32, 1))
+    errors = [band["value"] for band in result["relative_velocity_error"]["bands"].values()]
+    assert len(errors) == 5 and np.isfinite(errors).all()

@@ -1,0 +1,85 @@
+"""The output of a run works without this package."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from ranks import run, wandistiller
+from safetensors.torch import load_file
+from tensors import tensor_bytes
+
+from wandistiller.export.formats.diffusers import DiffusersFormat
+from wandistiller.export.source import read_source
+from wandistiller.wan import transformer
+
+STOCK = """
+import sys
+sys.modules["wandistiller"] = sys.modules["deepspeed"] = None  # importing either now raises ImportError
+import numpy as np, torch
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.float32)
+assert pipe.scheduler.config.flow_shift == 4.0
+frames = pipe("a red circle", height=32, width=32, num_frames=1, num_inference_steps=3, guidance_scale=1.0,
+              generator=torch.Generator().manual_seed(5), output_type="np").frames[0]
+np.save(sys.argv[2], (frames[0] * 255).round().astype("uint8"))
+"""
+
+
+def test_stock_pipeline_makes_the_same_image_as_sample(finished: Path, tmp_path: Path) -> None:
+    flags = "--seed 5 --steps 3 --height 32 --width 32".split()
+    student = finished / "student"
+    wandistiller("sample", "--model", student, "--prompts", "a red circle", "--output", tmp_path, *flags)
+    run([sys.executable, "-c", STOCK, str(finished / "student"), str(tmp_path / "stock.npy")], cwd=tmp_path)
+    ours = np.asarray(Image.open(tmp_path / "0000.png"))
+    assert np.array_equal(ours, np.load(tmp_path / "stock.npy"))
+
+
+def test_output_folder_holds_what_is_promised_and_its_recipe_can_be_passed_back_in(finished: Path) -> None:
+    resolved = ("run", "student_deepspeed", "teacher_deepspeed", "student", "machine")
+    promised = [f"resolved/{name}.json" for name in resolved]
+    promised += ["metrics.jsonl", "checkpoints/latest", "samples/step_00000002.png", "student/README.md"]
+    assert [name for name in promised if not (finished / name).is_file()] == []
+    assert (finished / "checkpoints" / "latest").read_text().strip() == "step_00000002"
+    # every sample prompt, in two rows
+    assert Image.open(finished / "samples" / "step_00000002.png").width == 90 + 3 * (128 + 6)
+    done = wandistiller("train", "--recipe", finished / "resolved" / "run.json", "--dry_run", ranks=2)
+    assert "dry run: nothing was loaded or written" in done.stderr
+
+
+def test_a_network_is_only_there_in_the_precision_it_is_written_in(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, set_parameter, before, number = [], transformer.set_parameter, tensor_bytes(), itertools.count()
+
+    def watched(*arguments: Any) -> None:
+        set_parameter(*arguments)
+        if next(number) % 20 == 0:  # to count takes half a second
+            held.append(tensor_bytes() - before)
+
+    monkeypatch.setattr(transformer, "set_parameter", watched)
+    DiffusersFormat().write(read_source(finished), tmp_path / "student")
+    weights = load_file(finished / "student" / "transformer" / "diffusion_pytorch_model.safetensors").values()
+    largest = 4 * max(w.numel() for w in weights)  # one weight as it is read
+    assert max(held) <= sum(w.nbytes for w in weights) + largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_file_of_a_checkpoint_stays_mapped_when_a_network_has_been_read(
+    finished: Path, dtype: torch.dtype
+) -> None:
+    model = read_source(finished).network("transformer", dtype)
+    assert "rank_0000" not in Path("/proc/self/maps").read_text()
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:
+    named = finished / "checkpoints" / "step_00000002"
+    wandistiller("export", "--checkpoint", named, "--output", tmp_path / "s", "--dtype", "float32")
+    index = json.loads((tmp_path / "s" / "model_index.json").read_text())
+    assert index["transformer_2"] == [None, None] and index["boundary_ratio"] is None

@@ -1,0 +1,34 @@
+"""A run killed again and again ends as an undisturbed one; bench/faults.py kills at random moments."""
+
+import random
+from pathlib import Path
+
+import pytest
+from faults import LOADING, SAVE_EVERY, Campaign, Kill
+
+SAVING = "doing: saving the checkpoint of step 4"
+BACKWARD = "doing: step 5, the student's backward pass"
+EXPORT = "doing: exporting the student"
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "kills"),
+    [
+        (
+            1,
+            "bf16",
+            [Kill(SAVING, 1, 0.03, "all"), Kill(LOADING, 1, 0.05, "all"), Kill(EXPORT, 1, 0.03, "all")],
+        ),
+        (2, "float32", [Kill(BACKWARD, 2, 0.01, "rank")]),
+    ],
+)
+def test_a_run_that_was_killed_leaves_byte_for_byte_what_an_undisturbed_one_does(
+    ranks: int, precision: str, kills: list[Kill], tmp_path: Path
+) -> None:
+    small = Campaign(tmp_path, ranks, precision)
+    small.measure()
+    outcome = small.run("killed", kills, random.Random(0))
+    assert outcome.wrong == []
+    assert len(outcome.kills()) == len(kills), outcome.kills()
+    assert max(lost for _, lost, _ in outcome.kills()) <= SAVE_EVERY

@@ -1,0 +1,170 @@
+"""Which rank a process is, whoever started it."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, losses, run, write_json
+from recipes import recipe, train
+
+from wandistiller.distributed.launchers import (
+    PORTS,
+    first_host,
+    own_programs_first,
+    set_rank_variables,
+    share_cores,
+    started_by,
+)
+from wandistiller.utils.errors import ConfigError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "247529473",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+}
+FIFTH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+def adopted(**env: str) -> dict[str, str]:
+    set_rank_variables(env)
+    return env
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, "4"),
+        ({"LOCAL_SIZE": "32"}, "1"),
+        (OPEN_MPI, "4"),
+        (SLURM, "4"),
+        (SLURM | {"SLURM_CPUS_PER_TASK": "12"}, "12"),
+        ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, "1"),
+        ({"LOCAL_WORLD_SIZE": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_of_a_node_share_its_16_cores_unless_told_otherwise(
+    env: dict[str, str], threads: str | None
+) -> None:
+    found = dict(env)
+    share_cores(found, 16)
+    assert found.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize("env", [SLURM, OPEN_MPI | {"MASTER_ADDR": "gpu07"}])
+def test_a_rank_of_two_nodes_knows_its_place_and_the_first_node(env: dict[str, str]) -> None:
+    found = adopted(**env)
+    assert found.items() >= (FIFTH | {"MASTER_ADDR": "gpu07"}).items() and int(found["MASTER_PORT"]) in PORTS
+
+
+@pytest.mark.parametrize(
+    "env", [SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}]
+)
+def test_ranks_of_one_node_meet_on_it(env: dict[str, str]) -> None:
+    assert adopted(**env)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_mpirun_on_two_nodes_needs_the_address_of_the_first() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        adopted(**OPEN_MPI)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [
+        ({}, "none"),
+        (FIFTH, "another"),
+        (SLURM, "srun"),
+        (OPEN_MPI | SLURM, "Open MPI's mpirun"),
+        (SLURM | {"CROSS_RANK": "1"}, "deepspeed"),
+        (SLURM | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+    ],
+)
+def test_the_launcher_is_known_by_what_it_says(env: dict[str, str], launcher: str) -> None:
+    assert started_by(env) == launcher
+
+
+def test_what_deepspeed_or_torchrun_said_is_kept() -> None:
+    assert adopted(**SLURM, RANK="0", WORLD_SIZE="2") == SLURM | {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def test_a_process_that_ssh_started_finds_its_environment_s_own_programs_first() -> None:
+    env, own = {"PATH": "/usr/bin:/bin"}, str(Path(sys.executable).parent)
+    for _ in range(2):
+        own_programs_first(env)
+    assert env["PATH"] == f"{own}:/usr/bin:/bin"
+
+
+def test_a_shell_in_an_allocation_is_no_rank() -> None:
+    """sbatch and salloc set the job's variables, srun those of a step too."""
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1234"}
+    assert adopted(**shell) == shell
+
+
+def test_mpirun_that_reaches_its_nodes_by_srun_is_the_one_that_counts() -> None:
+    proxies = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    assert adopted(**proxies, **OPEN_MPI, MASTER_ADDR="gpu07").items() >= FIFTH.items()
+
+
+def test_two_steps_of_a_job_meet_at_ports_of_their_own() -> None:
+    assert adopted(**SLURM)["MASTER_PORT"] != adopted(**SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12],login", "gpu07"),
+        ("gpu7", "gpu7"),
+        ("a1,b2", "a1"),
+        ("", ""),
+        ("rack[2-3]-gpu[01-04]", "rack2-gpu01"),
+        ("n[3,5-7]", "n3"),
+    ],
+)
+def test_the_first_of_slurm_s_nodes_is_found(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_slurm_is_asked_for_cores_and_memory_and_srun_told_of_the_cores() -> None:
+    """By default a task has one core and its memory; since 22.05 srun does not inherit cores from sbatch."""
+    lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
+    assert {"#SBATCH --cpus-per-task=8", "#SBATCH --mem=0"} <= set(lines)
+    assert any(line.startswith('srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ') for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: apt install openmpi-bin)")
+def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp_path: Path) -> None:
+    file = write_json(
+        tmp_path / "mpi.json", recipe(tmp_path, wan1, output_dir=str(tmp_path / "mpi"), max_steps=2)
+    )
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    words = [
+        "mpirun",
+        "--oversubscribe",
+        "-n",
+        "2",
+        "python",
+        "-m",
+        "wandistiller",
+        "train",
+        "--recipe",
+        str(file),
+    ]
+    run(words, cwd=ROOT, **root)
+    assert losses(tmp_path / "mpi") == losses(train(tmp_path, wan1, "plain", max_steps=2))
+    assert json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"].__len__() == 2

@@ -1,0 +1,231 @@
+"""What a run says on stderr, and keeps in a file for each rank."""
+
+import io
+import json
+import logging
+import shutil
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pytest import approx
+from ranks import run, wandistiller, write_json
+from recipes import recipe, student_engine
+
+from wandistiller.cli.failures import Failures
+from wandistiller.distributed.collectives import log0
+from wandistiller.monitoring.metrics import scalars
+from wandistiller.utils.logging import add_log_file, log_to_file, setup_logging
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
+    """The output folder of a run on two ranks that was stopped by nothing, and its stderr."""
+    folder = tmp_path_factory.mktemp("logs")
+    given = recipe(folder, wan1, output_dir=str(folder / "run"), max_steps=3)
+    done = wandistiller("train", "--recipe", write_json(folder / "recipe.json", given), ranks=2)
+    return folder / "run", done.stderr
+
+
+def test_each_rank_keeps_what_the_run_says_with_the_time(said: tuple[Path, str]) -> None:
+    for rank in range(2):
+        lines = (said[0] / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        assert sum(" INFO step 3/3  loss " in line for line in lines) == 1
+        assert all(len(line.split(" ")[0]) == len("2026-01-01") for line in lines if line)
+
+
+def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(said: tuple[Path, str]) -> None:
+    output, stderr = said
+    assert "doing: building the student" in (output / "logs" / "rank_1.log").read_text()
+    assert "doing:" not in stderr
+
+
+def test_there_is_one_line_a_step_with_loss_speed_memory_and_time_left_and_no_warning(
+    said: tuple[Path, str],
+) -> None:
+    assert "WARNING" not in said[1] and "Warning" not in said[1] and "it/s]" not in said[1]
+    steps = [line for line in said[1].splitlines() if line.startswith("step ")]
+    assert len(steps) == 3
+    assert all(word in step for step in steps for word in ("loss", "samples/s", "GiB on rank", "left"))
+
+
+def test_a_run_that_goes_on_adds_to_its_files_and_half_a_character_is_kept_as_its_number(
+    tmp_path: Path,
+) -> None:
+    for text in ("first", "a \ud800"):
+        add_log_file(tmp_path / "rank_0.log")
+        log_to_file(text)
+    lines = (tmp_path / "rank_0.log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["first", "\\ud800"]
+
+
+@pytest.mark.parametrize(("level", "wanted"), [("info", "all\nalarm\n"), ("warning", "alarm\n")])
+def test_what_the_terminal_leaves_out_is_in_the_file(
+    level: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet_logging: None
+) -> None:
+    setup_logging(level)
+    add_log_file(tmp_path / "rank_0.log")
+    log0("all")
+    log0("alarm", level=logging.WARNING)
+    assert capsys.readouterr().err == wanted
+    kept = (tmp_path / "rank_0.log").read_text().splitlines()
+    assert [line.split()[-2:] for line in kept] == [["INFO", "all"], ["WARNING", "alarm"]]
+
+
+def test_the_traceback_of_a_fault_of_ours_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_log_file(tmp_path / "rank_0.log")
+    try:
+        {}["absent"]
+    except KeyError as error:
+        Failures().report(error)
+    kept = (tmp_path / "rank_0.log").read_text()
+    assert "Traceback (most recent call last)" in kept and "KeyError: 'absent'" in kept and __file__ in kept
+
+
+@pytest.fixture(autouse=True)
+def _no_files_afterwards() -> None:
+    yield
+    for name in ("wandistiller", "DeepSpeed", "wandistiller.file"):
+        logger = logging.getLogger(name)
+        for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+            logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
+    experts: int, wan1: Path, wan2: Path, tmp_path: Path
+) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
+    small = {"num_layers": 1, "experts": ("one", "two")[experts - 1]}
+    wan = (wan1, wan2)[experts - 1]
+    lines = run_with({"csv_monitor": section}, wan, tmp_path, steps=4, student_config=small)
+    wanted: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in scalars(line).items():
+            wanted.setdefault(f"Train_{name.replace('/', '_')}.csv", []).append((line["step"], value))
+    some = ("loss", "samples_per_second", "memory_gib_train_host_rank_0")
+    assert {f"Train_{name}.csv" for name in some} <= wanted.keys()
+    for name, values in wanted.items():
+        rows = [row.split(",") for row in (tmp_path / "csv" / name).read_text().splitlines()[1:]]
+        assert [(int(step), float(value)) for step, value in rows] == values, name
+    assert not list(tmp_path.glob("csv/*Samples*"))
+
+
+def run_with(
+    monitor: dict[str, Any], wan: Path, folder: Path, env: dict[str, str] | None = None, **more: Any
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl after a run, or its continuation, whose student's JSON has this section."""
+    more = {"max_steps": more.pop("steps", 3), "sample_every": 1, "save_every": 2, **more}
+    more |= {"output_dir": str(folder / "run"), "deepspeed_config": student_engine(2, **monitor)}
+    file = write_json(folder / "r.json", recipe(folder, wan, **more))
+    if env:
+        run([sys.executable, "-m", "wandistiller", "train", "--recipe", str(file)], **env)
+    else:
+        wandistiller("train", "--recipe", file)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_csv_files_of_a_run_that_goes_on_have_one_head_and_each_step_once(wan1: Path, tmp_path: Path) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
+    run_with(monitor, wan1, tmp_path, steps=3)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000003")  # as if it had been killed after step 3
+    lines = run_with(monitor, wan1, tmp_path, steps=4)
+    rows = (tmp_path / "csv" / "Train_loss.csv").read_text().splitlines()
+    assert rows[0] == "step,loss" and [int(row.split(",")[0]) for row in rows[1:]] == [1, 2, 3, 4]
+    assert [float(row.split(",")[1]) for row in rows[1:]] == [line["loss"] for line in lines]
+
+
+def test_tensorboard_has_every_number_of_every_step_and_the_pictures(wan1: Path, tmp_path: Path) -> None:
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
+    )
+    monitor = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
+    lines = run_with(monitor, wan1, tmp_path)
+    found = reader.EventAccumulator(str(tmp_path / "board"), size_guidance={"images": 0, "scalars": 0})
+    found.Reload()
+    assert {tag.removeprefix("Train/") for tag in found.Tags()["scalars"]} == {
+        name for line in lines for name in scalars(line)
+    }
+    assert [(e.step, e.value) for e in found.Scalars("Train/loss")] == [
+        (line["step"], approx(line["loss"])) for line in lines
+    ]
+    pictures = {e.step: pixels(io.BytesIO(e.encoded_image_string)) for e in found.Images("Samples")}
+    drawn = {int(file.stem[5:]): pixels(file) for file in (tmp_path / "run" / "samples").glob("step_*.png")}
+    assert pictures.keys() == drawn.keys() and all(
+        np.array_equal(pictures[step], drawn[step]) for step in drawn
+    )
+
+
+def pixels(file: Path | io.BytesIO) -> np.ndarray:
+    return np.asarray(Image.open(file).convert("RGB"))
+
+
+def test_weights_and_biases_has_every_number_and_picture_and_knows_a_run_that_goes_on(
+    wan1: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb", reason="pip install wandb")
+    monitor = {"wandb": {"enabled": True, "project": "p"}}
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    run_with(monitor, wan1, tmp_path, env, steps=2)
+    lines = run_with(monitor, wan1, tmp_path, env, steps=3)
+    name = (tmp_path / "run" / "wandb_run").read_text()
+    runs = sorted((tmp_path / "wandb").glob(f"offline-run-*-{name}"))
+    assert len(runs) == 2 and all(list(r.glob("files/media/images/Samples_*.png")) for r in runs)
+    kept = {entry["_step"]: entry for r in runs for entry in history(next(r.glob("*.wandb")))}
+    assert {step: entry["Train/loss"] for step, entry in kept.items()} == {
+        line["step"]: line["loss"] for line in lines
+    }
+    assert {k.removeprefix("Train/") for k in kept[3] if k.startswith("Train/")} == scalars(lines[2]).keys()
+
+
+def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB; a header before each piece."""
+    at, record = first, b""
+    while at < len(content):
+        if (left := -at % 32768) and left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        record, at = record + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, last
+            yield record
+            record = b""
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    """What an offline run of Weights & Biases logged, step by step."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for data in leveldb_records(file.read_bytes(), first=7):
+        record = Record.FromString(data)
+        if record.HasField("history"):
+            items = record.history.item
+            found.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return found
+
+
+def test_a_line_s_numbers_have_names_for_monitors() -> None:
+    line = {"step": 7, "loss": 0.5, "grad_norm": None, "expert": "transformer", "skipped": True}
+    line |= {"losses": {"velocity": 1.0}, "memory_gib": {"train": {"host": [1.0, 2.0]}}, "lr": float("nan")}
+    of_ranks = {f"memory_gib/train/host/rank_{rank}": gib for rank, gib in enumerate((1.0, 2.0))}
+    assert scalars(line) == {"loss": 0.5, "losses/velocity": 1.0} | of_ranks
+
+
+def test_comet_has_every_step_when_the_process_has_ended(wan1: Path, tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="pip install comet_ml")
+    env = {"COMET_OFFLINE_DIRECTORY": str(tmp_path / "comet")}
+    lines = run_with({"comet": {"enabled": True, "online": False}}, wan1, tmp_path, env)
+    (archive,) = (tmp_path / "comet").glob("*.zip")
+    messages = zipfile.ZipFile(archive).read("messages.json").splitlines()
+    metrics = [json.loads(line)["payload"].get("metric", {}) for line in messages]
+    found = [(m["step"], m["metricValue"]) for m in metrics if m.get("metricName") == "Train/loss"]
+    assert found == [(line["step"], line["loss"]) for line in lines]

@@ -1,0 +1,138 @@
+"""State shared by nodes and owned by each; nodes are process and mount namespaces of this machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ROOT, environment, free_port, losses, wandistiller, write_json
+from recipes import recipe
+
+NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
+NODES = [(0, 1), (2,)]
+PARTS = {
+    "sharded": [3, 3, 3],
+    "sharded_node": [2, 2, 1],
+    "zero_inference_cpu_node": [2, 2, 1],
+    "host_cpu": [1, 1, 1],
+    "owner": [1, 0, 1],
+}
+"""Among how many ranks the weights are cut that each rank has; 0 where it has none."""
+TASKS = [(name, *how) for name in PARTS for how in (("float32", "1"), ("bfloat16", "2"))]
+SKIP = bool(subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode)
+pytestmark = [
+    pytest.mark.multinode,
+    pytest.mark.skipif(SKIP, reason="needs the right to make namespaces: run as root"),
+]
+
+
+def on_nodes(
+    work: Path, nodes: list[tuple[int, ...]], words: list[Any], before: dict[int, str] | None = None
+) -> tuple[list[int], str]:
+    """Run `words` on each rank of each node; the nodes' exit codes, and all that was said.
+
+    Args:
+        before: by node, what its shell does first.
+    """
+    world = {
+        "WORLD_SIZE": str(sum(map(len, nodes))),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    program, started = " ".join(map(str, words)), []
+    for node, ranks in enumerate(nodes):
+        each = [f"RANK={rank} LOCAL_RANK={local} {program} & p{local}=$!" for local, rank in enumerate(ranks)]
+        waits = [f"wait $p{local} || code=$?" for local, _ in enumerate(ranks)]
+        shell = "\n".join([(before or {}).get(node, ":"), *each, "code=0", *waits, "exit $code"])
+        with (work / f"node{node}.log").open("w") as log:
+            started.append(
+                subprocess.Popen(
+                    [*NAMESPACES, "bash", "-c", shell],
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(**world, LOCAL_WORLD_SIZE=str(len(ranks))),
+                )
+            )
+    codes = [node.wait(300) for node in started]
+    return codes, "\n".join((work / f"node{node}.log").read_text() for node in range(len(nodes)))
+
+
+# Where a teacher lives
+
+
+@pytest.fixture(scope="module")
+def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What placements_on_ranks.py found of each teacher JSON."""
+    work = tmp_path_factory.mktemp("nodes")
+    tasks = [f"'{name} {precision} {passes}'" for name, precision, passes in TASKS]
+    codes, said = on_nodes(
+        work,
+        NODES,
+        [sys.executable, ROOT / "tests" / "helpers" / "placements_on_ranks.py", wan2, work, *tasks],
+    )
+    assert codes == [0, 0], said
+    return json.loads((work / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_node_has_its_own_where_the_json_says_so(placed: dict[str, Any], name: str) -> None:
+    assert placed[f"parts of {name}"] == PARTS[name]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_wherever_it_lives_its_answers_are_bitwise_diffusers(placed: dict[str, Any], name: str) -> None:
+    assert [placed[" ".join(task)] for task in TASKS if task[0] == name] == [0, 0]
+
+
+# Where the cache is
+
+
+def own_disks(work: Path, *nodes: int) -> dict[int, str]:
+    """What gives each of these nodes a folder `local` of its own, `disk0` and so on."""
+    (work / "local").mkdir()
+    for node in nodes:
+        (work / f"disk{node}").mkdir()
+    return {node: f"mount --bind {work / f'disk{node}'} {work / 'local'}" for node in nodes}
+
+
+def test_nodes_with_a_cache_each_train_once_each_has_filled_its_own(wan1: Path, tmp_path: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "one"), max_steps=2)
+    wandistiller("train", "--recipe", write_json(tmp_path / "one.json", given), ranks=2)
+    given |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "local")}
+    file, disks = write_json(tmp_path / "run.json", given), own_disks(tmp_path, 0, 1)
+    train = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
+    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
+    assert (
+        codes == [2, 2]
+        and said.count("run `wandistiller prepare` with this recipe on each node by itself first") == 1
+    ), said
+    for disk in disks:
+        wandistiller(
+            "prepare",
+            "--recipe",
+            file,
+            "--cache_dir",
+            tmp_path / f"disk{disk}",
+            "--output_dir",
+            tmp_path / "made",
+        )
+    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
+    assert codes == [0, 0], said
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+# What goes between them
+
+
+def test_doctor_measures_the_ways_within_and_between_nodes_of_unlike_size(tmp_path: Path) -> None:
+    codes, said = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
+    assert (
+        codes == [0, 0]
+        and "3, at most 2 a node; gloo, sum over them right" in said
+        and said.count("--rates '") == 1
+    ), said
+    found = json.loads(said.partition("--rates '")[2].partition("'")[0])
+    assert found["link"] > 0 and found["network"] > 0

@@ -1,0 +1,247 @@
+"""Exports open elsewhere: original-Wan files, LoRA files of both styles, the card."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from ranks import run, wandistiller
+from recipes import train
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from wandistiller.cli.main import main
+from wandistiller.export.formats.original import LARGEST, QUANTIZED, quantized
+from wandistiller.export.low_rank import extract
+from wandistiller.wan.original_names import FIXED, original_name, unlike_published
+
+PUBLISHED = """
+blocks.0.cross_attn.k.bias blocks.0.cross_attn.k.weight blocks.0.cross_attn.norm_k.weight
+blocks.0.cross_attn.norm_q.weight blocks.0.cross_attn.o.bias blocks.0.cross_attn.o.weight
+blocks.0.cross_attn.q.bias blocks.0.cross_attn.q.weight blocks.0.cross_attn.v.bias
+blocks.0.cross_attn.v.weight blocks.0.ffn.0.bias blocks.0.ffn.0.weight blocks.0.ffn.2.bias
+blocks.0.ffn.2.weight blocks.0.modulation blocks.0.norm3.bias blocks.0.norm3.weight blocks.0.self_attn.k.bias
+blocks.0.self_attn.k.weight blocks.0.self_attn.norm_k.weight blocks.0.self_attn.norm_q.weight
+blocks.0.self_attn.o.bias blocks.0.self_attn.o.weight blocks.0.self_attn.q.bias blocks.0.self_attn.q.weight
+blocks.0.self_attn.v.bias blocks.0.self_attn.v.weight head.head.bias head.head.weight head.modulation
+patch_embedding.bias patch_embedding.weight text_embedding.0.bias text_embedding.0.weight
+text_embedding.2.bias text_embedding.2.weight time_embedding.0.bias time_embedding.0.weight
+time_embedding.2.bias time_embedding.2.weight time_projection.1.bias time_projection.1.weight
+""".split()
+"""The names in Wan-AI/Wan2.1-T2V-1.3B's diffusion_pytorch_model.safetensors, of one block."""
+INPUTS = (2, 16, 1, 4, 4), (2, 9, 32)
+
+
+@pytest.fixture(scope="module")
+def two_experts(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
+    """The run of a student of its teacher's shape, of which only matrices were trained."""
+    frozen = ["bias", "norm2", "norm_q", "norm_k", "scale_shift_table", "patch_embedding"]
+    return train(
+        tmp_path_factory.mktemp("two"),
+        wan2,
+        student_config={"experts": "two"},
+        frozen=frozen,
+        shift=4.0,
+        max_steps=3,
+    )
+
+
+def export(checkpoint: Path, output: Path, flags: str = "") -> None:
+    wandistiller("export", "--checkpoint", checkpoint, "--output", output, *flags.split())
+
+
+def predict(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x, text = (torch.randn(size, generator=generator) for size in INPUTS)
+    with torch.no_grad():
+        return model(x, torch.tensor([900.0, 300.0]), text).sample
+
+
+def test_names_of_a_network_are_those_of_the_published_file(wan1: Path) -> None:
+    state = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer").state_dict()
+    names = {original_name(name) for name in state}
+    assert {n for n in names if n.startswith("blocks.0.") or not n.startswith("blocks.")} == set(PUBLISHED)
+
+
+@pytest.fixture(scope="module")
+def as_folder(two_experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That student as a diffusers pipeline in float32."""
+    folder = tmp_path_factory.mktemp("folder") / "student"
+    export(two_experts, folder, "--dtype float32")
+    return folder
+
+
+def test_single_files_open_as_the_same_networks(two_experts: Path, as_folder: Path, tmp_path: Path) -> None:
+    export(two_experts, tmp_path / "w.safetensors", "--format original --dtype float32")
+    for side, name in (("high", "transformer"), ("low", "transformer_2")):
+        file = tmp_path / f"w_{side}_noise.safetensors"
+        wanted = WanTransformer3DModel.from_pretrained(as_folder, subfolder=name)
+        found = WanTransformer3DModel.from_single_file(str(file), config=str(tmp_path / "w.card"))
+        assert all(torch.equal(value, wanted.state_dict()[key]) for key, value in found.state_dict().items())
+        assert torch.equal(predict(found), predict(wanted))
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        assert about["format"] == "pt" and about["modelspec.architecture"] == "Wan"
+        assert (
+            "shift 4.0" in about["modelspec.description"]
+            and json.loads(about["wandistiller"])["shift"] == 4.0
+        )
+
+
+def test_eight_bit_weights_are_the_nearest_that_their_scale_allows(two_experts: Path, tmp_path: Path) -> None:
+    for dtype in ("float8_e4m3fn", "bfloat16"):
+        export(two_experts, tmp_path / f"{dtype}.safetensors", f"--format original --dtype {dtype}")
+    small, plain = (
+        load_file(tmp_path / f"{d}_high_noise.safetensors") for d in ("float8_e4m3fn", "bfloat16")
+    )
+    matrices = [name for name in plain if QUANTIZED.match(name)]
+    assert len(matrices) == 10 * 4
+    for name in matrices:
+        stored, scale, weight = small[name], small[name + "_scale"], plain[name].float()
+        assert stored.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.shape == ()
+        # half of the distance to the next number, 3 bits of mantissa
+        step = torch.maximum(weight.abs() * 2**-4, scale * 2**-10)
+        assert ((stored.float() * scale - weight).abs() <= step * 1.001).all()
+        mark = bytes(small[name.replace("weight", "comfy_quant")].tolist())
+        assert json.loads(mark) == {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+    assert all(torch.equal(small[name], plain[name]) for name in plain if name not in matrices)
+
+
+def test_a_matrix_of_zeros_has_a_scale() -> None:
+    found = dict(quantized("blocks.0.ffn.0.weight", torch.zeros(2, 2)))
+    assert found["blocks.0.ffn.0.weight"].float().eq(0).all()
+    assert 0 < found["blocks.0.ffn.0.weight_scale"] < 1 / LARGEST
+
+
+def test_what_comfyui_cannot_open_is_said() -> None:
+    assert unlike_published(FIXED) == []
+    said = unlike_published(FIXED | {"attention_head_dim": 12})[0]
+    assert said.startswith("`attention_head_dim` is 12; ComfyUI reads every Wan with 128")
+
+
+def with_lora(wan: Path, *files: Path) -> dict[str, Tensor]:
+    """Outputs of a pipeline's experts with LoRA files, (one for the first, one for the second)."""
+    pipe = WanPipeline.from_pretrained(wan)
+    for second, file in enumerate(files):
+        pipe.load_lora_weights(file.parent, weight_name=file.name, load_into_transformer_2=bool(second))
+    return {name: predict(getattr(pipe, name)) for name in ("transformer", "transformer_2")}
+
+
+def both(folder: Path) -> list[Path]:
+    return [folder / "pytorch_lora_weights.safetensors", folder / "pytorch_lora_weights_2.safetensors"]
+
+
+def comfy(folder: Path) -> list[Path]:
+    return [folder / f"lora_{side}_noise.safetensors" for side in ("high", "low")]
+
+
+@pytest.mark.parametrize("style", ["diffusers", "original"])
+def test_a_lora_cut_out_of_all_the_difference_makes_the_teacher_the_student(
+    two_experts: Path, as_folder: Path, wan2: Path, tmp_path: Path, style: str
+) -> None:
+    target = tmp_path / ("lora" if style == "diffusers" else "lora.safetensors")
+    export(two_experts, target, f"--adapter --format {style} --energy 1 --rank 10000 --dtype float32")
+    files = both(target) if style == "diffusers" else comfy(tmp_path)
+    if style == "original":
+        with safe_open(files[0], "pt") as file:
+            assert file.metadata()["modelspec.architecture"] == "Wan/lora"
+    card = target.with_suffix(".card") if style == "original" else target
+    assert "base_model_relation" not in (card / "README.md").read_text()
+    found, before = with_lora(wan2, *files), with_lora(wan2)
+    for name, value in found.items():
+        wanted = predict(WanTransformer3DModel.from_pretrained(as_folder, subfolder=name))
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+        assert (value - before[name]).abs().max() > 1e-3
+
+
+def test_a_trained_lora_is_the_same_in_both_styles_and_merged(tmp_path: Path, wan2: Path) -> None:
+    lora = {"rank": 3, "alpha": 6, "targets": ["attn1", "ffn"]}
+    output = train(tmp_path, wan2, student_config={"experts": "two"}, lora=lora, max_steps=3)
+    export(output, tmp_path / "lora", "--adapter --dtype float32")
+    export(output, tmp_path / "lora.safetensors", "--format lora --dtype float32")
+    export(output, tmp_path / "merged", "--dtype float32")
+    here, there = (with_lora(wan2, *files) for files in (both(tmp_path / "lora"), comfy(tmp_path)))
+    for name, value in here.items():
+        merged = predict(WanTransformer3DModel.from_pretrained(tmp_path / "merged", subfolder=name))
+        for other in (there[name], merged):
+            torch.testing.assert_close(value, other, rtol=0, atol=1e-6 * value.abs().max().item())
+        teacher = WanTransformer3DModel.from_pretrained(wan2, subfolder=name)
+        assert (value - predict(teacher)).abs().max() > 1e-3
+
+
+class Two(nn.Module):
+    def __init__(self, first: Tensor, second: Tensor):
+        super().__init__()
+        self.first, self.second = (nn.Linear(*w.shape[::-1], bias=True) for w in (first, second))
+        with torch.no_grad():
+            for layer, weight in ((self.first, first), (self.second, second)):
+                layer.weight.copy_(weight)
+                layer.bias.zero_()
+
+
+def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_layer_is_told() -> None:
+    """Singular values 4, 3 and 2, 1: squares 16 + 4, then 9 + 1, of 30 in all."""
+    model = Two(torch.diag(torch.tensor([4.0, 3.0])), torch.diag(torch.tensor([1.0, 2.0])))
+    energies = (0.5, 0.6, 0.7, 1.0)
+    with torch.no_grad():
+        found = {energy: extract(model, lambda _, out: out.zero_(), energy, most=8) for energy in energies}
+    assert {energy: f.adapter.rank for energy, f in found.items()} == {0.5: 1, 0.6: 1, 0.7: 2, 1.0: 2}
+    assert found[0.5].kept == pytest.approx(20 / 30) and found[1.0].kept == 1.0 and found[1.0].outside == 0.0
+    whole = found[1.0].adapter.state
+    assert torch.allclose(whole["first.lora_B.weight"] @ whole["first.lora_A.weight"], model.first.weight)
+    model = Two(torch.diag(torch.tensor([3.0, 0.0])), torch.zeros(2, 2))
+    with torch.no_grad():
+        model.first.bias.copy_(torch.tensor([1.0, 0.0]))
+        assert extract(model, lambda _, out: out.zero_(), 1.0, most=2).outside == pytest.approx(0.1)
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize(
+    ("flags", "said", "times"),
+    [
+        (["--adapter"], "its student differs from", 1),
+        (["--format", "original"], "is there, and no earlier export", 1),
+        (["--dtype", "float8_e4m3fn", "--energy", "0", "--rank", "0", "--max_shard_size", "much"], "", 4),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused(
+    flags: list[str], said: str, times: int, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / ("w.safetensors" if "original" in flags else "w")
+    if "original" in flags:
+        output.write_text("another's")
+    assert main(["export", "--checkpoint", str(finished), "--output", str(output), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("error: ") == times and "Traceback" not in error
+
+
+OFFLINE = """
+import sys, torch
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.float32)
+pipe.scheduler.set_timesteps(4)
+print([round(s, 6) for s in pipe.scheduler.sigmas.tolist()])
+"""
+
+
+def test_the_exported_folder_opens_offline_in_shards_walks_the_sigmas_trained_for_and_has_a_card(
+    two_experts: Path, tmp_path: Path
+) -> None:
+    (two_experts / "evaluation.md").write_text("# title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nnotes")
+    target = tmp_path / "student"
+    export(two_experts, target, "--max_shard_size 300KB")
+    assert len(list((target / "transformer").glob("*.safetensors"))) > 1
+    done = run([sys.executable, "-c", OFFLINE, str(target)], cwd=tmp_path, HF_HUB_OFFLINE="1")
+    unshifted = [s / (4.0 - 3.0 * s) for s in json.loads(done.stdout)]  # sigma = 4 u / (1 + 3 u), shift 4
+    assert unshifted == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0], abs=2e-3)
+    _, front, text = (target / "README.md").read_text().split("---\n", 2)
+    assert {"library_name: diffusers", "pipeline_tag: text-to-video", "- distillation"} <= {
+        *front.splitlines()
+    }
+    assert "| 1 | 2 |" in text and '"guidance_scale"' in text
+    assert "data_path" not in text and "notes" not in text
+    picture = max((two_experts / "samples").glob("*.png"))
+    assert (target / "samples.png").read_bytes() == picture.read_bytes()

@@ -1,0 +1,67 @@
+"""`pip install .` carries all that the commands need."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, run
+
+from wandistiller import __version__
+
+
+@pytest.fixture(scope="module", params=["the checkout", pytest.param("sdist", marks=pytest.mark.slow)])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pip is given."""
+    if request.param == "the checkout":
+        return ROOT
+    folder = tmp_path_factory.mktemp("sdist")
+    run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)])
+    return next(folder.glob("wandistiller-*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed this package alone."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(folder),
+    ]
+    run([*pip, str(source)])
+    return folder
+
+
+@pytest.mark.parametrize("part", ["wandistiller", "ds_configs"])
+def test_installation_holds_every_tracked_file(part: str, site: Path) -> None:
+    tracked = run(["git", "ls-files", part]).stdout.split()
+    missing = [
+        t for t in tracked if not (site / (t if part == "wandistiller" else f"wandistiller/{t}")).is_file()
+    ]
+    assert tracked and not missing
+
+
+def test_installed_package_finds_its_data_outside_the_checkout(site: Path, tmp_path: Path) -> None:
+    command = ["train", "--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", "run", "--dry_run"]
+    done = run([sys.executable, "-m", "wandistiller", *command], cwd=tmp_path, PYTHONPATH=str(site))
+    assert "1008 prompts" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> None:
+    said = run(
+        [sys.executable, "-m", "wandistiller", "--version"], cwd=tmp_path, PYTHONPATH=str(site)
+    ).stdout.split()[-1]
+    assert (
+        said == __version__
+        and next(site.glob("wandistiller-*.dist-info")).name == f"wandistiller-{__version__}.dist-info"
+    )
+
+
+def test_type_checkers_are_told_that_there_are_types(site: Path) -> None:
+    assert (site / "wandistiller" / "py.typed").is_file()

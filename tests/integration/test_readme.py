@@ -1,0 +1,266 @@
+"""Every command and Python block of the texts: run on the embedded teacher where that is cheap, else dry."""
+
+import ast
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import DOCS, PAGES, Command, anchors, blocks, commands, plain, table_rows, text, unique
+from published_wan import PUBLISHED, write_wans
+from ranks import ROOT, has_async_io, wandistiller
+
+from wandistiller.cli.main import main
+from wandistiller.cli.parser import parser
+from wandistiller.teacher.strategies import strategies
+from wandistiller.utils.files import shipped
+
+PROMPTS_60 = "\n".join(
+    f"prompt {i} of sixty words" + " such as people write of a scene" * 8 for i in range(10_000)
+)
+PLANS = unique({"plan"})
+RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
+RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
+DRY = [c for c in unique({"train", "prepare"}) if c.value("--recipe") not in RECOMMENDED]
+AFTER_A_RUN = ("export", "sample", "evaluate", "report")
+SHORT = {  # flags that make a command on the embedded teacher take seconds
+    "train": "--rollout_steps 2 --max_steps 2 --sample_steps 2 --data_path three.txt",
+    "sample": "--steps 2",
+    "evaluate": "--steps 2 --num_prompts 2",
+}
+AFTERWARDS = [
+    p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
+]
+MACHINES = table_rows("README.md", r"\d+ x \d+ GB")
+
+
+def named(command: Command) -> str:
+    return " ".join(command.ours)[-70:]
+
+
+def few(every: Iterable[Any], by_default: Callable[[Any], bool]) -> list[Any]:
+    """These parameters; all but those by default are slow."""
+    return [p if by_default(p) else pytest.param(p, marks=pytest.mark.slow) for p in every]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the published pipelines' JSON files under their hub names, and prompts.txt."""
+    monkeypatch.chdir(write_wans(tmp_path))
+    return tmp_path
+
+
+def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
+    assert {c.value("--teacher_path") for c in DRY} >= set(PUBLISHED)
+
+
+@pytest.mark.usefixtures("folder", "quiet_logging")
+@pytest.mark.parametrize("command", DRY, ids=named)
+def test_a_training_command_passes_its_dry_run(command: Command) -> None:
+    if "disk" in command.words and not has_async_io():
+        pytest.skip("no libaio here")
+    if file := re.search(r"echo '(.*)' > (\S+)", text("docs/export.md")):  # a student config that one names
+        Path(file[2]).write_text(file[1])
+    assert main([*(word for word in command.ours if word != "--dry_run"), "--dry_run"]) == 0
+
+
+def recipe_of(row: list[str]) -> str:
+    """The machine recipe that a row of the README's table is about."""
+    count, each = re.findall(r"\d+", row[0])
+    return f"{count}x{each}_{row[1].lower().replace(' ', '_')}"
+
+
+def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
+    recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
+    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes)
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize("row", few(MACHINES, lambda row: recipe_of(row) == "4x24_wan2.1_14b"), ids=recipe_of)
+def test_a_row_of_the_readme_is_what_plan_prints(
+    row: list[str], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    numbers = re.findall(r"[\d.]+", " ".join([row[0], *row[2:]]).replace(",", ""))
+    count, each, student, device, host, of_host, disk, prompts, prepare, train = numbers
+    (folder / "prompts.txt").write_text(PROMPTS_60)
+    recipe = f"ds_configs/machines/{recipe_of(row)}.json"
+    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
+    shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
+    assert shown in {c.ours for c in PLANS} or "A14B" in row[1]
+    assert main(["plan", "--recipe", recipe, *machine]) == 0
+    printed = capsys.readouterr().err
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
+    assert "NOT fit" not in printed and [round(gib) for gib in fits[:2]] == [int(device), int(host)]
+    assert fits[2] == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
+    parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
+    assert f"{parameters / 1000:.1f}" == student
+    assert f"the data have {prompts}," in printed
+    hours = re.search(
+        r"at least ([\d.]+) h for \d+ steps, and ([\d.]+) h for the teacher's rollouts", printed
+    )
+    assert [float(h) for h in hours.groups()] == pytest.approx([int(train), int(prepare)], abs=0.5)
+    step = float(re.search(r"a step takes at least ([\d.]+) s", printed)[1])
+    rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
+    assert [cells[-1] for cells in rows if recipe_of(row) in cells[0]] == [f"{step:.1f} s"]
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize("command", few(RECOMMENDING, lambda c: "1.3B" in c.line), ids=named)
+def test_plan_recommends_what_the_next_dry_run_takes(command: Command, folder: Path) -> None:
+    assert main([*command.ours]) == 0
+    assert main(["train", "--recipe", command.value("--recommend"), "--output_dir", "out", "--dry_run"]) == 0
+
+
+@pytest.fixture(scope="module")
+def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the quick start has run, two steps of it, as runs/quickstart and as runs/quarter."""
+    made = tmp_path_factory.mktemp("finished")
+    (made / "three.txt").write_text(
+        "a red circle on a blue background, left\na green square on a red background, top\nx\n"
+    )
+    wandistiller(
+        "train", "--recipe", "ds_configs/recipes/quickstart.json", *shlex.split(SHORT["train"]), cwd=made
+    )
+    (made / "runs" / "quarter").symlink_to(made / "runs" / "quickstart")
+    return made
+
+
+def steps_after_a_run(page: str) -> Iterator[Command | str]:
+    """The page's commands that need a finished run, and its Python blocks, in the order of the page."""
+    exported = {word for c in commands(page) if c.ours[:1] == ("export",) for word in c.words}
+    for block in re.finditer(r"```(bash|python)\n(.*?)```", text(page), re.DOTALL):
+        if block[1] == "python":
+            yield block[2]
+            continue
+        for command in [c for c in commands(page) if c.line in block[2].replace("\\\n", " ").splitlines()]:
+            trains = command.ours[:1] == ("train",) and command.value("--output_dir") in exported
+            if trains or command.ours[:1] and command.ours[0] in AFTER_A_RUN or command.words[0] == "echo":
+                yield command
+
+
+@pytest.mark.parametrize("page", few(AFTERWARDS, lambda page: page == "README.md"))
+def test_what_a_page_does_with_a_finished_run_works(
+    page: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(quick_start)
+    for step in steps_after_a_run(page):
+        if isinstance(step, str):
+            (quick_start / "block.py").write_text(step)
+            runpy.run_path(str(quick_start / "block.py"))
+        elif step.ours:
+            wandistiller(*step.ours, *shlex.split(SHORT.get(step.ours[0], "")), cwd=quick_start)
+        else:
+            subprocess.run(["bash", "-c", step.line], check=True, cwd=quick_start)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder", "quiet_logging")
+@pytest.mark.parametrize("command", unique({"doctor"}), ids=named)
+def test_doctor_runs(command: Command) -> None:
+    assert main([*command.ours]) == 0
+
+
+def test_each_other_command_names_what_is_there() -> None:
+    ours = {"train", "prepare", "plan", "doctor", *AFTER_A_RUN}
+    for page in PAGES:
+        for command in commands(page):
+            words = command.words
+            if words == ("source", ".venv/bin/activate"):
+                assert ".venv/bin/pip" in text("launch/env.sh")
+            elif words[0] == "bash" and not command.ours:
+                assert (ROOT / words[1]).is_file()
+            else:
+                assert words[0] == "echo" or command.ours[0] in ours, f"{page}: no test runs `{command.line}`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_and_files_of_commands_within_the_text_are_known(page: str) -> None:
+    choices = next(a.choices for a in parser()._actions if a.dest == "command")
+    for span in re.findall(r"`((?:wandistiller|python|bash) [^`]+)`", plain(page)):
+        words = span.split()
+        flags = {word for word in words if word.startswith("--")}
+        if words[0] == "wandistiller" and words[1] in choices:
+            assert flags <= {*choices[words[1]]._option_string_actions}, words
+        elif words[0] == "python" and words[1] == "-m":
+            assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file(), words
+        elif words[0] == "python":
+            nodes = ast.walk(ast.parse(text(words[1])))
+            assert flags <= {node.value for node in nodes if isinstance(node, ast.Constant)}, words
+        elif words[0] == "bash":
+            assert (ROOT / words[1]).is_file(), words
+
+
+def test_tests_that_the_texts_select_are_there() -> None:
+    files = " ".join(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for words in re.findall(r"test\.sh [^`\n]*-k \"?([\w ]+)", text(page)):
+            assert all(word in files for word in words.split(" or ")), f"{page}: -k {words}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_a_page_names_are_there(page: str) -> None:
+    folders = {file.parent.name for file in (ROOT / "wandistiller").glob("*/__init__.py")}
+    moved = text(page).partition("## Modules that moved")[2] if page == "docs/migrating.md" else ""
+    names = [f"{name.replace('.', '/')}.py" for name in re.findall(r"`(\w+\.\w+)`", moved)]
+    for name in names + re.findall(r"`([\w/.]+/[a-z]\w*\.py)`", plain(page)):
+        at = ROOT / ("wandistiller" if name.split("/")[0] in folders else "")
+        assert (at / name).is_file(), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if not link.startswith("http"):
+            file, _, heading = link.partition("#")
+            target = Path(os.path.normpath(ROOT / Path(page).parent / file)) if file else ROOT / page
+            assert target.exists() and (not heading or heading in anchors(target)), f"{page}: {link}"
+
+
+def test_the_readme_links_every_guide_page() -> None:
+    assert all(f"({page})" in text("README.md") for page in DOCS)
+
+
+def test_the_readme_names_every_folder_of_the_package() -> None:
+    folders = {file.parent.name for file in (ROOT / "wandistiller").glob("*/__init__.py")}
+    assert all(f"`{name}/`" in text("README.md") for name in folders)
+
+
+def test_the_table_of_placements_has_a_command_for_every_teacher_json() -> None:
+    flags = ("--teacher_device_strategy", "--teacher_deepspeed_config")
+    used = ["".join(map(c.value, flags)) for c in commands("ds_configs/README.md") if c.ours[0] == "train"]
+    jsons = {file.stem for file in (ROOT / "ds_configs" / "teacher").glob("*.json")}
+    assert {strategies().get(name) or Path(name).stem for name in used} == jsons
+
+
+def test_every_recipe_has_a_command_and_every_student_a_row() -> None:
+    used = {Path(c.value("--recipe")).name for c in commands("ds_configs/recipes/README.md")} - {""}
+    assert used == {file.name for file in (ROOT / "ds_configs" / "recipes").glob("*.json")}
+    students = (ROOT / "ds_configs" / "students").glob("*.json")
+    assert all(f"| `{file.name}`" in text("docs/student.md") for file in students)
+
+
+def test_the_table_of_launchers_has_every_script() -> None:
+    linked = set(re.findall(r"\]\((\w+\.\w+)\)", text("launch/README.md")))
+    kinds = (".sh", ".sbatch", ".example")
+    there = {file.name for file in (ROOT / "launch").iterdir() if file.suffix in kinds}
+    assert there - {"env.sh"} == linked
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_json_that_a_page_names_is_shipped(page: str) -> None:
+    folders = "student|teacher|students|recipes|machines"
+    for name in re.findall(rf"ds_configs/(?:{folders})/[a-z\d][\w.]*\.json", text(page)):
+        assert shipped(name).is_file(), name
+
+
+def test_json_of_the_texts_is_json() -> None:
+    for page in PAGES:
+        for block in blocks("json", page):
+            value = json.loads(block if block.startswith("{") else "{" + block + "}")
+            assert isinstance(value, dict)

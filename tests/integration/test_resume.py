@@ -1,0 +1,106 @@
+"""A run that was cut and started again ends as one that was not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cases import slow_but
+from ranks import losses, wandistiller, write_json
+from recipes import recipe, student_engine, train
+from safetensors.torch import load_file
+
+from wandistiller.cli.main import main
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "student" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "stage", slow_but([2], [2, 3])
+)  # test_layouts.py and test_trainable.py resume stage 3
+def test_resumed_run_is_bitwise_equal(stage: int, tmp_path: Path, wan2: Path) -> None:
+    engine = student_engine(
+        stage, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}}
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for output, steps in ((whole, 8), (cut, 4), (cut, 8)):  # the second run of `cut` resumes at 4
+        train(tmp_path, wan2, output.name, max_steps=steps, save_every=4, deepspeed_config=engine)
+    assert any("4 of 8 steps are done" in log.read_text() for log in (cut / "logs").iterdir())
+    assert losses(cut) == losses(whole)
+    a, b = weights(cut), weights(whole)
+    assert all(torch.equal(a[k], b[k]) for k in b)
+
+
+def test_checkpoint_of_another_run_is_refused_by_name(trained: Path) -> None:
+    done = wandistiller("train", "--recipe", trained / "run.json", "--seed", "7", code=2)
+    assert "another seed: 0, now 7" in done.stderr
+    assert json.loads((trained / "run" / "resolved" / "run.json").read_text())["seed"] == 0
+
+
+def learning_rates(output: Path) -> list[float]:
+    return [json.loads(line)["lr"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(
+    tmp_path: Path, wan2: Path
+) -> None:
+    output, file = train(tmp_path, wan2, ranks=1, max_steps=2), tmp_path / "run.json"
+    more = ("--max_steps", "4", "--lr", "5e-4")
+    said = wandistiller("train", "--recipe", file, *more, code=2).stderr
+    assert "another optimizer: " in said and "--allow_changed optimizer to go on all the same" in said
+    wandistiller("train", "--recipe", file, *more, "--allow_changed", "optimizer")
+    assert learning_rates(output) == [1e-3, 1e-3, 5e-4, 5e-4]
+
+
+DIFFERENCES = [
+    ("student_config", {"num_layers": 3}, "student"),
+    ("guidance_scale", 2.5, "guidance"),
+    ("objective", "feature", "objective"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "name"), DIFFERENCES)
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+def test_the_difference_is_named(
+    key: str,
+    value: object,
+    name: str,
+    trained: Path,
+    tmp_path: Path,
+    wan2: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    more = {"output_dir": str(trained / "run"), "max_steps": 4, key: value}
+    file = write_json(tmp_path / "recipe.json", recipe(trained, wan2, **more))
+    assert main(["train", "--recipe", str(file)]) == 2
+    assert f"holds a run with another {name}: " in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
+    """A folder with a run of two steps in it."""
+    return train(tmp_path_factory.mktemp("trained"), wan2, ranks=1, max_steps=2).parent
+
+
+def test_a_key_that_says_what_the_weights_are_cannot_be_allowed(
+    trained: Path, tmp_path: Path, wan2: Path
+) -> None:
+    file = write_json(tmp_path / "recipe.json", recipe(trained, wan2, output_dir=str(trained / "run")))
+    said = wandistiller("train", "--recipe", file, "--allow_changed", "student", code=2).stderr
+    assert '`allow_changed` is "student". Write keys among: optimizer, scheduler' in said
+
+
+def test_metrics_cut_off_in_the_middle_of_a_line_are_mended(
+    trained: Path, tmp_path: Path, wan2: Path
+) -> None:
+    metrics = trained / "run" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + '{"step": 3, "lo')  # a kill while it was written
+    file = write_json(
+        tmp_path / "recipe.json", recipe(trained, wan2, output_dir=str(trained / "run"), max_steps=3)
+    )
+    wandistiller("train", "--recipe", file)
+    lines = metrics.read_text().splitlines()
+    assert lines[:2] == whole.splitlines() and [json.loads(line)["step"] for line in lines] == [1, 2, 3]

@@ -1,0 +1,200 @@
+"""A run stops in order on any request and under any launcher; a rank that fails is named."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from live import Live, live
+from ranks import ROOT, launcher, losses, wandistiller, write_json
+from recipes import recipe, student_engine, train
+from safetensors.torch import load_file
+from small_wan import make_wan, small_transformer
+
+STEPS = 40
+SETTINGS = {"max_steps": STEPS, "save_every": 10, "ema": 0.9}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stopping")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, wan1: Path) -> Path:
+    """The run that nobody disturbs."""
+    return train(folder, wan1, "whole", **SETTINGS)
+
+
+def student(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "student" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def training(folder: Path, wan: Path, name: str, **more: object) -> list[str]:
+    """Write the recipe `name`; return the words that train by it."""
+    given = recipe(folder, wan, **{"output_dir": str(folder / name)} | SETTINGS | more)
+    return ["wandistiller", "train", "--recipe", str(write_json(folder / f"{name}.json", given))]
+
+
+def torchrun() -> list[str]:
+    return [*launcher(2), "-m"]
+
+
+def deepspeed() -> list[str]:
+    port = next(w for w in launcher(2) if "master_port" in w).partition("=")[2]
+    program = str(Path(sys.executable).parent / "deepspeed")
+    return [program, "-q", "--num_gpus", "2", "--master_port", port, "--module"]
+
+
+def to_launcher(run: Live) -> None:
+    os.kill(run.process.pid, signal.SIGTERM)
+
+
+def to_one_rank(run: Live) -> None:
+    os.kill(run.pid_of_rank(1), signal.SIGUSR1)
+
+
+def to_launcher_at_once(run: Live) -> None:
+    os.kill(run.process.pid, signal.SIGKILL)
+
+
+def to_all(run: Live) -> None:
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+WAYS: list[tuple[str, Callable[[], list[str]], Callable[[Live], None] | None, str]] = [
+    ("torchrun, SIGTERM", torchrun, to_launcher, "SIGTERM"),
+    ("torchrun, SIGUSR1 to one rank", torchrun, to_one_rank, "SIGUSR1"),
+    ("torchrun, SIGINT to all, as a terminal's Ctrl-C", torchrun, to_all, "SIGINT"),
+    ("deepspeed, SIGTERM", deepspeed, to_launcher, "the end of its launcher"),
+    ("deepspeed, SIGKILL", deepspeed, to_launcher_at_once, "the end of its launcher"),
+    ("deepspeed, STOP", deepspeed, None, "STOP"),
+]
+
+
+BY_DEEPSPEED = [way for way in WAYS if way[0] == "deepspeed, SIGTERM"]
+
+
+@pytest.mark.parametrize(
+    "ways", [BY_DEEPSPEED, pytest.param(WAYS, marks=pytest.mark.slow)], ids=["deepspeed", "every way"]
+)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    ways: list, folder: Path, wan1: Path, whole: Path
+) -> None:
+    name, done = f"cut{len(ways)}", 0
+    output = folder / name
+    command = training(folder, wan1, name)
+    for number, (way, launch, ask, reason) in enumerate(ways):
+        with live([*launch(), *command], folder / f"{name}_{number}.log") as run:
+            run.wait_for(rf"step {done + 1}/{STEPS} ")
+            ask(run) if ask else (output / "STOP").touch()
+            code = run.end()
+            stopped = re.search(rf"stopped after step (\d+) of {STEPS} by .*{reason}", run.said())
+        assert stopped and code != 0, f"{way}: {code}\n{run.said()}"
+        done = int(stopped[1])
+        assert done < STEPS and (output / "checkpoints" / "latest").read_text() == f"step_{done:08d}\n"
+        assert not (output / "STOP").exists() and not (output / "DONE").exists()
+    wandistiller(*command[1:], ranks=2)
+    assert losses(output) == losses(whole) and len(losses(whole)) == STEPS
+    found, wanted = student(output), student(whole)
+    assert all(torch.equal(found[name], w) for name, w in wanted.items())
+    assert json.loads((output / "DONE").read_text())["steps"] == STEPS
+
+
+def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Path) -> None:
+    words = [sys.executable, "-m", *training(folder, wan1, "alone")]
+    with live(words, folder / "alone.log") as run:
+        run.wait_for(rf"step 1/{STEPS} ")
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == 75, run.said()
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(folder: Path, wan1: Path) -> None:
+    own = {"cache_dir": str(folder / "own"), "rollout_steps": 1000, "prepare_batch": 8, "num_frames": 9}
+    words = [sys.executable, "-m", *training(folder, wan1, "twice", log_level="debug", **own)]
+    with live(words, folder / "twice.log") as run:
+        run.wait_for("doing: latents from the teacher")
+        assert run.still_runs_after(1)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.still_runs_after(3.5)  # a rollout of 1,000 steps is not cut short by the first
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == -signal.SIGTERM, run.said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [torchrun, deepspeed])
+def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
+    launch: Callable[[], list[str]], folder: Path, wan1: Path
+) -> None:
+    name, starters = f"orphans_{launch.__name__}", ("torch.distributed", "bin/deepspeed")
+    with live([*launch(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
+        while all(any(s in words for s in starters) for words in run.processes().values()):
+            assert run.still_runs_after(0.02)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.end()
+    assert "step 1/" not in run.said()
+
+
+@pytest.mark.parametrize("gone", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder: Path, wan1: Path) -> None:
+    name = f"killed{gone}"
+    with live([*torchrun(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
+        run.wait_for(rf"step 3/{STEPS} ")
+        os.kill(run.pid_of_rank(gone), signal.SIGKILL)
+        assert run.end() == 1
+        gone_by = rf"because of rank {gone}\. Rank {gone} is gone \(process \d+ on \S+\)"
+        named = rf"rank {1 - gone}: stopped in: .*; {gone_by}"
+        assert re.search(rf"{named}, last heard of in: .+\.", run.said()), run.said()
+        assert "Error:" not in run.said().partition("torch.distributed.elastic")[0], run.said()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_after_the_stated_time(folder: Path, wan1: Path) -> None:
+    with live([*torchrun(), *training(folder, wan1, "hung", timeout=10)], folder / "hung.log") as run:
+        run.wait_for(rf"step 3/{STEPS} ")
+        os.kill(run.pid_of_rank(1), signal.SIGSTOP)
+        run.wait_for("Nothing has moved for 10 s; rank 1 is the least far. rank 0: .*; rank 1: ")
+        os.kill(run.pid_of_rank(1), signal.SIGKILL)  # or torchrun waits 30 s for it
+        assert run.end() == 1
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> None:
+    wan = make_wan(folder / "bigger", experts=1, layers=1)
+    small_transformer(0, 4, num_attention_heads=8, attention_head_dim=64, ffn_dim=2048).save_pretrained(
+        wan / "transformer"
+    )
+    engine = {k: v for k, v in student_engine(2).items() if k != "activation_checkpointing"}
+    settings = {
+        "student_config": {"num_layers": 4},
+        "deepspeed_config": engine,
+        "height": 256,
+        "width": 256,
+        "rollout_steps": 1,
+        "prepare_batch": 1,
+        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
+    }
+    file = write_json(
+        folder / "memory.json", recipe(folder, wan, output_dir=str(folder / "memory"), **settings)
+    )
+    room = ["--rank", "1", "--room", "32", "--at", "the student's forward pass", "--"]
+    limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
+    with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
+        run.end()
+        said = run.said()
+    assert re.search(
+        r"Out of memory on rank 1, step 1, the student's forward pass: .*\nrank 1: .* GiB", said
+    ), said
+    assert re.search(r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", said), (
+        said
+    )
+    assert (
+        "What helps:\n" in said and "micro-batch 1 x 4" in said and "fewer frames (--num_frames)" in said
+    ), said
+    assert "exitcode  : 3 " in said, said

@@ -1,0 +1,111 @@
+"""Wrong input of every kind: exit code 2, place and remedy named, nothing written; on 1 and 2 ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from bad_files import of_data, of_paths
+from bad_inputs import (
+    ENGINE,
+    Case,
+    Outcome,
+    faults,
+    of_recipe_settings,
+    of_recipes,
+    of_texts,
+    outcome,
+    silent_faults,
+)
+from bad_jsons import of_commands, of_engines, of_settings
+from bad_weights import TRANSFORMER, linked, of_weights
+from ranks import ROOT, program
+
+SETTINGS = [*of_recipe_settings(), *of_settings()]
+FILES = [*of_texts(), *of_recipes(), *of_engines(), *of_commands(), *of_data(), *of_paths(), *of_weights()]
+CASES = [*SETTINGS, *FILES]
+SAMPLE = 8
+"""Of the cases about files the default suite takes every eighth, which are some of each table."""
+
+
+def only_on_rank_1(file: Path, wan: Path) -> None:
+    """Two teachers, `0` and `1`; the weights of the second are cut off."""
+    linked(wan, file / "0", without=TRANSFORMER)
+    cut = linked(wan, file / "1", without=TRANSFORMER)
+    cut.write_bytes(cut.read_bytes()[:-8])
+
+
+AS_FLAGS = "--teacher_path {wan} --data_path tiny --output_dir {here}/out".split()
+SEEN_BY_RANK_1 = [
+    Case(
+        "its student",
+        ("{here}/1.json: `num_layers` is 9...Write at most that",),
+        {"0.json": {}, "1.json": {"num_layers": 9}},
+        flags=("--student_config", "{here}/{rank}.json"),
+    ),
+    Case(
+        "its engine is not there",
+        ("{here}/1.json: no such file. Fix the path.",),
+        {"0.json": ENGINE},
+        flags=("--deepspeed_config", "{here}/{rank}.json"),
+    ),
+    Case(
+        "its recipe",
+        ("{here}/1.json: `seeed` is 1...Did you mean `seed`?",),
+        {"0.json": {}, "1.json": {"seeed": 1}},
+        argv=("train", "--recipe", "{here}/{rank}.json", *AS_FLAGS),
+    ),
+    Case(
+        "its prompts",
+        ("{here}/1.txt: no prompt in it. Write one prompt a line.",),
+        {"0.txt": "a red circle", "1.txt": "#"},
+        flags=("--data_path", "{here}/{rank}.txt"),
+    ),
+    Case(
+        "its output is a file",
+        ("`output_dir` is {here}/1, but {here}/1 is a file. Name a folder.",),
+        {"1": ""},
+        flags=("--output_dir", "{here}/{rank}"),
+    ),
+    Case(
+        "its weights",
+        ("{here}/t/1/transformer/...it is cut off...Fetch this file again.",),
+        {"t": only_on_rank_1},
+        flags=("--teacher_path", "{here}/t/{rank}"),
+    ),
+]
+
+
+def parameter(case: Case) -> object:
+    sampled = case in SETTINGS or FILES.index(case) % SAMPLE == 0
+    name = case.name[:60].encode("ascii", "backslashreplace").decode()
+    return pytest.param(case, id=name, marks=() if sampled else pytest.mark.slow)
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
+def test_wrong_input_is_refused_with_its_place_and_remedy(case: Case, tmp_path: Path, wan2: Path) -> None:
+    words = case.write(tmp_path / "case", wan2)
+    found = outcome(words, tmp_path / "case")
+    assert faults(case, found, tmp_path / "case", wan2) == [], found.printed
+
+
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_ranks_stop_together_and_only_rank_0_speaks(every: int, tmp_path: Path, wan2: Path) -> None:
+    cases = [*CASES[::every], *SEEN_BY_RANK_1]
+    folders = [tmp_path / str(i) for i in range(len(cases))]
+    lines = [[str(here), case.write(here, wan2)] for case, here in zip(cases, folders, strict=True)]
+    (tmp_path / "cases.json").write_text(json.dumps(lines))
+    program(
+        ROOT / "tests" / "helpers" / "bad_inputs_on_ranks.py",
+        tmp_path / "cases.json",
+        tmp_path / "results.json",
+        ranks=2,
+    )
+    speaks, silent = (
+        [Outcome(**o) for o in theirs] for theirs in json.loads((tmp_path / "results.json").read_text())
+    )
+    wrong = {}
+    for case, here, first, second in zip(cases, folders, speaks, silent, strict=True):
+        said = [f"rank 1 says {second.printed}"] if second.errors else []
+        wrong[case.name] = faults(case, first, here, wan2) + silent_faults(second) + said
+    assert {name: found for name, found in wrong.items() if found} == {}

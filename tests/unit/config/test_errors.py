@@ -1,0 +1,86 @@
+"""Errors as a user meets them: all at once, once each, from all ranks together."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bad_inputs import Case, outcome
+from ranks import ROOT
+
+from wandistiller.teacher.placements import device_map
+
+
+@pytest.fixture
+def errors(tmp_path: Path, wan2: Path, one_rank: object, quiet_logging: None) -> Callable[[Case], list[str]]:
+    """A function that runs a case in this process, and returns the messages."""
+
+    def refused(case: Case) -> list[str]:
+        found = outcome(case.write(tmp_path / "case", wan2), tmp_path / "case")
+        assert (found.code, found.wrote) == (2, [])
+        return [error.removeprefix("error: ") for error in found.errors]
+
+    return refused
+
+
+def test_everything_wrong_in_every_file_is_reported_at_once(errors: Callable[[Case], list[str]]) -> None:
+    files = {"student.json": {"a": 1}, "engine.json": {"b": 1}, "placement.json": {"c": 1}}
+    found = errors(Case("", (), files, {"data_path": "none.txt", "height": 100, "objective": "x"}))
+    assert len(found) == len(set(found)) == 8  # the student's engine lacks batch and optimizer too
+
+
+def test_a_teacher_without_weights(
+    wan2: Path, errors: Callable[[Case], list[str]], copy_of: Callable[..., Path]
+) -> None:
+    teacher = copy_of(wan2)  # the JSON files alone
+    parts = ("transformer", "transformer_2", "vae", "text_encoder")
+    lines = [f"{teacher}: no .safetensors file in {part}/. Give the whole pipeline." for part in parts]
+    assert errors(Case("", (), recipe={"teacher_path": str(teacher)})) == lines
+
+
+def test_a_teacher_on_nvme_without_async_io(
+    errors: Callable[[Case], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/bin/false")  # as where no compiler or no libaio is
+    file = "ds_configs/teacher/zero_inference_nvme.json"
+    (error,) = errors(Case("", (), flags=("--teacher_deepspeed_config", file)))
+    assert error.startswith(
+        f'{file}: `zero_optimization.offload_param.device` is "nvme". DeepSpeed\'s async_io cannot'
+    )
+
+
+def test_a_device_map_without_accelerate(
+    errors: Callable[[Case], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_map, "find_spec", lambda name: None)
+    (error,) = errors(Case("", (), flags=("--teacher_device_strategy", "sequential")))
+    assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+TWO_RANKS = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
+def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
+    tmp_path: Path, wan2: Path
+) -> None:
+    case = Case("", (), {"student.json": {"num_heads": 2}}, {"data_path": "{here}/none.txt"})
+    ranks = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE LOCAL_SIZE".split()
+    environment = {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *TWO_RANKS.split(), "wandistiller", *case.write(tmp_path / "case", wan2)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("`num_heads` is 2. Unknown key. Did you mean `num_attention_heads`?") == 1
+    assert done.stderr.count("none.txt: no such file or folder.") == 1
+    assert not (tmp_path / "case" / "out").exists()

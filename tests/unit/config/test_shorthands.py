@@ -1,0 +1,78 @@
+"""Short flags of older command lines become the settings that they stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import write_json
+
+from wandistiller.cli.main import main
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.shorthands import read_run
+from wandistiller.config.validate import read_job
+from wandistiller.engine.ds_config import with_dtype
+from wandistiller.teacher.strategies import strategies
+
+PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}
+CPU = "ds_configs/teacher/host_cpu.json"
+
+
+def run(recipe: dict[str, Any], folder: Path, **flags: Any) -> RunConfig:
+    return read_run(str(write_json(folder / "r.json", PATHS | recipe)), flags)
+
+
+@pytest.mark.parametrize(("strategy", "name"), strategies().items())
+def test_a_strategy_is_its_teacher_json(tmp_path: Path, strategy: str, name: str) -> None:
+    config = run({}, tmp_path, teacher_device_strategy=strategy)
+    assert config.teacher_deepspeed_config == f"ds_configs/teacher/{name}.json"
+    assert config.teacher_device_strategy is None  # written out, so that resolved/run.json can be passed back
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ({}, {"teacher_on_cpu": True}),
+        ({}, {"teacher_device_strategy": "cpu", "teacher_deepspeed_config": CPU}),
+        ({"teacher_deepspeed_config": "ds_configs/teacher/owner.json"}, {"teacher_device_strategy": "cpu"}),
+        ({"teacher_device_strategy": "gpu0"}, {"teacher_deepspeed_config": CPU}),
+        ({"teacher_dtype": "float32"}, {"teacher_deepspeed_config": CPU}),
+    ],
+)
+def test_a_strategy_or_json_flag_wins_over_the_recipe_s_and_over_its_precision(
+    tmp_path: Path, recipe: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    config = run(recipe, tmp_path, **flags)
+    assert config.teacher_deepspeed_config == CPU
+    assert read_job(config, 1).teacher_ds["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sections"),
+    [("float32", {}), ("bfloat16", {"bf16": {"enabled": True}}), ("float16", {"fp16": {"enabled": True}})],
+)
+def test_teacher_dtype_sets_the_precision_of_a_json_that_was_not_named(
+    tmp_path: Path, dtype: str, sections: dict
+) -> None:
+    shipped = {"bf16": {"enabled": True}}
+    ds = with_dtype(shipped, run({}, tmp_path, teacher_dtype=dtype).teacher_dtype)
+    assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == sections
+
+
+def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
+    output = {"output_dir": str(tmp_path / "o")}
+    job = read_job(run(output, tmp_path, teacher_on_cpu=True, teacher_dtype="float32"), 1)
+    job.write_resolved()
+    again = read_job(read_run(str(job.output / "resolved" / "run.json"), {}), 1)
+    assert again.teacher_ds == job.teacher_ds and again.identity == job.identity
+
+
+def test_flags_that_the_launcher_makes_needless_are_accepted(tmp_path: Path, one_rank: object) -> None:
+    paths = ["--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", str(tmp_path)]
+    needless = "--distributed --multi_gpu --save_samples --num_workers 4".split()
+    assert main(["train", *paths, *needless, "--dry_run"]) == 0
+
+
+def test_an_interval_in_epochs_is_one_in_steps_and_pictures_go_where_sample_dir_says(tmp_path: Path) -> None:
+    job = read_job(run({"sample_interval": 2, "max_steps": 500, "sample_dir": "pictures"}, tmp_path), world=1)
+    assert job.run.sample_every == 252 and job.batch.total == 8  # 2 x 1008 prompts
+    assert job.samples == Path("pictures")

@@ -1,0 +1,293 @@
+"""Latents as diffusers' pipeline makes and reads them, and the sampling loop against its own."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline
+from PIL import Image
+from ranks import edit_json
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.data import latent_cache
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
+from wandistiller.data.media import Size, load_media
+from wandistiller.flow import keyed_normal
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.wan.encoders import Vae
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red circle", "a blue square"]
+STEPS = 8  # at shift 3 the timesteps are 999 954 900 833 750 643 500 301: both experts work
+MEAN = torch.linspace(-1, 1, 16).view(16, 1, 1, 1)
+STD = torch.linspace(0.5, 2, 16).view(16, 1, 1, 1)
+
+
+@cache
+def pipeline(folder: Path) -> WanPipeline:
+    pipe = WanPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def embeds(folder: Path) -> tuple[Tensor, Tensor]:
+    """text_BLD of PROMPTS and of an empty negative prompt."""
+    with torch.no_grad():
+        return pipeline(folder).encode_prompt(PROMPTS, ["", ""], max_sequence_length=512)
+
+
+def guided(folder: Path, high: float, low: float) -> GuidedTeacher:
+    pipe = pipeline(folder)
+    experts = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2 or pipe.transformer}
+    scales = {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}
+    return GuidedTeacher(LocalTeacher(experts), Guidance(embeds(folder)[1][0], scales))
+
+
+def start(frames: int = 2) -> Tensor:
+    return torch.stack([keyed_normal((16, frames, 4, 6), "start", i) for i in range(2)])
+
+
+def stock(folder: Path, steps: int, high: float, low: float | None, output_type: str = "latent") -> Tensor:
+    """What the pipeline makes of the same noise and text."""
+    text_BLD, null_BLD = embeds(folder)
+    return pipeline(folder)(
+        prompt_embeds=text_BLD,
+        negative_prompt_embeds=null_BLD,
+        latents=start(),
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=high,
+        guidance_scale_2=low,
+        num_inference_steps=steps,
+        output_type=output_type,
+    ).frames
+
+
+def ours(folder: Path, steps: int, high: float, low: float) -> tuple[Tensor, list[tuple[float, Tensor]]]:
+    wan = open_wan(str(folder))
+    return denoise(guided(folder, high, low).velocity, wan, wan.shift, start(), embeds(folder)[0], steps)
+
+
+@pytest.mark.parametrize(
+    ("experts", "steps", "high", "low"),
+    [(2, 1, 4.0, 3.0), (2, STEPS, 4.0, 3.0), (2, STEPS, 1.0, 1.0), (1, STEPS, 5.0, 5.0)],
+)
+def test_denoise_makes_the_stock_pipeline_s_latents(
+    wan1: Path, wan2: Path, experts: int, steps: int, high: float, low: float
+) -> None:
+    folder = (wan1, wan2)[experts - 1]
+    wanted = stock(folder, steps, high, low if experts == 2 else None)
+    torch.testing.assert_close(ours(folder, steps, high, low)[0], wanted, rtol=0, atol=2e-5)
+
+
+def test_guidance_and_experts_matter_here(wan2: Path) -> None:
+    right = stock(wan2, STEPS, 4.0, 3.0)
+    for other in (ours(wan2, STEPS, 3.0, 4.0)[0], ours(wan2, STEPS, 1.0, 1.0)[0]):
+        assert (other - right).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("boundary", "high"), [(0.875, 3), (0.9, 3), (0.901, 2), (0.833, 4)])
+def test_a_step_at_the_boundary_belongs_to_the_high_noise_expert(
+    wan2: Path, copy_of: Callable[..., Path], boundary: float, high: int
+) -> None:
+    folder = copy_of(wan2)
+    edit_json(folder / "model_index.json", boundary_ratio=boundary)
+    experts = []
+
+    def velocity(batch: Batch) -> Tensor:
+        experts.append(batch.expert)
+        return batch.x_t_BCFHW
+
+    denoise(velocity, open_wan(str(folder)), 3.0, start(), embeds(wan2)[0], STEPS)
+    assert experts == [Expert.HIGH_NOISE] * high + [Expert.LOW_NOISE] * (STEPS - high)
+
+
+def test_the_path_begins_at_the_noise_and_its_sigmas_fall(wan2: Path) -> None:
+    _, path = ours(wan2, STEPS, 1.0, 1.0)
+    assert [int(1000 * sigma) for sigma, _ in path] == [999, 954, 900, 833, 750, 643, 500, 301]
+    assert torch.equal(path[0][1], start())
+
+
+def test_the_shift_that_is_asked_for_replaces_the_scheduler_s(wan2: Path) -> None:
+    text_BLD = embeds(wan2)[0]
+    _, path = denoise(lambda b: b.x_t_BCFHW, open_wan(str(wan2)), 1.0, start(), text_BLD, 4)
+    assert [round(sigma, 2) for sigma, _ in path] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("kind", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
+    wan1: Path, copy_of: Callable[..., Path], kind: str
+) -> None:
+    folder = copy_of(wan1)
+    config = folder / "scheduler" / "scheduler_config.json"
+    if kind.startswith("Flow"):
+        config.write_text(
+            '{"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}'
+        )
+    x0, noise = torch.full_like(start(), 0.25), start()
+    found, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
+    torch.testing.assert_close(found, x0, rtol=0, atol=0.01)  # timesteps are whole numbers: sigma 0.999 for 1
+
+
+@pytest.fixture(scope="module")
+def scaled(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one-expert pipeline with a mean and deviation of latents that differ per channel."""
+    folder = tmp_path_factory.mktemp("scaled")
+    pipe = WanPipeline.from_pretrained(wan1, torch_dtype=torch.float32)
+    pipe.vae.register_to_config(latents_mean=MEAN.flatten().tolist(), latents_std=STD.flatten().tolist())
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def test_decoding_gives_the_stock_pipeline_s_pixels(scaled: Path) -> None:
+    latent, pixels_BFCHW = (stock(scaled, 2, 1.0, None, kind) for kind in ("latent", "pt"))
+    torch.testing.assert_close(
+        Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_encoding_gives_the_mode_less_the_mean_over_the_deviation(scaled: Path) -> None:
+    pixels = keyed_normal((2, 3, 5, 32, 48), "pixels").clamp(-1, 1)
+    vae = AutoencoderKLWan.from_pretrained(scaled / "vae", torch_dtype=torch.float32)
+    expected = (vae.encode(pixels).latent_dist.mode() - MEAN) / STD
+    found = Vae(open_wan(str(scaled)), CPU).encode(pixels)
+    assert found.shape == (2, *open_wan(str(scaled)).latent_shape(32, 48, 5))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def picture(file: Path, value: int = 0) -> Path:
+    Image.fromarray(np.random.default_rng(value).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(file)
+    return file
+
+
+ROLLOUTS = Rollouts(steps=2, per_prompt=1, keep_path=True, seed=0, shift=3.0)
+SIZE = Size(32, 32, 1)
+
+
+def cache_in(folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, shard_size: int = 3) -> LatentCache:
+    return LatentCache(
+        folder,
+        open_wan(str(wan)),
+        rollouts,
+        fps=16.0,
+        vae_fingerprint="vae",
+        teacher_fingerprint="teacher",
+        shard_size=shard_size,
+    )
+
+
+def made(*prompts: str, rollout: int = 0) -> list[Sample]:
+    return [Sample(PromptItem(p), SIZE, rollout) for p in prompts]
+
+
+def text_of(prompt: str) -> Tensor:
+    return keyed_normal((512, 32), "text", prompt)
+
+
+def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
+    """Fill by a teacher without guidance; returns the prompts' count of each teacher call."""
+    calls, teacher = [], guided(wan, 1.0, 1.0)
+
+    def velocity(batch: Batch) -> Tensor:
+        calls.append(len(batch.text_BLD))
+        return teacher.velocity(batch)
+
+    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}, CPU) == {}
+    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of, CPU)
+    return calls
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, scaled: Path) -> None:
+    image = Sample(PromptItem("given", picture(tmp_path / "a.png")), SIZE)
+    samples = [image, *made("made"), *made("made", rollout=1)]
+    cached, wan = cache_in(tmp_path, scaled), open_wan(str(scaled))
+    fill(cached, scaled, samples)
+    pixels_CFHW = load_media(image.item.media, SIZE, 16.0)
+    assert torch.equal(cached[cached.key(image)], Vae(wan, CPU).encode(pixels_CFHW[None])[0])
+    for rollout, sample in enumerate(samples[1:]):
+        noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
+        expected, _ = denoise(
+            guided(scaled, 1.0, 1.0).velocity, wan, 3.0, noise[None], text_of("made")[None], 2
+        )
+        torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: Path, wan1: Path) -> None:
+    cached, (sample,) = cache_in(tmp_path, wan1), made("a")
+    fill(cached, wan1, [sample])
+    noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
+    velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
+    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of("a")[None], 2)
+    sigma_S, x_SCFHW = cached.states(cached.key(sample))
+    assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()
+    assert torch.equal(x_SCFHW, torch.cat([*(x for _, x in path), x0])) and torch.equal(x_SCFHW[0], noise)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_only_what_a_cache_lacks_is_made_again(tmp_path: Path, wan1: Path) -> None:
+    samples = made(*"abcdef")  # in two files
+    first = cache_in(tmp_path, wan1)
+    assert fill(first, wan1, samples) == [3, 3, 3, 3]
+    kept = [first[first.key(s)] for s in samples]
+    max(tmp_path.rglob("*.safetensors")).unlink()
+    again = cache_in(tmp_path, wan1)
+    assert again.lacks_rollouts({again.key(s): s for s in samples})
+    assert fill(again, wan1, samples) == [3, 3] and fill(again, wan1, samples) == []
+    assert all(torch.equal(again[again.key(s)], x0) for s, x0 in zip(samples, kept, strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_more_rollouts_in_another_order_keep_those_that_are_there(tmp_path: Path, wan1: Path) -> None:
+    fill(cache_in(tmp_path, wan1), wan1, made(*"abc"))
+    more = cache_in(tmp_path, wan1, Rollouts(2, 2, True, 0, 3.0))
+    assert fill(more, wan1, made(*"dcba") + made("a", rollout=1)) == [2, 2]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_complete_cache_needs_neither_vae_nor_teacher_and_one_of_another_shift_seed_or_image_is_not_used(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Sample(PromptItem("b", picture(tmp_path / "a.png")), SIZE)
+    fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image])
+    with monkeypatch.context() as without:
+        without.setattr(latent_cache, "Vae", None)
+        assert fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image]) == []
+    for other in (Rollouts(2, 2, True, 0, 5.0), Rollouts(2, 2, True, 1, 3.0), Rollouts(3, 2, True, 0, 3.0)):
+        changed = cache_in(tmp_path, wan1, other)
+        assert changed.lacks_rollouts({changed.key(s): s for s in made("a")})
+    before = len(list(tmp_path.rglob("*.safetensors")))
+    picture(image.item.media, 1)
+    fill(cache_in(tmp_path, wan1), wan1, [image])
+    assert len(list(tmp_path.rglob("*.safetensors"))) == before + 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unusable_medium_is_named_remembered_and_tried_again_once_it_is_mended(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = tmp_path / "bad.png", picture(tmp_path / "good.png")
+    bad.write_bytes(good.read_bytes()[:200])
+    samples = [Sample(PromptItem("b", bad), SIZE), Sample(PromptItem("g", good), SIZE)]
+
+    def unusable() -> dict[str, str]:
+        cached = cache_in(tmp_path, wan1)
+        return cached.fill_media({cached.key(s): s for s in samples}, CPU)
+
+    (said,) = unusable().values()
+    assert said.startswith(f"{bad}: cannot be read: ")
+    with monkeypatch.context() as without:
+        without.setattr(latent_cache, "load_media", None)  # to open one would raise
+        assert list(unusable().values()) == [said]
+    picture(bad)
+    assert unusable() == {}

@@ -1,0 +1,210 @@
+"""Images and videos as pixels: turned, scaled to cover, cropped, thinned out in time, in the right bucket."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from diffusers.utils import export_to_video
+from PIL import Image
+from torch import Tensor
+
+from wandistiller.data import buckets, media
+from wandistiller.data.buckets import make_buckets, nearest_buckets, pixel_sizes
+from wandistiller.data.media import MediaError, Size, load_media, video_problem
+
+
+def load(path: Path, height: int = 16, width: int = 16, num_frames: int = 1, fps: float = 16.0) -> Tensor:
+    return load_media(path, Size(height, width, num_frames), fps)
+
+
+def picture(file: Path, array_HWC: np.ndarray, mode: str = "RGB") -> Path:
+    Image.fromarray(array_HWC).convert(mode).save(file)
+    return file
+
+
+def noise_HWC(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_an_image_of_the_right_size_keeps_every_pixel_scaled_to_minus_1_and_1(tmp_path: Path) -> None:
+    array = noise_HWC(16, 32)
+    array[0, 0], array[0, 1] = 0, 255
+    pixels_CFHW = load(picture(tmp_path / "a.png", array), 16, 32)
+    assert pixels_CFHW.shape == (3, 1, 16, 32) and pixels_CFHW[:, 0, 0, 0].tolist() == [-1.0] * 3
+    assert pixels_CFHW[:, 0, 0, 1].tolist() == [1.0] * 3
+    found_CHW = ((pixels_CFHW[:, 0] + 1) * 127.5).round().byte()
+    assert found_CHW.permute(1, 2, 0).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("L", "a.png"), ("RGBA", "a.png"), ("P", "a.gif"), ("CMYK", "a.jpg")]
+)
+def test_every_image_mode_becomes_rgb(tmp_path: Path, mode: str, name: str) -> None:
+    assert load(picture(tmp_path / name, noise_HWC(16, 16), mode)).shape == (3, 1, 16, 16)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)], ids=["wide", "tall"])
+def test_an_image_of_another_shape_is_cropped_in_the_middle(tmp_path: Path, shape: tuple[int, int]) -> None:
+    array = np.zeros((*shape, 3), dtype=np.uint8)
+    array[shape[0] // 2 - 8 : shape[0] // 2 + 8, shape[1] // 2 - 8 : shape[1] // 2 + 8] = 255
+    assert torch.equal(load(picture(tmp_path / "a.png", array)), torch.ones(3, 1, 16, 16))
+
+
+def test_a_small_image_is_enlarged_to_cover(tmp_path: Path) -> None:
+    array = np.full((8, 8, 3), 51, dtype=np.uint8)
+    pixels = load(picture(tmp_path / "a.png", array), 16, 32)
+    torch.testing.assert_close(pixels, torch.full((3, 1, 16, 32), 51 / 127.5 - 1))
+
+
+def test_a_fine_pattern_becomes_grey_when_it_is_made_small(tmp_path: Path) -> None:
+    array = np.indices((128, 128)).sum(0)[..., None].repeat(3, 2) % 2 * 255
+    pixels = load(picture(tmp_path / "a.png", array.astype(np.uint8)))
+    torch.testing.assert_close(pixels, torch.zeros(3, 1, 16, 16), rtol=0, atol=0.02)
+
+
+def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    array = np.zeros((16, 16, 3), dtype=np.uint8)
+    array[:8] = 255  # bright above; orientation 3 means: show it upside down
+    save_turned(tmp_path / "a.png", array, 3)
+    pixels = load(tmp_path / "a.png")
+    assert pixels[0, 0, 0, 0] == -1 and pixels[0, 0, -1, 0] == 1
+
+
+def save_turned(file: Path, array_HWC: np.ndarray, orientation: int) -> Path:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(array_HWC).save(file, exif=exif)
+    return file
+
+
+def video(file: Path, frames: int, fps: int = 8) -> Path:
+    """Frame i is grey 4 i, up to 60 frames."""
+    pictures = [Image.fromarray(np.full((32, 32, 3), 4 * i, dtype=np.uint8)) for i in range(frames)]
+    if file.suffix == ".gif":
+        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=round(1000 / fps))
+    else:
+        export_to_video(pictures, str(file), fps=fps)
+    return file
+
+
+def frames_of(file: Path, num_frames: int, fps: float = 16.0) -> list[int]:
+    """Numbers of the frames that were taken, by their grey."""
+    pixels_CFHW = load(file, 32, 32, num_frames, fps)
+    return ((pixels_CFHW.mean((0, 2, 3)) + 1) * 127.5 / 4).round().int().tolist()
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
+def test_the_first_frames_of_a_slow_video_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
+    assert frames_of(video(tmp_path / name, 12), 9) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [("a.mp4", 32, [0, 2, 4, 6, 8]), ("a.mp4", 24, [0, 2, 3, 4, 6]), ("a.gif", 50, [0, 3, 6, 9, 12])],
+)
+def test_a_faster_video_is_thinned_out_to_the_nearest_frames(
+    tmp_path: Path, name: str, given: int, taken: list[int]
+) -> None:
+    assert frames_of(video(tmp_path / name, 20, given), 5) == taken
+
+
+def test_only_the_frames_that_are_used_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read_frames, decoded = video(tmp_path / "a.mp4", 60), imageio_ffmpeg.read_frames, []
+
+    def counted(path: Path) -> Iterator[object]:
+        for frame in read_frames(path):
+            decoded.append(type(frame))
+            yield frame
+
+    monkeypatch.setattr(imageio_ffmpeg, "read_frames", counted)
+    assert frames_of(file, 5) == [0, 1, 2, 3, 4] and decoded == [dict] + [bytes] * 5
+
+
+def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match=r"has 3 frame\(s\) at 16 a second, the run wants 5"):
+        load(video(tmp_path / "a.gif", 3), num_frames=5)
+
+
+@pytest.mark.parametrize("content", [b"", b"no medium", bytes(1000)])
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.mp4", "a.webm", "a.gif"])
+def test_what_is_no_medium_cannot_be_read(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MediaError, match="cannot be read: "):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp"])
+def test_an_image_that_is_cut_off_cannot_be_read(tmp_path: Path, name: str) -> None:
+    whole = picture(tmp_path / name, noise_HWC(64, 64)).read_bytes()
+    for share in (0.02, 0.2, 0.5, 0.9):
+        (tmp_path / name).write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(MediaError, match="cannot be read: "):
+            load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.gif"])
+def test_damaged_bytes_give_pixels_or_say_that_they_cannot_be_read(tmp_path: Path, name: str) -> None:
+    whole, random = picture(tmp_path / name, noise_HWC(64, 64)).read_bytes(), np.random.default_rng(0)
+    for _ in range(60):
+        damaged = np.frombuffer(whole, np.uint8).copy()
+        damaged[random.integers(0, min(len(damaged), 300), 4)] = random.integers(0, 256, 4)
+        (tmp_path / name).write_bytes(damaged.tobytes())
+        try:
+            assert load(tmp_path / name).shape == (3, 1, 16, 16)
+        except MediaError as error:
+            assert str(error).startswith("cannot be read: ")
+
+
+def test_a_video_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert video_problem(tmp_path / "a.mp4") is None
+    monkeypatch.setattr(media, "find_spec", lambda name: None)
+    assert video_problem(tmp_path / "a.mp4").endswith(
+        "a.mp4: reading videos needs: pip install imageio imageio-ffmpeg."
+    )
+
+
+@pytest.mark.parametrize("size", [(480, 832), (64, 64), (720, 1280)])
+def test_buckets_have_about_the_pixels_of_the_run_and_ratios_up_to_2(size: tuple[int, int]) -> None:
+    buckets = make_buckets(*size, (16, 16))
+    assert size in buckets and len(buckets) == len(set(buckets)) >= 3
+    for height, width in buckets:
+        assert height % 16 == width % 16 == 0 and 0.5 <= height / width <= 2
+        assert height * width == pytest.approx(size[0] * size[1], rel=0.13)
+    assert any(h > w for h, w in buckets) and any(h < w for h, w in buckets)
+
+
+def test_a_medium_goes_to_the_bucket_of_the_nearest_aspect_ratio() -> None:
+    buckets = [(48, 96), (64, 64), (96, 48)]
+    shown = np.array([(480, 832), (100, 300), (1000, 1000), (98, 70), (832, 480), (300, 100), (100, 70)])
+    nearest = [0, 0, 1, 1, 2, 2, 2]
+    assert nearest_buckets(shown, buckets).tolist() == nearest
+    assert nearest_buckets(shown, buckets[::-1]).tolist() == [2 - i for i in nearest]
+
+
+def test_an_unreadable_medium_goes_where_most_go() -> None:
+    shown = np.array([(9, 9), (0, 0), (1, 2), (2, 4)])
+    assert nearest_buckets(shown, [(64, 64), (32, 64)]).tolist() == [0, 1, 1, 1]
+    assert nearest_buckets(np.array([(0, 0)]), [(64, 64)]).tolist() == [0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sizes_are_as_shown_remembered_and_looked_at_again_when_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        save_turned(tmp_path / "a.jpg", noise_HWC(24, 40), 6),
+        picture(tmp_path / "b.png", noise_HWC(24, 40)),
+        video(tmp_path / "c.mp4", 3),
+        tmp_path / "d.png",
+    ]
+    files[3].write_bytes(b"no medium")
+    table, wanted = tmp_path / "sizes.safetensors", [[40, 24], [24, 40], [32, 32], [0, 0]]
+    assert pixel_sizes(files.__getitem__, 4, table).tolist() == wanted
+    with monkeypatch.context() as without:
+        without.setattr(buckets, "_pixel_size", None)  # to look would raise
+        assert pixel_sizes(files[::-1].__getitem__, 4, table).tolist() == wanted[::-1]
+    picture(files[3], noise_HWC(7, 8))
+    assert pixel_sizes(files.__getitem__, 4, table).tolist() == [*wanted[:3], [7, 8]]

@@ -1,0 +1,172 @@
+"""Short flags and the value "auto" in the student's JSON."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import write_json
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from wandistiller.config.job import Job
+from wandistiller.config.shorthands import read_run
+from wandistiller.config.validate import read_job
+from wandistiller.engine.ds_overrides import fill_auto, fill_steps
+from wandistiller.utils.errors import ConfigError
+
+AUTO: dict[str, Any] = {  # the ZeRO-3 example of transformers' documentation, as far as it says auto
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
+FIXED = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+
+class Model:
+    """All that transformers reads of a model."""
+
+    config = PretrainedConfig(hidden_size=96)
+
+
+def test_auto_is_filled_as_transformers_fills_it(tmp_path: Path) -> None:
+    theirs = HfTrainerDeepSpeedConfig(copy.deepcopy(AUTO))
+    arguments = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True)
+    theirs.trainer_config_process(arguments)
+    theirs.trainer_config_finalize(arguments, Model(), 700)
+    ours = fill_steps(fill_auto(AUTO, 96), 700)
+    batch = {
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": 8,
+    }  # left open here, solved with the number of ranks
+    assert ours | batch == theirs.config
+
+
+def job(folder: Path, ds: dict[str, Any] | None = None, world: int = 1, **settings: Any) -> Job:
+    given = PATHS | {"output_dir": str(folder / "out")} | settings
+    if ds is not None:
+        given["deepspeed_config"] = str(write_json(folder / "ds.json", ds))
+    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), world)
+
+
+def test_a_json_full_of_auto_runs_unchanged(tmp_path: Path) -> None:
+    ds = job(tmp_path, AUTO, world=2, max_steps=300).student_ds
+    assert (ds["train_batch_size"], ds["gradient_accumulation_steps"]) == (16, 1)
+    assert ds["scheduler"]["params"] == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 5e-5,
+        "warmup_num_steps": 1,
+        "total_num_steps": 300,
+    }
+    assert ds["zero_optimization"]["reduce_bucket_size"] == 128 * 128  # the embedded teacher's width, squared
+
+
+def test_the_length_of_a_schedule_follows_from_epochs(tmp_path: Path) -> None:
+    ds = job(tmp_path, AUTO, num_epochs=2).student_ds
+    assert ds["scheduler"]["params"]["total_num_steps"] == 2 * 1008 // 8
+
+
+def test_auto_where_nothing_is_known_to_fill_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='`steps_per_print` is "auto". Write the value itself.'):
+        job(tmp_path, FIXED | {"steps_per_print": "auto"})
+
+
+def test_batch_size_is_a_rank_s_and_the_global_one_follows(tmp_path: Path) -> None:
+    batch = job(tmp_path, world=2, batch_size=4).batch
+    assert (batch.micro, batch.accumulation, batch.total) == (4, 8, 64)
+
+
+def test_lr_reaches_optimizer_and_schedule(tmp_path: Path) -> None:
+    ds = job(tmp_path, lr=3e-4).student_ds
+    assert ds["optimizer"]["params"]["lr"] == ds["scheduler"]["params"]["warmup_max_lr"] == 3e-4
+
+
+@pytest.mark.parametrize(("precision", "enabled"), [("bf16", {"bf16": {"enabled": True}}), ("no", {})])
+def test_mixed_precision_sets_the_section(tmp_path: Path, precision: str, enabled: dict) -> None:
+    ds = job(tmp_path, mixed_precision=precision).student_ds
+    assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == enabled
+
+
+def test_gradient_checkpointing_adds_its_section(tmp_path: Path) -> None:
+    without = {k: v for k, v in FIXED.items() if k != "activation_checkpointing"}
+    assert "activation_checkpointing" not in job(tmp_path, without).student_ds
+    assert "activation_checkpointing" in job(tmp_path, without, gradient_checkpointing=True).student_ds
+
+
+def test_num_steps_is_max_steps(tmp_path: Path) -> None:
+    assert job(tmp_path, num_steps=12).run.max_steps == 12
+
+
+def test_a_short_flag_fills_an_auto(tmp_path: Path) -> None:
+    ds = job(tmp_path, AUTO, batch_size=2, lr=1e-3).student_ds
+    assert (ds["train_micro_batch_size_per_gpu"], ds["optimizer"]["params"]["lr"]) == (2, 1e-3)
+    assert ds["scheduler"]["params"]["warmup_max_lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            {"batch_size": 3},
+            "`batch_size` is 3, but `deepspeed_config` names {}, "
+            "where `train_micro_batch_size_per_gpu` is 2.",
+        ),
+        (
+            {"lr": 2e-3},
+            "`lr` is 0.002, but `deepspeed_config` names {}, where `optimizer.params.lr` is 0.001.",
+        ),
+        (
+            {"mixed_precision": "no"},
+            "`mixed_precision` is no, but `deepspeed_config` names {}, where `bf16 and fp16` is bf16.",
+        ),
+    ],
+)
+def test_a_short_flag_beside_a_json_that_says_otherwise_is_refused(
+    tmp_path: Path, setting: dict, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(tmp_path, FIXED, **setting)
+    assert caught.value.problems == [f"{tmp_path}/recipe.json: {said.format(tmp_path / 'ds.json')} Keep one."]
+
+
+def test_a_short_flag_on_the_command_line_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
+    recipe = PATHS | {
+        "output_dir": str(tmp_path),
+        "deepspeed_config": str(write_json(tmp_path / "ds.json", FIXED)),
+    }
+    run = read_run(str(write_json(tmp_path / "recipe.json", recipe)), {"lr": 2e-3})
+    assert read_job(run, 1).student_ds["optimizer"]["params"]["lr"] == 2e-3
+
+
+def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
+    first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
+    first.write_resolved()
+    again = read_job(read_run(str(first.output / "resolved" / "run.json"), {}), 1)
+    assert again.student_ds == first.student_ds and again.run.lr is None

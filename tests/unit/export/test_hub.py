@@ -1,0 +1,191 @@
+"""A teacher by its hub id: files fetched, revisions, offline machines, messages of refusals."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from published_wan import COMMIT, hub_cache, hub_of
+from ranks import run
+from recipes import recipe
+from small_wan import FORMS, make_wan
+
+from wandistiller.cli.main import main
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+
+ID = "org/wan"
+NEEDED_FIRST = {
+    "model_index.json",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "README.md",
+}
+NOT_NEEDED = (
+    "Wan2.1_VAE.pth",
+    "assets/cat.mp4",
+    "text_encoder/pytorch_model.bin",
+    "transformer/diffusion_pytorch_model.fp16.safetensors",
+    "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
+)
+ASK = """
+import json
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.pipeline import open_wan, require_weights
+
+def files():
+    return sorted(str(f.relative_to(folder.path)) for f in folder.path.rglob("*") if f.is_file())
+
+def refusal(name, revision=None):
+    try:
+        open_wan(name, revision=revision)
+    except ConfigError as error:
+        return error.problems
+
+folder = open_wan("org/wan", revision="v1")
+found = {"revision": folder.revision, "opened": files()}
+require_weights(folder)
+found["required"] = files()
+found |= {name: refusal(name) for name in ("org/gated", "org/none")}
+print(json.dumps(found | {"nosuch": refusal("org/wan", "nosuch")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small pipeline in sharded files. Do not write into it."""
+    folder = make_wan(tmp_path_factory.mktemp("hub") / "wan", **FORMS["Wan2.1-14B"])
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Wan\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def online(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Files seen by a process that opened, then required, that pipeline; `asked`: (file, token) fetched."""
+    folder = tmp_path_factory.mktemp("online")
+    for file in (*whole.rglob("*"), *(whole / name for name in NOT_NEEDED)):
+        if not file.is_dir():
+            target = folder / "root" / file.relative_to(whole)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes() if file.exists() else b"not needed")
+    with hub_of(folder / "root") as (address, asked):
+        done = run(
+            [sys.executable, "-c", ASK],
+            HF_HUB_OFFLINE="0",
+            HF_ENDPOINT=address,
+            HF_TOKEN="hf_mine",
+            HF_HUB_CACHE=str(folder / "cache"),
+        )
+    return json.loads(done.stdout) | {"asked": asked}
+
+
+def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read(online: dict) -> None:
+    assert set(online["opened"]) == NEEDED_FIRST and online["revision"] == COMMIT
+
+
+def test_weights_are_fetched_when_they_are_required_and_nothing_else_ever(online: dict, whole: Path) -> None:
+    assert set(online["required"]) == {str(f.relative_to(whole)) for f in whole.rglob("*") if f.is_file()}
+    assert sorted(name for name, _ in online["asked"]) == online["required"]
+
+
+def test_the_token_of_the_environment_is_sent(online: dict) -> None:
+    assert {token for _, token in online["asked"]} == {"Bearer hf_mine"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("org/gated", "that hub id is gated. Accept its terms at "),
+        ("org/none", "there is no such hub id, or it is private. "),
+        ("nosuch", "that hub id has no revision `nosuch`. Give one of its branches, "),
+    ],
+)
+def test_a_refusal_of_the_hub_is_one_sentence_and_what_to_do(online: dict, asked: str, reason: str) -> None:
+    (problem,) = online[asked]
+    name = ID if asked == "nosuch" else asked
+    assert problem.startswith(f"{name}: no such folder here, and {reason}")
+
+
+@pytest.fixture
+def cached(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub cache of this offline process, with that pipeline as org/wan, branch main and tag v1."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return hub_cache(tmp_path / "hub", ID, whole, "main", "v1")
+
+
+def snapshot(cached: Path) -> Path:
+    return cached / "models--org--wan" / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1", COMMIT])
+def test_an_offline_cache_serves_branch_tag_and_commit(cached: Path, revision: str | None) -> None:
+    folder = open_wan(ID, weights=True, revision=revision)
+    require_weights(folder)
+    assert (folder.path, folder.name, folder.revision) == (snapshot(cached), ID, COMMIT)
+
+
+def test_a_hub_id_without_a_card_opens(cached: Path) -> None:
+    (snapshot(cached) / "README.md").unlink()
+    assert open_wan(ID).revision == COMMIT
+
+
+def test_a_branch_that_moves_on_changes_nothing_for_what_was_opened(cached: Path) -> None:
+    folder: WanFolder = open_wan(ID)
+    (cached / "models--org--wan" / "refs" / "main").write_text("f" * 40)  # a commit that is not here
+    require_weights(folder)  # would ask for the commit that is not here
+    assert (folder.path, folder.revision) == (snapshot(cached), COMMIT)
+
+
+def refused(act: Callable[[], object]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("name", "revision"), [(ID, "v2"), ("org/other", None), (ID, "f" * 40)])
+def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision: str | None) -> None:
+    assert refused(lambda: open_wan(name, revision=revision)) == [
+        f"{name}: no such folder here, and revision `{revision or 'main'}` of that hub id is not "
+        f"in {cached}, and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere, or give a folder."
+    ]
+
+
+def test_weights_that_an_offline_cache_lacks_are_named_by_their_part(cached: Path) -> None:
+    for file in (snapshot(cached) / "vae").glob("*.safetensors"):
+        file.unlink()
+    assert refused(lambda: require_weights(open_wan(ID))) == [
+        f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is offline "
+        "(HF_HUB_OFFLINE). Fetch it elsewhere."
+    ]
+
+
+def test_a_hub_that_cannot_be_reached_is_named(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the discard port
+    assert open_wan(ID).revision == COMMIT  # the cache serves
+    assert (
+        f"`v2` of that hub id is not in {cached}, and http://127.0.0.1:9 cannot be reached."
+        in refused(lambda: open_wan(ID, revision="v2"))[0]
+    )
+
+
+def test_a_folder_has_no_revision(whole: Path) -> None:
+    assert refused(lambda: open_wan(str(whole), revision="v1")) == [
+        f'{whole}: `teacher_revision` is "v1". Only a hub id has revisions; leave it out.'
+    ]
+
+
+@pytest.mark.parametrize(("revision", "code"), [("v1", 0), ("v2", 2)])
+@pytest.mark.usefixtures("one_rank", "cached")
+def test_the_command_line_takes_a_hub_id_and_its_revision(
+    tmp_path: Path, revision: str, code: int, capsys: pytest.CaptureFixture
+) -> None:
+    asked = recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out"))
+    (tmp_path / "recipe.json").write_text(json.dumps(asked))
+    words = ["train", "--recipe", str(tmp_path / "recipe.json"), "--teacher_revision", revision, "--dry_run"]
+    assert main(words) == code
+    assert (f"error: {ID}: " in capsys.readouterr().err) is (code == 2)

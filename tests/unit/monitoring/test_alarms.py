@@ -1,0 +1,127 @@
+"""Alarms, on curves and pictures that are known; and, marked slow, on real runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import wandistiller, write_json
+from recipes import recipe, student_engine, train
+from torch import Tensor
+
+from wandistiller.monitoring.alarms import (
+    LONG_WINDOW,
+    REPEAT_AFTER,
+    SHORT_WINDOW,
+    Alarms,
+    Seconds,
+    image_stats,
+)
+
+WELL = Seconds(0.01, 1.0)
+
+
+def alarms(
+    folder: Path, losses: list[float], norms: list[float] | None = None, seconds: list[Seconds] | None = None
+) -> list[str]:
+    """The kinds that were said over such a run, one a step."""
+    found = Alarms(folder)
+    for step, loss in enumerate(losses, 1):
+        found.step(step, loss, norms[step - 1] if norms else 1.0, 1e-4, seconds or [WELL, WELL])
+    return said(folder)
+
+
+def said(folder: Path) -> list[str]:
+    file = folder / "alarms.jsonl"
+    return [json.loads(line)["kind"] for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+LOSSES: dict[str, tuple[list[float], list[str]]] = {
+    "falls": ([1 / step for step in range(1, 3 * LONG_WINDOW)], []),
+    "grows to three times its least": ([1.0] * 20 + [4.0] * 100, ["blow-up"]),
+    "has one bad step": ([1.0] * 20 + [15.0] + [1.0] * 20, []),
+    "stands still": ([1.0 + 0.1 * (i % 2) for i in range(2 * LONG_WINDOW + REPEAT_AFTER)], ["plateau"] * 2),
+}
+
+
+@pytest.mark.parametrize(("losses", "kinds"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_blows_up_or_stands_still_is_said_and_said_again_after_a_while(
+    losses: list[float], kinds: list[str], tmp_path: Path
+) -> None:
+    assert alarms(tmp_path, losses) == kinds
+    assert "plateau" not in kinds or "stands still" in (tmp_path / "alarms.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
+def test_a_gradient_far_from_the_usual_is_said(last: float, kinds: list[str], tmp_path: Path) -> None:
+    assert alarms(tmp_path, [1 / step for step in range(1, 102)], [*[1.0] * 100, last]) == kinds
+
+
+def test_a_run_that_goes_on_forgets_alarms_of_steps_that_it_comes_to_again(tmp_path: Path) -> None:
+    gradients = [*[1.0] * 100, 25.0]
+    assert alarms(tmp_path, [1 / step for step in range(1, 102)], gradients) == ["gradient"]
+    found = Alarms(tmp_path)
+    found.go_on_from(101)
+    assert (tmp_path / "alarms.jsonl").read_text().count("gradient norm") == 1
+    found.go_on_from(100)
+    assert not (tmp_path / "alarms.jsonl").read_text()
+
+
+def test_a_run_goes_on_from_an_alarm_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "alarms.jsonl").write_text('{"step": 1, "kind": "data", "alarm": "a"}\n{"step": 2, "ki')
+    Alarms(tmp_path).go_on_from(2)
+    assert (tmp_path / "alarms.jsonl").read_text() == '{"step": 1, "kind": "data", "alarm": "a"}\n'
+
+
+def test_a_step_that_waits_for_its_data_is_said(tmp_path: Path) -> None:
+    losses = [1 / step for step in range(1, SHORT_WINDOW + 1)]
+    assert alarms(tmp_path, losses, seconds=[WELL, Seconds(0.3, 1.0)]) == ["data"]
+
+
+def picture(contrast: float) -> list[Tensor]:
+    """Half of the pixels below 0.5, half above."""
+    return [torch.tensor([0.5 - contrast, 0.5 + contrast]).expand(3, 4, 2)]
+
+
+def test_contrast_is_the_standard_deviation_and_clipped_pixels_are_counted() -> None:
+    assert image_stats(picture(0.25)) == (pytest.approx(0.25, rel=0.05), 0)
+    assert image_stats(picture(0.5)).clipped == 1
+
+
+DRAWN = [
+    ((0.1, 0.1), ["contrast"]),
+    ((0.05, 0.1), []),
+    ((0.4, 0.5), ["contrast", "clipped"]),
+    ((0.2, 0.25), []),
+    ((0.1,), []),
+]
+"""The student's contrast in each picture, the teacher's being 0.25, and what is said."""
+
+
+@pytest.mark.parametrize(("contrasts", "kinds"), DRAWN)
+def test_pictures_unlike_the_teacher_s_that_do_not_get_better_are_said(
+    contrasts: tuple[float, ...], kinds: list[str], tmp_path: Path
+) -> None:
+    found = Alarms(tmp_path)
+    for step, contrast in enumerate(contrasts):
+        found.pictures(step, {"teacher": picture(0.25), "student": picture(contrast)})
+    assert said(tmp_path) == kinds
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_well_raises_no_alarm_of_its_losses_and_gradients(tmp_path: Path, wan1: Path) -> None:
+    output = train(tmp_path, wan1, max_steps=SHORT_WINDOW + 1, sample_every=5)
+    assert set(said(output)) <= {"data", "contrast"}  # on a busy machine; an untrained student
+
+
+@pytest.mark.slow
+def test_a_run_whose_learning_rate_climbs_too_far_says_that_its_loss_blows_up(
+    tmp_path: Path, wan1: Path
+) -> None:
+    climb = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 200, "warmup_type": "linear"}
+    engine = student_engine(2, scheduler={"type": "WarmupLR", "params": climb})
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=30, deepspeed_config=engine)
+    done = wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
+    assert "blow-up" in said(tmp_path / "run")
+    assert re.search(r"ALARM +after step \d+: The loss has grown to .* times the .* of step \d+", done.stderr)

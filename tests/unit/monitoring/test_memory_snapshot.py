@@ -1,0 +1,44 @@
+"""`--profile_memory`: torch's record of a GPU's memory in three steps."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+from ranks import losses, wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.utils.errors import ConfigError
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_memory_is_recorded_in_three_steps_and_no_loss_changes(tmp_path: Path, wan1: Path) -> None:
+    for name, more in (("plain", {}), ("recorded", {"profile_memory": 2})):
+        given = recipe(
+            tmp_path, wan1, output_dir=str(tmp_path / name), max_steps=4, sample_prompts=["a circle"], **more
+        )
+        wandistiller("train", "--recipe", write_json(tmp_path / f"{name}.json", given))
+    assert not (tmp_path / "plain" / "profile_memory").exists()
+    record = pickle.loads((tmp_path / "recorded" / "profile_memory" / "rank_0.pickle").read_bytes())
+    assert {"alloc", "free_completed"} <= {event["action"] for event in record["device_traces"][0]}
+    assert losses(tmp_path / "plain") == losses(tmp_path / "recorded")
+
+
+def problems(folder: Path, wan: Path, **more: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_job(RunConfig(**recipe(folder, wan, output_dir=str(folder / "run"), max_steps=4, **more)), 1)
+    return caught.value.problems
+
+
+def test_a_step_beyond_the_last_is_refused_with_all_other_problems(tmp_path: Path, wan1: Path) -> None:
+    found = problems(tmp_path, wan1, profile_memory=5, height=33)
+    assert "`profile_memory` is 5, but the run ends with step 4. Write a step of it." in found
+    assert any("height" in problem for problem in found)
+
+
+def test_a_machine_without_a_gpu_has_no_memory_to_record(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "there is none here" in problems(tmp_path, wan1, profile_memory=2)[0]

@@ -1,0 +1,175 @@
+"""What `wandistiller report` makes of a run: one page that needs nothing else."""
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from ranks import write_json
+from recipes import train
+
+from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
+from wandistiller.monitoring.metrics import read_lines
+from wandistiller.monitoring.report import report, run_charts
+from wandistiller.utils.errors import ConfigError
+
+VOID = {"meta", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Counts what is open, and collects what would be fetched."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.images: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.images += [value or "" for name, value in attrs if (tag, name) == ("img", "alt")]
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Of a drawing's parts, which have nothing within."""
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    output = train(folder, wan1, "run <1>", max_steps=4, objective=["velocity", "feature"], sample_every=2)
+    table = "| on 2 prompts | student |\n|---|---|\n| right | 1 < 2 |"
+    (output / "evaluation.md").write_text(f"# a\n\n{table}\n\nnotes\n")
+    return output
+
+
+CURVES = (
+    "loss|loss by sigma|loss of each term|gradient norm|learning rate|samples a second|memory while training"
+)
+WORDS = "4 done|1 &lt; 2|student_deepspeed.json|teacher_deepspeed.json|run &lt;1&gt;"
+HEAD = "<tr><th>phase</th><th>CPU memory</th><th>CPU memory at most</th></tr><tr><th>start</th>"
+
+
+def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(finished: Path) -> None:
+    text = report(finished).read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.fetched == [] and "http" not in text.partition("<pre>")[0] and "url(" not in text
+    assert {*CURVES.split("|"), "velocity error by sigma"} <= set(page.images)
+    assert page.images[-2:] == ["step_00000002", "step_00000004"]
+    assert [words for words in (*WORDS.split("|"), HEAD) if words not in text] == []
+    assert "notes" not in text
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A run that writes the line of its second step."""
+    line = {"step": 1, "loss": 0.5, "grad_norm": None, "lr": 1e-3, "seconds": 2.0}
+    line |= {"samples_per_second": 4.0, "memory_gib": {}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + '{"step": 2, "lo')
+    return tmp_path
+
+
+def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_line(begun: Path) -> None:
+    text = report(begun).read_text()
+    assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in Page(text).images
+
+
+def test_an_alarm_that_was_cut_off_is_left_out(begun: Path) -> None:
+    alarm = {"step": 1, "kind": "plateau", "alarm": "The loss stands still"}
+    (begun / "alarms.jsonl").write_text(json.dumps(alarm) + "\n" + '{"step": 2, "kind": "pla')
+    assert report(begun).read_text().count("<th>step ") == 1
+
+
+def test_pictures_are_found_where_the_run_put_them(
+    begun: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("pictures")
+    Image.new("RGB", (8, 8)).save(elsewhere / "step_00000001.png")
+    (begun / "resolved").mkdir()
+    write_json(begun / "resolved" / "run.json", {"sample_dir": str(elsewhere)})
+    assert Page(report(begun).read_text()).images[-1:] == ["step_00000001"]
+
+
+def test_the_page_says_on_what_the_run_ran(begun: Path) -> None:
+    node = {"host": "gpu<1>", "cpu": "Xeon", "cores": 96, "memory_gib": 1007.5, "ranks": 2}
+    nodes = [node | {"gpus": ["NVIDIA H100"] * 2}, node | {"gpus": []}]
+    machine = {"launcher": "srun", "versions": {"python": "3.12.1", "torch": "2.13.0"}, "nodes": nodes}
+    (begun / "resolved").mkdir()
+    write_json(begun / "resolved" / "machine.json", machine)
+    text = report(begun).read_text()
+    assert "<th>gpu&lt;1&gt;</th><td>2 rank(s), 2 x NVIDIA H100, Xeon, 96 cores, 1007.5 GiB" in text
+    assert all(words in text for words in ("2 rank(s), Xeon", "srun", "python 3.12.1, torch 2.13.0"))
+
+
+def test_the_error_by_sigma_is_drawn_at_the_start_and_as_evaluated_in_one_unit(begun: Path) -> None:
+    lines = read_lines(begun / "metrics.jsonl")
+    assert "error_by_sigma" not in run_charts(begun, lines)  # without a teacher in use or an evaluation
+    start = {"relative_velocity_error_by_sigma": {"0.0-0.25": 0.5, "0.25-0.5": 2.0}}
+    write_json(begun / "student_start.json", start)
+    values = {"0-0.875": ("transformer_2", 0.1), "0.875-1": ("transformer", None)}
+    bands = {band: {"expert": expert, "value": value} for band, (expert, value) in values.items()}
+    write_json(begun / "evaluation.json", {"relative_velocity_error": {"bands": bands}})
+    start, end = run_charts(begun, lines)["error_by_sigma"].lines
+    assert start.points == [(0.0, 0.25), (0.25, 0.25), (0.25, 4.0), (0.5, 4.0)]  # the file has the root
+    assert end.points == [(0.0, 0.1), (0.875, 0.1)]
+    assert "velocity error by sigma" in Page(report(begun).read_text()).images
+
+
+@pytest.mark.parametrize("content", [None, "", '{"st'])
+def test_a_folder_without_a_step_is_no_run(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        report(tmp_path)
+
+
+def test_long_lines_are_means_of_equal_parts() -> None:
+    found = thinned([(i, i % 2) for i in range(2 * MOST_POINTS)])
+    assert len(found) == MOST_POINTS and {y for _, y in found} == {0.5} and found[0][0] == 0.5
+
+
+def test_a_smooth_line_is_the_mean_of_the_last() -> None:
+    assert smooth([(1, 2.0), (2, float("nan")), (3, 4.0), (4, 8.0)], 2) == [(1, 2.0), (3, 3.0), (4, 6.0)]
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)]]
+)
+def test_any_line_can_be_drawn_and_the_same_line_gives_the_same_bytes(
+    points: list[tuple[float, float]],
+) -> None:
+    chart = Chart("a < b", "unit", [Line("x & y", points)], True)
+    assert b"</svg>" in svg(chart) and svg(chart) == svg(chart)
+
+
+def test_a_metric_of_which_the_report_knows_nothing_is_charted_by_its_name(begun: Path) -> None:
+    values = ((1, 0.5, 1.0), (2, 0.25, 3.0))
+    lines = [{"step": step, "critic_lag": lag, "by_role": {"critic": role}} for step, lag, role in values]
+    charts = run_charts(begun, lines)
+    (lag,), (role,) = charts["critic_lag"].lines, charts["by_role"].lines
+    assert charts["critic_lag"].title == "critic lag" and lag.points == [(1, 0.5), (2, 0.25)]
+    assert (role.name, role.points) == ("critic", [(1, 1.0), (2, 3.0)])
+
+
+def test_importance_of_blocks_is_charted_by_round(begun: Path) -> None:
+    rounds = [{"0": 0.5, "1": 0.25}, {"0": 0.75}]
+    write_json(begun / "importance.json", {"relative_error_without": rounds, "kept": [0]})
+    first, second = run_charts(begun, [{"step": 1, "loss": 1.0}])["importance"].lines
+    assert (first.points, second.points) == ([(0, 0.5), (1, 0.25)], [(0, 0.75)])
+
+
+def test_without_matplotlib_the_report_says_what_to_install(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'wandistiller\[report\]'"):
+        report(begun)
+    assert not (begun / "report").exists()

@@ -1,0 +1,269 @@
+"""Losses against sums done by hand and closed forms."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from constant import BATCH, NOISE, X0, Constant
+from torch import Tensor
+
+from wandistiller.batch import NOISED, PATH, Batch, Expert, Prediction, concat_batches, split_prediction
+from wandistiller.flow import keyed_normal, path
+from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
+from wandistiller.objectives.registry import OBJECTIVES, read_objective
+from wandistiller.objectives.velocity import VelocityMatching
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.validation import types_of
+
+NAMES, WEIGHTS = ", ".join(OBJECTIVES), ", ".join(SIGMA_WEIGHTS)
+
+
+def constant(*values: float) -> Tensor:
+    return torch.stack([torch.full((1, 1, 2, 2), v) for v in values])
+
+
+def velocity_loss(v: Tensor, v_teacher: Tensor, batch: Batch = BATCH, **settings: Any) -> Tensor:
+    return VelocityMatching(**settings).loss(Prediction(v), Prediction(v_teacher), batch)
+
+
+def problems(given: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_objective(given)
+    return caught.value.problems
+
+
+# velocity
+
+
+def test_the_target_is_the_teacher_s_velocity() -> None:
+    target = read_objective("velocity").target(Constant(3.0), {NOISED: BATCH})
+    assert torch.equal(target.v_BCFHW, constant(3.0, 3.0))
+
+
+def test_equal_velocities_have_no_loss() -> None:
+    assert velocity_loss(constant(3.0, 1.0), constant(3.0, 1.0)).tolist() == [0.0, 0.0]
+
+
+def test_the_loss_is_the_mean_square_of_each_sample() -> None:
+    assert velocity_loss(constant(3.0, 1.0), constant(1.0, 2.0)).tolist() == [4.0, 1.0]
+
+
+@pytest.mark.parametrize(("weight", "loss"), [(0.0, 4.0), (0.25, 3.25), (1.0, 1.0)])
+def test_data_weight_blends_in_the_distance_to_noise_minus_x0(weight: float, loss: float) -> None:
+    # v = 3, teacher 1: square 4; noise - x0 = 2: square 1
+    assert velocity_loss(constant(3.0, 3.0), constant(1.0, 1.0), data_weight=weight).tolist() == [loss] * 2
+
+
+def test_the_loss_is_float32_and_does_not_lose_small_terms_of_bf16_input() -> None:
+    difference = torch.ones(1, 1, 1, 100, 100, dtype=torch.bfloat16)
+    difference[..., 0, 0] = 101.0  # 10 200 / 10 000; a bf16 sum of ones stops at 256
+    loss_B = mean_square(difference)
+    assert loss_B.dtype is torch.float32 and loss_B.item() == pytest.approx(2.02)
+
+
+def test_gradient_reaches_the_student_only() -> None:
+    v = constant(3.0, 1.0).requires_grad_()
+    velocity_loss(v, constant(1.0, 1.0)).sum().backward()
+    assert torch.equal(v.grad, constant(1.0, 0.0))  # 2 (v - v*) / 4 elements
+
+
+@pytest.mark.parametrize("name", ["uniform", "logit_normal", "cosmap"])
+def test_a_sigma_weight_that_is_a_density_has_the_mean_1(name: str) -> None:
+    sigma = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    assert SIGMA_WEIGHTS[name](sigma).mean().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SIGMA_WEIGHTS)
+def test_a_sigma_weight_is_finite_and_not_negative_at_both_ends(name: str) -> None:
+    weight = SIGMA_WEIGHTS[name](torch.tensor([0.0, 1e-8, 0.5, 1 - 1e-7, 1.0]))
+    assert torch.isfinite(weight).all() and (weight >= 0).all() and weight[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sigma", "weight"),
+    [
+        ("logit_normal", 0.5, 4 / math.sqrt(2 * math.pi)),
+        ("cosmap", 0.5, 4 / math.pi),
+        ("cosmap", 1.0, 2 / math.pi),
+        ("min_snr", 0.5, 0.25),
+        ("min_snr", 0.1, 0.05),
+        ("min_snr", 1.0, 0.0),
+    ],
+)
+def test_sigma_weights_are_their_closed_forms(name: str, sigma: float, weight: float) -> None:
+    assert SIGMA_WEIGHTS[name](torch.tensor([sigma])).item() == pytest.approx(weight, rel=1e-5, abs=1e-7)
+
+
+def test_min_snr_weighs_the_error_of_x0_by_the_signal_to_noise_ratio() -> None:
+    sigma, error = torch.tensor([0.4, 0.7, 0.95]), 3.0  # SNR 2.25 and less, so the limit of 5 is not reached
+    snr = ((1 - sigma) / sigma).square()
+    torch.testing.assert_close(SIGMA_WEIGHTS["min_snr"](sigma) * error**2, snr * (sigma * error) ** 2)
+
+
+def test_the_sigma_weight_multiplies_each_sample_s_loss() -> None:
+    batch = BATCH.replace(sigma_B=torch.tensor([0.5, 1.0]))
+    found = velocity_loss(constant(3.0, 3.0), constant(1.0, 1.0), batch, sigma_weight="cosmap")
+    torch.testing.assert_close(found, torch.tensor([16 / math.pi, 8 / math.pi]))
+
+
+MEAN, DEVIATION, SAMPLES = 0.7, 0.5, 400_000
+
+
+def gaussian_data(sigma: float) -> Batch:
+    """x0 ~ N(MEAN, DEVIATION^2), each sample a number of its own."""
+    x0, noise = (
+        MEAN + DEVIATION * keyed_normal((SAMPLES, 1, 1, 1, 1), "x0"),
+        keyed_normal((SAMPLES, 1, 1, 1, 1), "noise"),
+    )
+    sigma_B = torch.full((SAMPLES,), sigma)
+    return Batch(x0, noise, path(x0, noise, sigma_B), sigma_B, torch.zeros(SAMPLES, 1, 1), Expert.HIGH_NOISE)
+
+
+def closed_form(sigma: float) -> tuple[float, float, float]:
+    """E[noise - x0 | x_t] = slope x_t + offset, and the variance about it.
+
+    x_t is normal with mean (1 - sigma) MEAN and variance V = (1 - sigma)^2 DEVIATION^2 + sigma^2; noise - x0
+    has the covariance sigma - (1 - sigma) DEVIATION^2 with it and the variance 1 + DEVIATION^2.
+    """
+    variance = ((1 - sigma) * DEVIATION) ** 2 + sigma**2
+    covariance = sigma - (1 - sigma) * DEVIATION**2
+    slope = covariance / variance
+    return slope, -MEAN - slope * (1 - sigma) * MEAN, 1 + DEVIATION**2 - covariance**2 / variance
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 0.9])
+def test_the_data_term_is_least_at_a_gaussian_data_set_s_closed_form_velocity(sigma: float) -> None:
+    batch, (slope, offset, floor) = gaussian_data(sigma), closed_form(sigma)
+    coefficients = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def loss(c: Tensor) -> Tensor:
+        v = (c[0] * batch.x_t_BCFHW.double() + c[1]).float()
+        return VelocityMatching(data_weight=1).loss(Prediction(v), None, batch).double().mean()
+
+    gradient = torch.autograd.functional.jacobian(loss, coefficients)
+    curvature = torch.autograd.functional.hessian(loss, coefficients)
+    least = -torch.linalg.solve(
+        curvature, gradient
+    )  # the loss is a parabola, so one Newton step is its minimum
+    assert least.tolist() == pytest.approx([slope, offset], abs=6 / math.sqrt(SAMPLES) / sigma)
+    assert loss(least).item() == pytest.approx(floor, rel=0.01)
+
+
+def test_a_teacher_with_the_closed_form_velocity_leaves_the_data_term_its_floor_and_the_other_none() -> None:
+    batch, (slope, offset, floor) = gaussian_data(0.5), closed_form(0.5)
+    v = slope * batch.x_t_BCFHW + offset
+    blended = VelocityMatching(data_weight=0.1).loss(Prediction(v), Prediction(v), batch)
+    assert blended.mean().item() == pytest.approx(0.1 * floor, rel=0.01)
+
+
+# sums
+
+
+def test_a_sum_weighs_its_terms_and_reports_each_unweighted() -> None:
+    objective = read_objective([{"name": "velocity", "weight": 2}, {"name": "trajectory", "weight": 0.5}])
+    batches = {NOISED: BATCH, PATH: BATCH}
+    answers = {NOISED: Prediction(constant(3.0, 1.0)), PATH: Prediction(constant(0.0, 2.0))}
+    loss_TB = objective.losses(answers, objective.target(Constant(1.0), batches), batches)
+    assert loss_TB.tolist() == [[4.0, 0.0], [4.0, 0.0]] and objective.total(loss_TB).tolist() == [10.0, 0.0]
+    assert objective.named([4.0, 1.0]) == {"losses": {"velocity": 4.0, "trajectory": 1.0}}
+
+
+def test_a_single_term_is_not_named_apart_from_the_sum() -> None:
+    assert read_objective("velocity").named([4.0]) == {}
+
+
+def test_split_undoes_join() -> None:
+    batches = {NOISED: BATCH, PATH: BATCH.replace(x_t_BCFHW=NOISE[:1], sigma_B=torch.ones(1))}
+    batches[PATH] = replace(
+        batches[PATH], x0_BCFHW=X0[:1], noise_BCFHW=NOISE[:1], text_BLD=BATCH.text_BLD[:1]
+    )
+    both = concat_batches(batches)
+    found = split_prediction(Prediction(both.x_t_BCFHW, {0: both.text_BLD}), batches)
+    for name, batch in batches.items():
+        assert torch.equal(found[name].v_BCFHW, batch.x_t_BCFHW) and torch.equal(
+            found[name].features[0], batch.text_BLD
+        )
+
+
+def test_the_teacher_is_needed_unless_only_data_or_paths_are_matched() -> None:
+    assert (
+        read_objective("velocity").needs_teacher and read_objective(["trajectory", "feature"]).needs_teacher
+    )
+    assert not read_objective("trajectory").needs_teacher
+    assert not read_objective([{"name": "velocity", "data_weight": 1}, "trajectory"]).needs_teacher
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("velocity", "velocity"),
+        ({"name": "velocity", "data_weight": 0.1}, "velocity(data_weight=0.1)"),
+        ({"data_weight": 0.1}, "velocity(data_weight=0.1)"),
+        (["velocity"], "velocity"),
+        (
+            ["velocity", {"name": "feature", "weight": 0.1, "blocks": [1, 3]}, "trajectory"],
+            "velocity + 0.1 feature(blocks=[1, 3]) + trajectory",
+        ),
+    ],
+)
+def test_an_objective_reads_as_a_sum_of_what_differs_from_the_defaults(given: Any, shown: str) -> None:
+    assert str(read_objective(given)) == shown
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_works_with_its_defaults(name: str) -> None:
+    objective, batches = read_objective(name).for_student([1, 3]), {NOISED: BATCH, PATH: BATCH}
+    answer = Prediction(constant(3.0, 1.0), {0: torch.ones(2, 3, 2), 1: torch.ones(2, 3, 2)})
+    loss_TB = objective.losses(
+        dict.fromkeys(batches, answer), objective.target(Constant(1.0), batches), batches
+    )
+    assert loss_TB.shape == (1, 2) and torch.isfinite(loss_TB).all()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_setting_of_an_objective_can_be_given_by_name(name: str) -> None:
+    defaults = {key: getattr(OBJECTIVES[name](), key) for key in types_of(OBJECTIVES[name])}
+    assert OBJECTIVES[name](**defaults) == OBJECTIVES[name]()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"data_weight": -0.1},
+            "`objective.data_weight` is -0.1. Write a number greater than or equal to 0.",
+        ),
+        ({"data_weight": 1.1}, "`objective.data_weight` is 1.1. Write a number less than or equal to 1."),
+        ({"weight": 0}, "`objective.weight` is 0. Write a number greater than 0."),
+        ({"weight": True}, "`objective.weight` is true. Write a number."),
+        (
+            {"sigma_weight": "snr"},
+            f'`objective.sigma_weight` is "snr". Write one of: {WEIGHTS}. Did you mean `min_snr`?',
+        ),
+        ({"name": "feature", "blocks": 3}, "`objective.blocks` is 3. Write a list."),
+        ({"name": "feature", "blocks": []}, "`objective.blocks` is []. Write a list that is not empty."),
+        ({"name": "feature", "blocks": ["1"]}, '`objective.blocks.0` is "1". Write an integer.'),
+        (
+            {"name": "feature", "teacher_blocks": [1]},
+            "`objective.teacher_blocks` is [1]. Write as many as there are `blocks`.",
+        ),
+        (
+            ["velocity", {"name": "trajectory", "blocks": [1]}],
+            "`objective[1].blocks` is [1]. Unknown key. Known keys: weight.",
+        ),
+        (
+            ["velocity", "trajectori"],
+            f'`objective[1]` is "trajectori". Write one of: {NAMES}. Did you mean `trajectory`?',
+        ),
+        (["velocity", "velocity"], "`objective` names velocity twice. Keep one."),
+        ([], f"`objective` is []. Write one of: {NAMES}."),
+    ],
+)
+def test_a_wrong_objective_says_what_to_write(given: Any, said: str) -> None:
+    assert problems(given) == [f"recipe: {said}"]
+
+
+def test_all_problems_of_a_sum_are_said_at_once() -> None:
+    assert len(problems([{"data_weight": 2}, {"name": "feature", "weight": -1, "blocks": 1}, "x"])) == 4

@@ -1,0 +1,50 @@
+"""The recipes in ds_configs/machines/ fit the machines that they are named after."""
+
+from pathlib import Path
+
+import pytest
+from published_wan import PUBLISHED
+from ranks import ROOT
+
+from wandistiller.cli.main import main
+from wandistiller.utils.files import read_json
+
+FOLDER = ROOT / "ds_configs" / "machines"
+CPU_MEMORY = {
+    "1x24_wan2.1_14b": 128,
+    "1x24_wan2.2_a14b": 192,
+    "4x24_wan2.1_14b": 256,
+    "4x24_wan2.2_a14b": 256,
+    "8x80_wan2.1_14b": 1000,
+    "8x80_wan2.2_a14b": 1000,
+}
+"""Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
+
+
+@pytest.mark.parametrize("name", CPU_MEMORY)
+@pytest.mark.usefixtures("quiet_logging")
+def test_a_shipped_recipe_fits_its_machine_and_can_be_trained(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
+    teacher = read_json(recipe)["teacher_path"]
+    assert teacher in PUBLISHED and len(recipe.read_text().splitlines()) <= 12
+    flags = [
+        "--recipe",
+        str(recipe),
+        "--teacher_path",
+        str(published / teacher),
+        "--data_path",
+        str(published / "prompts.txt"),
+        "--output_dir",
+        str(tmp_path),
+    ]
+    machine = ["--gpus", gpus, "--gpu_memory", each, "--host_memory", str(CPU_MEMORY[name]), "--disk", "1800"]
+    assert main(["plan", *flags, *machine]) == 0
+    said = capsys.readouterr().err
+    assert "\nfits: " in said and "NOT fit" not in said and " 64 a step" in said
+    assert main(["train", *flags, "--dry_run"]) == 0
+
+
+def test_every_shipped_recipe_is_checked() -> None:
+    assert {file.stem for file in FOLDER.iterdir()} == set(CPU_MEMORY)

@@ -1,0 +1,181 @@
+"""Students narrower or shallower than their teacher: the kept parts, and cuts that change nothing."""
+
+import math
+from dataclasses import astuple
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from small_wan import small_transformer
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.flow import keyed_normal
+from wandistiller.student import calibration
+from wandistiller.student.calibration import measure
+from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope_pairs, rope_units
+from wandistiller.student.slicing import Subspace, WidthSlicer
+from wandistiller.wan import transformer
+
+WIDTH, HEADS, HEAD_DIM, FFN = 64, 2, 32, 96  # of the small network
+TWICE = "norm2 to_out ffn.net.2 patch_embedding time_embedder.linear_2".split()
+"""Parts whose outputs are channels of the residual stream."""
+
+
+def batch(n: int = 6) -> Batch:
+    x_BCFHW = keyed_normal((n, 16, 1, 8, 8), "x")
+    sigma_B = torch.linspace(0.1, 0.9, n)
+    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, sigma_B, keyed_normal((n, 12, 32), "text"), Expert.HIGH_NOISE)
+
+
+@torch.no_grad()
+def predict(model: WanTransformer3DModel) -> Tensor:
+    b = batch()
+    return transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
+
+
+def cut_of(
+    teacher: WanTransformer3DModel, measured: CalibrationStats | None = None, **sizes: int
+) -> tuple[WanTransformer3DModel, WidthSlicer]:
+    """A student of all the teacher's layers, made as `start_model` makes it but from a network in memory."""
+    state, config = teacher.state_dict(), dict(teacher.config) | sizes
+    measured = measured or measure([teacher], lambda: predict(teacher))
+    cuts = plan(config, dict(teacher.config), list(range(len(teacher.blocks))), measured, state.__getitem__)
+    student = transformer.meta_transformer(config)
+    for name, module in list(student.named_modules()):
+        own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        for leaf, value in cuts.cut(name, {leaf: state[f"{name}.{leaf}".strip(".")] for leaf in own}).items():
+            assert value.shape == module.get_parameter(leaf).shape, f"{name}.{leaf}"
+            transformer.set_parameter(module, leaf, value)
+    return student, cuts
+
+
+def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
+    """A network of twice the width and feed-forward that answers as `small` does.
+
+    Each channel of the residual stream is there twice, so LayerNorm has the same mean and variance; only
+    the first copy is read. Heads, units and other streams get some channels without inputs and outputs.
+    """
+    wide = small_transformer(1, len(small.blocks), num_attention_heads=2 * HEADS, ffn_dim=2 * FFN)
+    given = small.state_dict()
+    for name, p in wide.named_parameters():
+        value = given[name]
+        twice = any(part in name for part in TWICE)
+        new = torch.zeros(p.shape)
+        if "scale_shift_table" in name:
+            new = torch.cat([value, value], dim=2)
+        elif "time_proj" in name:
+            rows = torch.cat([value.unflatten(0, (6, -1))] * 2, dim=1).flatten(0, 1)
+            new.narrow(new.dim() - 1, 0, rows.shape[-1]).copy_(rows)
+        elif "norm_q" in name or "norm_k" in name:
+            new = torch.cat([value, value]) / math.sqrt(2)  # half of the channels are zero: a smaller rms
+        else:
+            value = torch.cat([value, value]) if twice else value
+            new[tuple(slice(0, n) for n in value.shape)] = value
+        p.data = new
+    return wide
+
+
+@pytest.fixture(scope="module")
+def small() -> WanTransformer3DModel:
+    return small_transformer(1, 2).eval()
+
+
+@pytest.fixture(scope="module")
+def wide(small: WanTransformer3DModel) -> WanTransformer3DModel:
+    return widened(small).eval()
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return (found - expected).norm().item() < 1e-4 * expected.norm().item()
+
+
+def test_the_widened_network_answers_as_the_small_one(
+    small: WanTransformer3DModel, wide: WanTransformer3DModel
+) -> None:
+    assert close(predict(wide), predict(small))
+
+
+def test_cutting_what_is_not_used_leaves_the_answer(
+    small: WanTransformer3DModel, wide: WanTransformer3DModel
+) -> None:
+    measured = measure([wide], lambda: predict(wide))
+    measured.stream_DD[WIDTH:] = 0  # the second copies, which nothing reads
+    student, _ = cut_of(wide, measured, num_attention_heads=HEADS, ffn_dim=FFN)
+    assert close(predict(student), predict(small))
+
+
+@pytest.mark.parametrize("why", ["they write nothing", "they never change"])
+def test_useless_feed_forward_units_are_cut_first_and_leave_the_answer(why: str) -> None:
+    teacher = small_transformer(1, 2).eval()
+    units = torch.arange(0, FFN, 2) if why == "they write nothing" else torch.arange(2)
+    for block in teacher.blocks:
+        if why == "they write nothing":
+            block.ffn.net[2].weight.data[:, units] = 0
+        else:  # a constant goes into the bias; small, so that these are the ones cut
+            block.ffn.net[0].proj.weight.data[units] = 0
+            block.ffn.net[0].proj.bias.data[units] = 0.01
+    student, cuts = cut_of(teacher, ffn_dim=FFN - len(units))
+    kept = [i for i in range(FFN) if i not in units]
+    assert all(cuts.axes[f"blocks.{b}.ffn"].basis.tolist() == kept for b in (0, 1))
+    assert close(predict(student), predict(teacher))
+
+
+@pytest.mark.parametrize("sizes", [{"num_attention_heads": 1}, {"attention_head_dim": 24, "ffn_dim": 8}])
+def test_every_cut_has_the_shapes_of_its_config_and_answers(
+    small: WanTransformer3DModel, sizes: dict
+) -> None:
+    student, _ = cut_of(small, **sizes)
+    assert predict(student).isfinite().all()
+
+
+def test_a_cut_of_nothing_gives_the_teacher_s_own_tensors(small: WanTransformer3DModel) -> None:
+    student, cuts = cut_of(small)
+    assert cuts.axes == {}
+    assert all(torch.equal(p, small.state_dict()[name]) for name, p in student.named_parameters())
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 32, 64, 96, 128])
+def test_rope_s_pairs_are_those_of_diffusers_own_table(head_dim: int) -> None:
+    model = small_transformer(1, 1, attention_head_dim=head_dim)
+    angle_I = torch.atan2(model.rope.freqs_sin[1], model.rope.freqs_cos[1])  # at position 1: the frequencies
+    expected = [math.exp(f) for _, f in rope_pairs(head_dim) for _ in range(2)]
+    assert torch.allclose(angle_I, torch.tensor(expected, dtype=angle_I.dtype), atol=1e-6)
+
+
+@pytest.mark.parametrize(("old", "new"), [(128, 64), (128, 96), (32, 16), (32, 24), (64, 12), (32, 32)])
+def test_kept_channels_stay_on_their_axis_and_in_pairs(old: int, new: int) -> None:
+    units, before, after = rope_units(old, new), rope_pairs(old), rope_pairs(new)
+    assert units[1::2] == [u + 1 for u in units[::2]] and len(set(units)) == new
+    assert [before[u // 2][0] for u in units[::2]] == [axis for axis, _ in after]
+
+
+def test_a_head_whose_axes_halve_keeps_every_second_pair_and_one_that_is_not_cut_all() -> None:
+    # 48 = 16 + 16 + 16 and 24 = 8 + 8 + 8: theta^(-2 i / 8) = theta^(-2 (2 i) / 16)
+    assert [u // 2 for u in rope_units(48, 24)[::2]] == list(range(0, 24, 2))
+    assert rope_units(32, 32) == list(range(32))
+
+
+def test_a_head_with_more_time_channels_than_the_teacher_s_does_not_fit() -> None:
+    assert not fits_rope(18, 16) and fits_rope(32, 16)  # 18 = 6 + 6 + 6, 16 = 8 + 4 + 4
+
+
+def test_an_axis_says_what_it_does_not_hold_and_what_it_keeps_as_ranges() -> None:
+    mean_D = torch.tensor([1.0, 2.0, 3.0])
+    assert Subspace(torch.tensor([0, 2])).lost(mean_D).tolist() == [0, 2, 0]
+    assert Subspace(torch.tensor([[0.0], [0.0], [1.0]])).lost(mean_D).tolist() == [1, 2, 0]
+    assert Subspace(torch.tensor([0, 1, 2, 5, 7, 8])).in_words() == "0-2 5 7-8"
+
+
+def test_sums_are_the_same_in_small_parts(
+    small: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A video's activations are not taken to float64 all at once."""
+    whole = measure([small], lambda: predict(small))
+    monkeypatch.setattr(calibration, "AT_ONCE", 1000)
+    parts = measure([small], lambda: predict(small))
+    assert whole.moments.keys() == parts.moments.keys()
+    for name, moments in whole.moments.items():
+        for whole_D, parts_D in zip(astuple(moments), astuple(parts.moments[name]), strict=True):
+            assert torch.allclose(whole_D, parts_D, rtol=1e-6), name
+    assert torch.allclose(whole.stream_DD, parts.stream_DD, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,223 @@
+"""Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
+
+import copy
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import slow_but
+from ranks import ROOT, program, wandistiller
+from recipes import recipe, student_engine, train
+from safetensors.torch import load_file
+from small_wan import small_transformer
+from torch import Tensor
+from tuning_on_ranks import CASES, PARTLY, batch, build, engine, learn, masters
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.parameter_patterns import factor, names_part
+
+LORA = RunConfig(lora={"rank": 2, "alpha": 4, "targets": ["attn1", "blocks.1-.ffn"]})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named", "not_named"),
+    [
+        ("blocks.0-3", "blocks.3.attn1.to_q.weight", "blocks.4.attn1.to_q.weight"),
+        ("blocks.20-", "blocks.31.ffn.net.2.bias", "blocks.19.ffn.net.2.bias"),
+        ("blocks.1", "blocks.1.norm2.weight", "blocks.10.norm2.weight"),
+        ("to_q", "blocks.7.attn2.to_q.weight", "blocks.7.attn2.norm_q.weight"),
+        ("blocks.*.attn1.norm_q", "blocks.7.attn1.norm_q.weight", "blocks.7.attn2.norm_q.weight"),
+        ("bias", "proj_out.bias", "proj_out.weight"),
+        ("norm*", "blocks.0.attn1.norm_k.weight", "blocks.0.attn1.to_k.weight"),
+    ],
+)
+def test_a_pattern_names_parts_by_words_and_spans(pattern: str, named: str, not_named: str) -> None:
+    assert names_part(pattern, named) and not names_part(pattern, not_named)
+
+
+def test_the_last_factor_that_names_a_part_counts_and_a_star_is_the_rest() -> None:
+    factors = {"blocks": 0.5, "blocks.2-": 0.1, "*": 3.0}
+    assert [factor(factors, f"{n}.weight") for n in ("blocks.1", "blocks.2", "proj_out")] == [0.5, 0.1, 3.0]
+    assert factor({"blocks": 0.5}, "proj_out.weight") == 1.0
+
+
+NONE = "The student has no such part."
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
+    ({"learning_rates": {"poj_out": 2}}, f'`learning_rates` is "poj_out". {NONE} Did you mean `proj_out`?'),
+    ({"lora": {"targets": ["to_w"]}}, f'`lora.targets` is "to_w". {NONE} Did you mean `to_v`?'),
+    (
+        {"lora": {}, "frozen": ["bias"]},
+        '`frozen` is ["bias"]. With `lora` all but the adapters is frozen; remove it.',
+    ),
+]
+
+
+def problems(folder: Path, wan1: Path, **more: Any) -> list[str]:
+    try:
+        read_job(RunConfig(**recipe(folder, wan1, output_dir=str(folder / "run"), **more)), 1)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_a_wrong_key_is_said_before_weights_are_loaded(
+    given: dict, said: str, tmp_path: Path, wan1: Path
+) -> None:
+    found = problems(tmp_path, wan1, **given)
+    assert len(found) == 1 and found[0].startswith(f"recipe: {said}")
+
+
+def test_an_average_of_weights_on_nvme_is_refused(tmp_path: Path, wan1: Path) -> None:
+    ds = student_engine(3, train_micro_batch_size_per_gpu=8)
+    ds["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    found = problems(tmp_path, wan1, ema=0.9, deepspeed_config=ds)
+    assert any("The weights that it averages are on NVMe." in p for p in found)
+
+
+def test_lora_without_peft_is_said_before_weights_are_loaded(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wandistiller.student.trainable.find_spec", lambda name: None)
+    assert problems(tmp_path, wan1, lora={}) == ["recipe: `lora` needs peft. Run: pip install peft"]
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3}},
+    {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 3}},
+    {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 3}},
+    {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 5, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
+    },
+    {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2}},
+    {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 2}},
+]
+
+
+@pytest.mark.parametrize("schedule", slow_but(SCHEDULES[2:4], SCHEDULES))
+def test_a_factor_holds_at_every_step_of_a_schedule(schedule: dict, one_rank: torch.device) -> None:
+    ds = engine(2, **({"scheduler": schedule} if schedule else {}))
+    runs = []
+    for tuned in (RunConfig(), RunConfig(learning_rates={"blocks.0": 0.25, "proj_out": 2.0})):
+        trained = build(tuned, copy.deepcopy(ds)).engine(Expert.HIGH_NOISE)
+        rates = [trained.get_lr()]
+        for _ in range(5 if schedule else 0):
+            trained.lr_scheduler.step()
+            rates.append(trained.get_lr())
+        runs.append(rates)
+    plain, tuned_rates = runs
+    assert tuned_rates == [pytest.approx([lr, 0.25 * lr, 2.0 * lr], rel=1e-12) for (lr,) in plain]
+
+
+@pytest.mark.parametrize("stage", slow_but([3], [2, 3]))
+def test_adams_first_update_is_the_learning_rate_times_the_factor(stage: int, one_rank: torch.device) -> None:
+    still = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-12, "weight_decay": 0.0}}
+    student = build(PARTLY, engine(stage, optimizer=still))
+    before = masters(student)
+    learn(student, 0)
+    after = masters(student)
+    for name, wanted in (
+        ("condition_embedder.time_proj.weight", 1e-3),
+        ("blocks.1.attn1.to_q.weight", 1e-3),
+        ("blocks.2.attn1.to_q.weight", 1e-4),
+        ("proj_out.weight", 4e-3),
+    ):
+        assert (after[name] - before[name]).abs().median().item() == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), slow_but([("lora", 2), ("partly", 3)], product(("lora", "partly"), (0, 2, 3)))
+)
+def test_a_resumed_student_is_bitwise_equal(
+    kind: str, stage: int, tmp_path: Path, one_rank: torch.device
+) -> None:
+    tuned = {"lora": LORA, "partly": PARTLY}[kind]
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-3}}
+    students = [build(tuned, engine(stage, scheduler=schedule), ema=0.8) for _ in range(2)]
+    for step in range(2):
+        learn(students[0], step)
+    folder = checkpointer.save(students[0], tmp_path, 2, {}, keep=2)
+    assert loading.load(students[1], folder) == 2
+    ends = []
+    for i, student in enumerate(students):
+        losses = [learn(student, step) for step in (2, 3)]
+        end = checkpointer.save(student, tmp_path / str(i), 4, {}, keep=1)
+        averages = dict(loading.read_weights(end, Expert.HIGH_NOISE, averaged=True))
+        ends.append((losses, masters(student) | {f"average of {n}": w for n, w in averages.items()}))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[1][1][name], value) for name, value in ends[0][1].items())
+
+
+def test_a_checkpoint_of_two_ranks_holds_what_plain_pytorch_says(tmp_path: Path) -> None:
+    program(ROOT / "tests" / "helpers" / "tuning_on_ranks.py", tmp_path, ranks=2)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results) == len(CASES)
+    for found in results.values():
+        assert found["last"] == 0 and found["averaged"] < 1e-6 and found["moved"] > 1e-3
+        assert (
+            found["frozen"]
+            == found["frozen, averaged"]
+            == found["missing"]
+            == found["in the checkpoint"]
+            == 0
+        )
+
+
+@pytest.mark.parametrize("stage", slow_but([2], [2, 3]))
+def test_a_lora_student_starts_as_its_base_and_only_adapters_change(
+    stage: int, one_rank: torch.device
+) -> None:
+    curves = []
+    for again in ({}, None):  # with all before it frozen, a checkpointed block still has its gradient
+        ds = engine(stage)
+        if again is None:
+            del ds["activation_checkpointing"]
+        student, base, asked = build(LORA, ds), small_transformer(1, layers=3), batch(0)
+        with torch.no_grad():
+            v_BCFHW = base(asked.x_t_BCFHW, 1000 * asked.sigma_B, asked.text_BLD).sample
+            assert torch.equal(student.velocity(asked), v_BCFHW)
+        curves.append([learn(student, step) for step in range(3)])
+        assert all("lora_" in name for name in masters(student))
+        assert min(v.abs().max() for n, v in masters(student).items() if "lora_B" in n) > 1e-4
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6) and len(set(curves[0])) == 3
+
+
+def test_adapters_start_equal_whatever_was_drawn_before(one_rank: torch.device) -> None:
+    first = masters(build(LORA, engine(2)))
+    torch.rand(7)
+    second = masters(build(LORA, engine(2)))
+    assert all(torch.equal(first[name], value) for name, value in second.items()) and len(first) == 32
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def test_a_tuned_run_exports_its_average_and_is_resumed_bitwise(tmp_path: Path, wan1: Path) -> None:
+    more = {"ema": 0.9, "frozen": ["blocks.0"], "learning_rates": {"proj_out": 2}, "save_every": 2}
+    more["deepspeed_config"] = student_engine(3, bf16={"enabled": True})
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for output, steps in ((whole, 4), (cut, 2), (cut, 4)):
+        train(tmp_path, wan1, output.name, max_steps=steps, **more)
+    for name, flag in (("average", "--ema"), ("last", "--no-ema")):
+        wandistiller("export", "--checkpoint", cut, "--output", tmp_path / name, flag)
+    weights, other = exported(whole / "student"), exported(cut / "student")
+    average, last, base = exported(tmp_path / "average"), exported(tmp_path / "last"), exported(wan1)
+    assert all(torch.equal(weights[n], other[n]) and torch.equal(weights[n], average[n]) for n in weights)
+    frozen = [
+        cut / "checkpoints" / f"step_0000000{step}" / "frozen" / "transformer.safetensors" for step in (2, 4)
+    ]
+    assert frozen[0].samefile(frozen[1])  # one file, however many checkpoints
+    moved = [n for n in weights if not torch.equal(weights[n], last[n])]
+    assert moved and not [n for n in moved if n.startswith("blocks.0.")]
+    assert all(torch.equal(w, base[n].to(w.dtype)) for n, w in weights.items() if n.startswith("blocks.0."))

@@ -1,0 +1,133 @@
+"""Lean loading: each rank reads the bytes that it keeps, and a node that shares a copy holds one."""
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import ROOT, has_async_io, program
+
+from wandistiller.batch import Expert
+from wandistiller.engine.workarounds import release_module_references
+from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.loading import ALIGNED, Arena, _Partition, load_sharded
+from wandistiller.teacher.placement import teacher_engine
+from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.weights import WeightReader
+
+MIB = 2**20
+NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
+
+
+@pytest.fixture(scope="module")
+def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results = tmp_path_factory.mktemp("loading") / "results.json"
+    names = (n for n in NAMES if n != "zero_inference_nvme" or has_async_io())
+    program(ROOT / "tests" / "helpers" / "loading_on_ranks.py", wide, results, *names, ranks=2)
+    return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def stored(wide: Path) -> int:
+    """Bytes of both experts."""
+    return sum(
+        file.stat().st_size
+        for part in ("transformer", "transformer_2")
+        for file in (wide / part).glob("*.safetensors")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("replicated", [1, 1]),
+        ("sharded", [0.5, 0.5]),
+        ("zero_inference_cpu", [0.5, 0.5]),
+        ("zero_inference_nvme", [0.5, 0.5]),
+        ("host_cpu", [0.5, 0.5]),
+        ("owner", [1, 0]),
+    ],
+)
+def test_a_rank_reads_what_it_keeps_and_no_more(
+    loaded: dict[str, Any], stored: int, name: str, shares: list[float]
+) -> None:
+    if name not in loaded:
+        pytest.skip("no libaio here")
+    # headers, modules that Python imports at the first call, and the async_io library come on top
+    assert loaded[name]["read"] == [pytest.approx(share * stored, abs=10 * MIB) for share in shares]
+
+
+def test_host_cpu_is_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
+    first, second = loaded["host_cpu"]["shared"]
+    assert first == second and len(first) == 2  # one block of memory per expert
+
+
+def test_no_other_placement_shares_memory(loaded: dict[str, Any]) -> None:
+    assert loaded["replicated"]["shared"] == [[], []]
+
+
+def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:
+    arena = Arena(4 * ALIGNED)
+    likes = torch.empty(3), torch.empty(5, dtype=torch.bfloat16), torch.empty(32, dtype=torch.int16)
+    first, second, third = (arena.take(like) for like in likes)
+    first.fill_(1)
+    assert second.count_nonzero() == 0 and second.dtype is torch.bfloat16
+    assert [t.data_ptr() % ALIGNED for t in (first, second, third)] == [0, 0, 0]
+
+
+def test_an_arena_lives_as_long_as_its_tensors() -> None:
+    kept = Arena(ALIGNED).take(torch.empty(4))
+    kept.fill_(7)
+    assert kept.tolist() == [7, 7, 7, 7]
+
+
+def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerator(
+    wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gathers a parameter that is its module's only one to where its empty shell is."""
+    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
+    ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    elsewhere = torch.device("meta")  # the one other kind of device that is everywhere
+    monkeypatch.setattr(
+        _Partition, "local_device", property(lambda _: elsewhere, lambda *_: None), raising=False
+    )
+    folder = open_wan(str(wan1))
+    model = load_sharded(
+        WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank
+    )
+    assert {p.device for p in model.parameters()} == {elsewhere}
+    assert {p.ds_tensor.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_teacher_that_is_forgotten_leaves_no_network(wan1: Path) -> None:
+    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
+    teacher = build_teacher(open_wan(str(wan1)), ds)
+    network = weakref.ref(teacher.experts[Expert.HIGH_NOISE])
+    release_module_references(teacher.experts.values())
+    del teacher
+    gc.collect()
+    assert network() is None
+
+
+def test_pages_are_unlocked_when_the_last_tensor_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, *_: calls.append(("lock", address)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("unlock", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    arena = Arena(4 * ALIGNED)
+    arena.pin()
+    kept = arena.take(torch.ones(3))
+    address = kept.data_ptr()
+    del arena
+    assert calls == [("lock", address)]
+    del kept
+    assert calls == [("lock", address), ("unlock", address)]

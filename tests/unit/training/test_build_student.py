@@ -1,0 +1,169 @@
+"""Calibration before training: independent of ranks and placement, kept across a resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import TEACHER_FP32, train
+from small_wan import small_transformer
+from torch import nn
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.config.run_config import read_run_config
+from wandistiller.config.validate import read_job
+from wandistiller.flow import keyed_normal
+from wandistiller.student.calibration import VelocityError
+from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
+from wandistiller.teacher.base import (
+    Guidance,
+    GuidedTeacher,
+    LocalTeacher,
+    OwnerTeacher,
+    local_modules,
+    without_guidance,
+)
+
+STUDENT = {
+    "num_layers": 2,
+    "keep_layers": "importance",
+    "num_attention_heads": 1,
+    "ffn_dim": 0.5,
+    "experts": "two",
+}
+REPLICATED = {"zero_optimization": {"stage": 0}}
+OWNER = {"wandistiller": {"placement": "owner", "owner_rank": 1}}
+FILES = ("lineage.json", "importance.json", "student_start.json")
+
+
+def without(network: nn.Module, number: int) -> None:
+    """Make a block hand on what it is given."""
+    block = network.blocks[number]
+    for last in (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]):
+        last.weight.data.zero_()
+        last.bias.data.zero_()
+
+
+def batches(n: int = 2) -> list[Batch]:
+    x_BCFHW = keyed_normal((n, 16, 1, 4, 4), "x")
+    return [
+        Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.full((n,), 0.4), keyed_normal((n, 8, 32), "text"), e)
+        for e in Expert
+    ]
+
+
+def two_experts(layers: int = 4) -> LocalTeacher:
+    return LocalTeacher({e: small_transformer(seed, layers).eval() for seed, e in enumerate(Expert)})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_block_that_does_nothing_is_the_least_important() -> None:
+    teacher = two_experts()
+    for network in teacher.experts.values():
+        without(network, 2)
+    first, last = importance(teacher, batches(), 4, 3)
+    assert first[2] == 0 and min(first[i] for i in (0, 1, 3)) > 0
+    assert list(last) == [0, 1, 3]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("layers", "keep", "left"), [(4, 2, [4, 3, 2]), (4, 4, [4]), (12, 1, [12, 10, 8, 6, 5, 4, 3, 2, 1])]
+)
+def test_blocks_are_dropped_in_few_rounds(layers: int, keep: int, left: list[int]) -> None:
+    rounds = importance(two_experts(layers), batches(1), layers, keep)
+    assert [len(r) for r in rounds] == left and len(rounds) <= ROUNDS + 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() -> None:
+    teacher, shorter = two_experts(), two_experts()
+    for network in shorter.experts.values():
+        without(network, 1)
+    error, before = VelocityError(), [teacher.velocity(b) for b in batches()]
+    for batch, v_BCFHW in zip(batches(), before, strict=True):
+        error.add(batch, shorter.velocity(batch), v_BCFHW)
+    assert importance(teacher, batches(), 4, 4)[0][1] == pytest.approx(error.relative(), rel=1e-6)
+    importance(teacher, batches(), 4, 3)
+    assert all(torch.equal(v, teacher.velocity(b)) for v, b in zip(before, batches(), strict=True))
+
+
+def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
+    batch, error = batches()[0].replace(sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
+    error.add(batch, torch.zeros(2, 3), torch.randn(2, 3))
+    assert error.relative() == 1 and error.by_sigma() == {"0.0-0.25": 1.0, "0.75-1.0": 1.0}
+
+
+def test_the_text_branch_is_found_under_guidance_and_owner() -> None:
+    local = two_experts(1)
+    guided = GuidedTeacher(local, Guidance(torch.zeros(512, 32), dict.fromkeys(Expert, 2.0)))
+    assert without_guidance(guided) is local and without_guidance(OwnerTeacher(guided, 0, [0])).inner is local
+    assert (
+        local_modules(OwnerTeacher(local, 0, [0])) is local.experts
+        and local_modules(OwnerTeacher(None, 1, [0, 1])) == {}
+    )
+
+
+def test_the_table_of_importance_shows_every_block(tmp_path: Path) -> None:
+    write_importance(tmp_path, [{0: 0.5, 1: 0.25, 2: 1.0}, {0: 0.6, 2: 1.1}], Expert)
+    text = (tmp_path / "importance.md").read_text()
+    assert "| 1 | 0.2500 | | no |" in text and "| 2 | 1.0000 | 1.1000 | yes |" in text
+    assert json.loads((tmp_path / "importance.json").read_text())["kept"] == [0, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("begin")
+
+
+def begun(folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1) -> Path:
+    more = {"student_config": STUDENT, "max_steps": steps, "teacher_deepspeed_config": teacher}
+    return train(folder, wan2, name, ranks=ranks, **more)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, wan2: Path) -> Path:
+    return begun(folder, wan2, "alone", 1, REPLICATED)
+
+
+def numbers(value: Any) -> list[Any]:
+    """All that a JSON holds, in order, floats apart from rounding."""
+    if isinstance(value, dict):
+        return [n for k, v in value.items() for n in (k, *numbers(v))]
+    if isinstance(value, list):
+        return [n for v in value for n in numbers(v)]
+    return [pytest.approx(value, rel=1e-4) if isinstance(value, float) else value]
+
+
+@pytest.mark.parametrize(
+    ("name", "teacher"), [("sharded", TEACHER_FP32), pytest.param("owner", OWNER, marks=pytest.mark.slow)]
+)
+def test_two_ranks_measure_and_choose_as_one(
+    folder: Path, wan2: Path, alone: Path, name: str, teacher: dict
+) -> None:
+    output = begun(folder, wan2, name, 2, teacher)
+    for file in FILES:
+        found, expected = (json.loads((o / file).read_text()) for o in (output, alone))
+        assert numbers(found) == numbers(expected)
+
+
+def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path) -> None:
+    kept = json.loads((alone / "importance.json").read_text())["kept"]
+    assert json.loads((alone / "resolved" / "student.json").read_text())["keep_layers"] == kept
+    for expert, found in json.loads((alone / "lineage.json").read_text()).items():
+        assert found["made_of"] == [expert] and found["kept_layers"] == kept
+        assert found["stands_for"] == [kept[1] - 1, 3]
+        assert {f"blocks.{kept[0]}.ffn", f"blocks.{kept[1]}.attn1.to_v", "stream"} <= found["cut"].keys()
+
+
+def test_a_resumed_run_keeps_the_layers_that_it_found(folder: Path, wan2: Path, alone: Path) -> None:
+    before = (alone / "lineage.json").read_text()
+    begun(folder, wan2, "alone", 1, REPLICATED, steps=2)
+    assert (alone / "lineage.json").read_text() == before
+    assert len((alone / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
+    job = read_job(read_run_config(json.loads((alone / "resolved" / "run.json").read_text()), {}), 1)
+    assert job.resume_from

@@ -1,0 +1,245 @@
+"""Opening a pipeline folder, and weights that are bit-equal to diffusers' own loader in any engine."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from cases import slow_but
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from small_wan import small_transformer
+from torch import nn
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.distributed import collectives
+from wandistiller.engine import ds_config
+from wandistiller.flow import keyed_normal
+from wandistiller.student.student import Student
+from wandistiller.teacher import placement
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
+from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.loading import load_sharded, load_whole
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import SHIPPED, read_json
+from wandistiller.wan import pipeline, transformer
+from wandistiller.wan.weights import WeightReader
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+ZERO_INFERENCE = SHIPPED / "teacher" / "zero_inference_cpu.json"
+BF16 = {"bf16": {"enabled": True}}
+BUFFERS_BF16 = BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}}
+
+
+def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> dict:
+    return pipeline.open_wan(str(folder)).configs[expert]
+
+
+@cache
+def by_diffusers(folder: Path, dtype: torch.dtype) -> WanTransformer3DModel:
+    return WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).eval().requires_grad_(False)
+
+
+def assert_bit_equal(model: nn.Module, expected: nn.Module) -> None:
+    """Parameters and buffers: names, dtypes, values."""
+    for kind in ("named_parameters", "named_buffers"):
+        found, wanted = (dict(getattr(m, kind)()) for m in (model, expected))
+        assert found.keys() == wanted.keys()
+        assert [n for n in wanted if found[n].dtype is not wanted[n].dtype] == []
+        assert [n for n in wanted if not torch.equal(found[n].cpu(), wanted[n])] == []
+
+
+def assert_tables(model: nn.Module, wan: Path) -> None:
+    """RoPE's tables are those of diffusers, in float32 on any device."""
+    rope = by_diffusers(wan / "transformer", torch.float32).rope
+    for name in ("freqs_cos", "freqs_sin"):
+        found, wanted = getattr(model.rope, name).cpu(), getattr(rope, name)
+        assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+
+
+def some_batch(expert: Expert, frames: int = 2) -> Batch:
+    x0, noise, x_t = (keyed_normal((2, 16, frames, 4, 6), "wan", i) for i in range(3))
+    return Batch(x0, noise, x_t, torch.tensor([0.3, 0.95]), keyed_normal((2, 512, 32), "text"), expert)
+
+
+def test_a_two_expert_folder_has_both_configs_and_their_boundary_and_a_one_expert_folder_none(
+    wan1: Path, wan2: Path
+) -> None:
+    one, two = pipeline.open_wan(str(wan1)), pipeline.open_wan(str(wan2))
+    assert (list(two.configs), two.boundary, two.shift) == (list(Expert), 0.875, 3.0)
+    assert (list(one.configs), one.boundary) == ([Expert.HIGH_NOISE], None)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_a_missing_part_is_named(wan1: Path, copy_of: Callable[..., Path], part: str) -> None:
+    folder = copy_of(wan1)
+    (folder / part / "config.json").unlink()
+    with pytest.raises(ConfigError, match=f"{part}/config.json"):
+        pipeline.open_wan(str(folder))
+
+
+@pytest.mark.parametrize(("key", "shift"), [("flow_shift", 5.0), ("shift", 7.0)])
+def test_the_shift_is_the_scheduler_s(
+    wan1: Path, copy_of: Callable[..., Path], key: str, shift: float
+) -> None:
+    folder = copy_of(wan1)
+    file = folder / "scheduler" / "scheduler_config.json"
+    kept = {k: v for k, v in json.loads(file.read_text()).items() if k != "flow_shift"}
+    file.write_text(json.dumps(kept | {key: shift}))
+    assert pipeline.open_wan(str(folder)).shift == shift
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("expert", list(Expert))
+def test_load_whole_is_bitwise_diffusers_from_pretrained(
+    wan2: Path, expert: Expert, dtype: torch.dtype
+) -> None:
+    model = load_whole(WeightReader(wan2 / expert.value), config_of(wan2, expert), dtype, CPU)
+    assert_bit_equal(model, by_diffusers(wan2 / expert.value, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    small_transformer(3).save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert_bit_equal(load_whole(WeightReader(tmp_path), config, dtype, CPU), by_diffusers(tmp_path, dtype))
+
+
+def test_a_skeleton_has_no_memory_but_all_parameters_and_real_rope_tables(wan1: Path) -> None:
+    model, wanted = (
+        transformer.meta_transformer(config_of(wan1)),
+        by_diffusers(wan1 / "transformer", torch.float32),
+    )
+    assert transformer.count_parameters(config_of(wan1)) == sum(p.numel() for p in wanted.parameters())
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert_tables(model, wan1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_velocity_is_the_model_s_answer_at_time_1000_sigma(wan1: Path, dtype: torch.dtype) -> None:
+    model, b = by_diffusers(wan1 / "transformer", dtype), some_batch(Expert.HIGH_NOISE)
+    direct = model(
+        b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.text_BLD.to(dtype), return_dict=False
+    )[0]
+    v_BCFHW = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
+    assert v_BCFHW.dtype is torch.float32 and torch.equal(v_BCFHW, direct.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("one_rank")
+def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: torch.dtype) -> None:
+    ds = placement.teacher_engine(*ds_config.load(str(ZERO_INFERENCE)))
+    ds.pop("bf16")
+    folder = wan2 / "transformer_2"
+    model = load_sharded(
+        WeightReader(folder), config_of(wan2, Expert.LOW_NOISE), dtype, ds, collectives.device()
+    )
+    assert {p.numel() for p in model.parameters()} == {0}  # all of it is partitioned
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert_bit_equal(model, by_diffusers(folder, dtype))
+
+
+TEACHERS = {
+    "replicated bf16, buffers too": BUFFERS_BF16,
+    "sharded float32": {"zero_optimization": {"stage": 3}},
+    "device_map bf16, with a limit": BF16
+    | {"wandistiller": {"placement": "device_map", "max_memory": {"cpu": "600KiB"}}},
+    "device_map bf16, most on disk": BF16
+    | {"wandistiller": {"placement": "device_map", "device_map": {"blocks.1-": "disk", "*": "cpu"}}},
+}
+"""Engines that no shipped JSON has; test_placements.py has those."""
+
+
+@pytest.mark.parametrize("ds", TEACHERS.values(), ids=TEACHERS)
+@pytest.mark.usefixtures("one_rank")
+def test_every_teacher_engine_answers_bitwise_as_diffusers_models_with_whole_rope_tables(
+    wan2: Path, ds: dict
+) -> None:
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
+    dtype = getattr(torch, ds_config.dtype_name(ds))
+    assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
+    for expert in (*Expert, Expert.HIGH_NOISE):
+        b = some_batch(expert)
+        expected = transformer.velocity(
+            by_diffusers(wan2 / expert.value, dtype), b.x_t_BCFHW, b.sigma_B, b.text_BLD
+        )
+        assert torch.equal(teacher.velocity(b), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_only_the_expert_that_is_asked_is_brought_in(wan2: Path) -> None:
+    ds = read_json(ZERO_INFERENCE) | {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
+    }
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
+    here = {expert: set() for expert in Expert}
+    for expert in Expert:
+        for _, module in teacher.experts[expert].named_modules():
+            module.register_forward_pre_hook(
+                lambda m, args, expert=expert: here[expert].update(
+                    other for other in Expert if any(p.numel() for p in teacher.experts[other].parameters())
+                )
+            )
+    for expert in (*Expert, *Expert):
+        teacher.velocity(some_batch(expert))
+    assert here == {expert: {expert} for expert in Expert}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_one_expert_teacher_serves_both_names_with_one_module(wan1: Path) -> None:
+    teacher = build_teacher(pipeline.open_wan(str(wan1)), placement.teacher_engine("x.json", {}))
+    assert teacher.experts[Expert.HIGH_NOISE] is teacher.experts[Expert.LOW_NOISE]
+
+
+PRECISIONS = {"bf16": BF16, "bf16 with its buffers": BUFFERS_BF16, "float32": {}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    slow_but([(2, "bf16"), (3, "bf16 with its buffers")], product((1, 2, 3), PRECISIONS)),
+)
+@pytest.mark.usefixtures("one_rank")
+def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}}
+    ds |= PRECISIONS[precision]
+    student = Student({Expert.HIGH_NOISE: small_transformer(1)}, ds_config.student_engine("x.json", ds, 1)[0])
+    assert_tables(student.engine(Expert.LOW_NOISE).module, wan1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
+    b, null_LD = some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
+    inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
+    null = b.replace(text_BLD=null_LD.expand_as(b.text_BLD))
+    expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
+    found = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale))).velocity(b)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_each_expert_has_its_own_guidance_scale(wan1: Path) -> None:
+    inner, null_LD = (
+        LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32))),
+        torch.zeros(512, 32),
+    )
+    both = GuidedTeacher(inner, Guidance(null_LD, {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}))
+    for expert, scale in both.guidance.scales.items():
+        only = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
+        assert torch.equal(both.velocity(some_batch(expert)), only.velocity(some_batch(expert)))
+
+
+def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
+    wan1: Path, copy_of: Callable[..., Path]
+) -> None:
+    folder = copy_of(wan1)
+    for part, keys in (("transformer", ["cross_attn_norm"]), ("vae", ["latents_mean", "latents_std"])):
+        file = folder / part / "config.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in keys}))
+    found = pipeline.open_wan(str(folder))
+    assert found.config["cross_attn_norm"] is True
+    assert found.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]

@@ -1,0 +1,141 @@
+"""Traps of Wan: one time per token, two experts that are one, sigma against steps, missing libraries."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from PIL import Image
+from ranks import edit_json
+from small_wan import FORMS, make_wan
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.evaluation.sampling import Sampling, sample
+from wandistiller.flow import FlowSchedule, keyed_normal
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan import transformer
+from wandistiller.wan.encoders import Vae
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Wan2.2 TI2V-5B, untrained."""
+    return make_wan(tmp_path_factory.mktemp("five"), **FORMS["Wan2.2-TI2V-5B"])
+
+
+@pytest.fixture(scope="module")
+def pipe(five: Path) -> WanPipeline:
+    return WanPipeline.from_pretrained(five, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@torch.no_grad()
+def test_one_time_per_sample_gives_the_velocity_of_one_time_per_token(
+    five: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = WanTransformer3DModel.from_pretrained(five / "transformer", dtype=dtype).eval()
+    x_t, text = keyed_normal((2, 48, 2, 4, 6), "x"), keyed_normal((2, 512, 32), "text")
+    sigma_B = torch.tensor([0.3, 0.9])
+    # as in the stock pipeline: frames x half height x half width
+    time_BS = (1000 * sigma_B)[:, None].expand(2, 2 * 2 * 3)
+    per_token = model(x_t.to(dtype), time_BS, text.to(dtype), return_dict=False)[0].float()
+    torch.testing.assert_close(
+        transformer.velocity(model, x_t, sigma_B, text), per_token, rtol=0, atol=tolerance
+    )
+
+
+@torch.no_grad()
+def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
+    five: Path, pipe: WanPipeline
+) -> None:
+    folder, noise = (
+        open_wan(str(five)),
+        torch.stack([keyed_normal((48, 2, 2, 4), "start", i) for i in range(2)]),
+    )
+    text_BLD, null_BLD = pipe.encode_prompt(
+        ["a red circle", "a blue square"], ["", ""], max_sequence_length=512
+    )
+    how = {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
+    stock, pixels_BFCHW = (
+        pipe(
+            prompt_embeds=text_BLD, negative_prompt_embeds=null_BLD, latents=noise, output_type=kind, **how
+        ).frames
+        for kind in ("latent", "pt")
+    )
+    teacher = LocalTeacher(dict.fromkeys(Expert, pipe.transformer))
+    guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
+    x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, text_BLD, 8)
+    torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        Vae(folder, CPU).decode(stock), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_the_vae_of_48_channels_encodes_to_normalised_latents(five: Path, pipe: WanPipeline) -> None:
+    pixels = keyed_normal((1, 3, 5, 32, 64), "pixels").clamp(-1, 1)
+    mean, std = (torch.linspace(*ends, 48).view(48, 1, 1, 1) for ends in ((-1, 1), (0.5, 2)))
+    expected = (pipe.vae.encode(pixels).latent_dist.mode() - mean) / std
+    torch.testing.assert_close(Vae(open_wan(str(five)), CPU).encode(pixels), expected, rtol=0, atol=1e-6)
+
+
+def drawn(folder: Path, output: Path, **how: float) -> np.ndarray:
+    files = sample(
+        str(folder), ["a red circle"], output, Sampling(height=32, width=32, steps=2, **how), 0, torch.float32
+    )
+    return np.asarray(Image.open(files[0]))
+
+
+# That such a folder has one expert is in test_wan.py.
+def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_that_one(
+    wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    converted = copy_of(wan1, weights=True)
+    edit_json(converted / "model_index.json", boundary_ratio=0.875)
+    assert np.array_equal(drawn(converted, tmp_path / "converted"), drawn(wan1, tmp_path / "plain"))
+
+
+# test_flow.py has the draws themselves.
+@pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.3), (5, 0.417), (8, 0.533), (12, 0.632)])
+def test_the_high_noise_expert_s_share_follows_from_the_shift(wan2: Path, shift: int, share: float) -> None:
+    assert FlowSchedule(shift, open_wan(str(wan2)).boundary, 0, 8).high_noise_share() == pytest.approx(
+        share, abs=5e-4
+    )
+
+
+# No command takes sigmas yet; these are those of four steps, which a few-step student must learn.
+def test_four_steps_of_the_stock_scheduler_ask_at_these_sigmas(wan1: Path) -> None:
+    noise, text_BLD = keyed_normal((1, 16, 1, 4, 4), "x"), torch.zeros(1, 512, 32)
+    sigmas = []
+
+    def velocity(batch: Batch) -> torch.Tensor:
+        sigmas.append(round(batch.sigma_B.item(), 6))
+        return batch.x_t_BCFHW
+
+    _, path = denoise(velocity, open_wan(str(wan1)), 5.0, noise, text_BLD, 4)
+    # whole timesteps; the steps themselves are between exact sigmas
+    assert sigmas == [0.999, 0.937, 0.833, 0.625]
+    assert [sigma for sigma, _ in path] == pytest.approx([1.0, 0.9376, 0.8336, 0.6259], abs=1e-4)
+
+
+def test_a_second_guidance_scale_for_one_expert_is_refused(wan1: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`guidance_scale_2` is 3.0. It has one"):
+        drawn(wan1, tmp_path, guidance_scale_2=3.0)
+
+
+@pytest.mark.parametrize("library", ["imageio", "imageio_ffmpeg"])
+def test_a_video_without_its_libraries_is_refused_before_it_is_made(
+    wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="pip install imageio imageio-ffmpeg"):
+        drawn(wan1, tmp_path / "out", num_frames=5)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,144 @@
+"""Reading safetensors: exactly the wanted bytes, in the wanted precision, and files that are not whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import slow_but
+from ranks import wandistiller, write_json
+from recipes import recipe
+from safetensors.torch import load_file, save_file
+from small_wan import small_transformer
+from torch import Tensor
+
+from wandistiller.wan.pipeline import weight_problems
+from wandistiller.wan.weights import CHUNK_BYTES, WeightReader
+
+NAME = "diffusion_pytorch_model.safetensors"
+Spoil = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def stored(folder: Path, **tensors: Tensor) -> WeightReader:
+    save_file(tensors, folder / NAME)
+    return WeightReader(folder)
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_is_read_as_to_would_convert_it(
+    tmp_path: Path, given: torch.dtype, wanted: torch.dtype
+) -> None:
+    value = torch.randn(7, 5).to(given)
+    out = torch.empty(7, 5, dtype=wanted)
+    stored(tmp_path, other=torch.ones(3), x=value).read("x", out)
+    assert torch.equal(out, value.to(wanted))
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_many_chunks_is_read_whole(tmp_path: Path, wanted: torch.dtype) -> None:
+    value = torch.arange(CHUNK_BYTES // 4 * 2 + 11, dtype=torch.float32)
+    out = torch.empty_like(value, dtype=wanted)
+    stored(tmp_path, x=value).read("x", out)
+    assert torch.equal(out, value.to(wanted))
+
+
+@pytest.mark.parametrize(("first", "length", "found"), [(0, 4, 4), (4, 4, 4), (8, 4, 2), (12, 4, 0)])
+def test_a_part_is_read_up_to_the_tensor_s_end_and_no_further(
+    tmp_path: Path, first: int, length: int, found: int
+) -> None:
+    out = torch.full((length,), -1.0)
+    stored(tmp_path, x=torch.arange(10.0).view(2, 5)).read("x", out, first)
+    assert out.tolist() == [float(first + i) if i < found else -1.0 for i in range(length)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_noted_once_with_file_and_tensor(tmp_path: Path, bad: float) -> None:
+    value = torch.zeros(CHUNK_BYTES // 4 + 8)
+    value[[3, -2]] = bad
+    reader = stored(tmp_path, x=value)
+    reader.read("x", torch.empty_like(value))
+    assert reader.found_bad == [
+        f"{tmp_path / NAME}: tensor `x` holds numbers that are not finite in float32. Fetch this "
+        "file again, or choose another precision."
+    ]
+
+
+def test_a_number_is_noted_if_it_is_too_large_for_the_precision_asked_for(tmp_path: Path) -> None:
+    reader = stored(tmp_path, fits=torch.tensor([3e38, -3e38]), x=torch.tensor([1e6]))
+    reader.read("fits", torch.empty(2))
+    assert reader.found_bad == []
+    reader.read("x", torch.empty(1, dtype=torch.float16))
+    assert "tensor `x` holds numbers that are not finite in float16" in reader.found_bad[0]
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_noted(tmp_path: Path) -> None:
+    reader = stored(tmp_path, x=torch.ones(100))
+    with (tmp_path / NAME).open("r+b") as file:
+        file.truncate(200)
+    reader.read("x", torch.empty(100))
+    assert reader.found_bad == [
+        f"{tmp_path / NAME}: tensor `x` could not be read: the file ends inside it. Fetch this file again."
+    ]
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    small_transformer(1, 1).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def problems(folder: Path) -> list[str]:
+    return weight_problems(folder, json.loads((folder / "config.json").read_text()))
+
+
+def rewrite(folder: Path, change: Spoil) -> None:
+    save_file(change(load_file(folder / NAME)), folder / NAME)
+
+
+def test_of_many_missing_tensors_five_are_named(teacher: Path) -> None:
+    rewrite(teacher, lambda tensors: {"proj_out.bias": tensors["proj_out.bias"]})
+    assert problems(teacher)[0].count("`") == 10 and " more." in problems(teacher)[0]
+
+
+def test_a_sound_folder_and_what_diffusers_passes_over_are_no_problem(teacher: Path) -> None:
+    assert problems(teacher) == []
+    rewrite(teacher, lambda tensors: tensors | {"blocks.0.attn2.norm_added_q.weight": torch.ones(1)})
+    assert problems(teacher) == []
+
+
+def test_an_index_that_names_a_missing_file_or_a_tensor_that_is_not_in_it_is_a_problem(teacher: Path) -> None:
+    small_transformer(1, 1).save_pretrained(teacher, max_shard_size="100KB")
+    (teacher / NAME).unlink()
+    index = teacher / f"{NAME}.index.json"
+    whole = json.loads(index.read_text())
+    shards = sorted(set(whole["weight_map"].values()))
+    write_json(index, whole | {"weight_map": whole["weight_map"] | {"proj_out.none": shards[0]}})
+    assert "it lists `proj_out.none` in" in problems(teacher)[0]
+    write_json(index, whole)
+    (teacher / shards[1]).unlink()
+    assert problems(teacher) == [f"{teacher / shards[1]}: there is no such file. Fetch this file again."]
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["zero_inference_cpu"], ["zero_inference_cpu", "owner", "host_cpu"])
+)
+def test_a_teacher_with_a_nan_stops_both_ranks_with_one_message(
+    name: str, tmp_path: Path, wan2: Path, copy_of: Callable[..., Path]
+) -> None:
+    folder = copy_of(wan2, weights=True)
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors["proj_out.weight"][-1, -1] = float("nan")  # in the part of the last rank
+        return tensors
+
+    rewrite(folder / "transformer_2", spoil)
+    more = {"max_steps": 1, "teacher_deepspeed_config": f"ds_configs/teacher/{name}.json"}
+    given = recipe(tmp_path, folder, output_dir=str(tmp_path / "out"), **more)
+    error = wandistiller(
+        "train", "--recipe", write_json(tmp_path / "run.json", given), ranks=2, code=2
+    ).stderr
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    file = folder / "transformer_2" / NAME
+    assert f"{file}: tensor `proj_out.weight` holds numbers that are not finite" in error

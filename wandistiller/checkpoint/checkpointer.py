@@ -1,0 +1,196 @@
+"""Write checkpoints: float32 weights and moments by parameter, from which any layout can resume.
+
+step_00000500/
+  manifest.json                     every file, its size and checksum
+  run_state.json                    the step, and the run's identity and settings
+  transformer/engine.json           counters, schedule, loss scale of an engine
+  transformer/rank_00000.safetensors  the pieces that this rank owns, named KIND/START/PARAMETER
+  frozen/transformer.safetensors    weights that are not trained; a hard link
+"""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import manifest
+from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file
+from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, piece_name, write_stream
+from wandistiller.distributed import collectives
+from wandistiller.engine.optimizer_state import MasterWeights, read_engine
+from wandistiller.student.ema import Ema
+from wandistiller.student.student import Student
+from wandistiller.utils.errors import StorageError
+from wandistiller.utils.files import atomic, link_or_copy, write_json
+from wandistiller.utils.logging import set_activity
+
+
+class Checkpointer:
+    """Writes checkpoints. Training waits only for the writing; a thread flushes, checks and renames them."""
+
+    def __init__(self, output: Path, keep: int):
+        """`keep`: newest checkpoints that are not deleted."""
+        self._folder, self._keep = output / "checkpoints", keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._frozen: dict[str, FileChecksum] = {}
+        self._part_is_done, self._stop = threading.Event(), threading.Event()
+
+    def save(self, student: Student, step: int, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step` finished steps. Collective.
+
+        Args:
+            state: {"identity", "facts", ...} of the run.
+
+        Raises:
+            StorageError: on all ranks; this checkpoint, or the one before, could not be written.
+        """
+        self.finish()
+        target = self._folder / f"{manifest.STEP}{step:08d}"
+        if collectives.broadcast_object(
+            target.exists()
+        ):  # the run resumed from it, and nothing was learned since
+            return target
+        folder = target.with_name(f".{target.name}.tmp")
+        set_activity(f"saving the checkpoint of step {step}")
+        with collectives.raise_on_all_ranks(StorageError):
+            written = self._write(student, folder, {"format": FORMAT, "step": step, **state})
+        self._part_is_done.clear()
+        self._thread = threading.Thread(target=self._commit, args=(folder, target, written), daemon=True)
+        self._thread.start()
+        return target
+
+    def _write(self, student: Student, folder: Path, state: dict[str, Any]) -> dict[str, FileChecksum]:
+        """Write this rank's files; return their checksums by path within `folder`. Collective."""
+        written: dict[str, FileChecksum] = {}
+        first, error = collectives.rank() == 0, None
+        try:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
+                for expert in student.trained:
+                    (folder / expert.value).mkdir(parents=True)
+                if (self._folder / FROZEN).exists():
+                    link_or_copy(self._folder / FROZEN, folder / FROZEN)
+        except OSError as refused:
+            error = refused
+        collectives.barrier()
+        try:
+            for expert, trained in student.trained.items():
+                name = f"{expert.value}/rank_{collectives.rank():05d}.safetensors"
+                specs, tensors = _content(trained, student.averages.get(expert))
+                written[name] = write_stream(folder / name, specs, tensors)
+            if first:
+                engines = {f"{e.value}/{ENGINE}": read_engine(t) for e, t in student.trained.items()}
+                for name, content in (engines | {STATE: state}).items():
+                    write_json(folder / name, content)
+                    written[name] = checksum(folder / name)
+                written |= self._frozen_checksums(folder)
+        except OSError as refused:
+            error = error or refused
+        if error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StorageError(
+                f"{folder.parent}: the checkpoint of step {state['step']} could not be written: {error}. "
+                "Free space or fix the disk; the same command then goes on from the last one."
+            )
+        return written
+
+    def _frozen_checksums(self, folder: Path) -> dict[str, FileChecksum]:
+        """Read the frozen weights once; they never change."""
+        if not self._frozen:
+            files = sorted((folder / FROZEN).glob("*")) if (folder / FROZEN).exists() else []
+            self._frozen = {f"{FROZEN}/{f.name}": checksum(f) for f in files}
+        return self._frozen
+
+    def _commit(self, folder: Path, target: Path, written: dict[str, FileChecksum]) -> None:
+        """Flush and check this rank's files; on rank 0 rename the folder after all ranks'. In a thread."""
+        try:
+            manifest.finish_part(folder, collectives.rank(), written)
+            self._part_is_done.set()
+            if collectives.rank() == 0:
+                manifest.commit(folder, target, collectives.world_size(), self._stop.is_set)
+                manifest.rotate(target, self._keep)
+                collectives.log0("saved %s", target)
+        except OSError as error:
+            self._error = StorageError(f"{target}: could not be saved: {error}")
+        except Exception as error:  # raised by the main thread
+            self._error = error
+        finally:
+            self._part_is_done.set()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk. Collective.
+
+        Raises:
+            StorageError: on all ranks; it could not be saved.
+        """
+        if not self._thread:
+            return
+        set_activity("waiting until the checkpoint is on disk")
+        self._part_is_done.wait()
+        try:
+            self._raise_error()  # before rank 0's thread is joined, which would wait for the part that failed
+        except StorageError:
+            self._stop.set()
+            raise
+        finally:
+            self._thread.join()
+        self._thread = None
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        with collectives.raise_on_all_ranks(StorageError):
+            if self._error:
+                raise self._error
+
+
+def save(student: Student, output: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write one checkpoint and wait for it. Collective; arguments as for `Checkpointer`."""
+    checkpointer = Checkpointer(output, keep)
+    folder = checkpointer.save(student, step, state)
+    checkpointer.finish()
+    return folder
+
+
+def _content(trained: MasterWeights, average: Ema | None) -> tuple[list[Spec], Iterator[Tensor]]:
+    """Return the tensors of a rank's file: its part of an engine's weights, optimizer state and average."""
+    specs = []
+    for flat in trained.flats:
+        dtypes = {kind: t.dtype for kind, t in trained.tensors(flat).items()}
+        dtypes |= {AVERAGE: torch.float32} if average else {}
+        for kind, dtype in dtypes.items():
+            specs += [Spec(piece_name(kind, p.name, p.start), dtype, p.numel) for p in trained.own(flat)]
+
+    def tensors() -> Iterator[Tensor]:
+        for flat in trained.flats:
+            with trained.opened(flat):
+                kinds = trained.tensors(flat) | ({AVERAGE: average.of(flat)} if average else {})
+                for tensor in kinds.values():
+                    yield from (tensor.narrow(0, p.offset, p.numel) for p in trained.own(flat))
+
+    return specs, tensors()
+
+
+def keep_frozen(models: dict[Expert, nn.Module], output_dir: Path, resume_from: Path | None) -> None:
+    """Store the frozen weights, once for all checkpoints and before an engine casts them. Collective.
+
+    Args:
+        resume_from: the checkpoint from which the models have their frozen weights.
+    """
+    folder = output_dir / "checkpoints" / FROZEN
+    if collectives.rank() == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        for expert, model in models.items() if not resume_from else ():
+            if frozen := {name: p.data for name, p in model.named_parameters() if not p.requires_grad}:
+                with atomic(frozen_file(folder.parent, expert)) as temporary:
+                    save_file(frozen, temporary)
+        if resume_from and (resume_from / FROZEN).exists():
+            link_or_copy(resume_from / FROZEN, folder)
+    collectives.barrier()

@@ -1,0 +1,120 @@
+"""Read checkpoints: weights, moments and averages by parameter, into any layout."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint.safetensors_stream import ShardedTensors
+from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, write_engine
+from wandistiller.student.student import Student
+from wandistiller.utils.errors import ConfigError
+
+FORMAT = 2
+"""Grows when older checkpoints can no longer be read; 1 was DeepSpeed's own."""
+STATE = "run_state.json"
+ENGINE = "engine.json"
+FROZEN = "frozen"
+"""Folder of the weights that are not trained, float32: next to the checkpoints, and by hard links in each."""
+AVERAGE = "average"
+"""Kind of tensors: the moving average of the weights."""
+TENSORS_PER_OPEN = 32
+"""Tensors that are read before the files are closed and opened again, which unmaps them."""
+
+
+def load(student: Student, folder: Path, changed: set[str] = frozenset()) -> int:
+    """Load a checkpoint, whatever ranks, stage and offload wrote it; return its finished steps. Collective.
+
+    Each rank reads only the pieces that it owns.
+
+    Args:
+        changed: keys of the run's identity that may differ from the checkpoint's.
+    """
+    for expert, trained in student.trained.items():
+        saved = json.loads((folder / expert.value / ENGINE).read_text())
+        pieces = ShardedTensors(rank_files(folder, expert))
+        optimizer = type(trained.optimizer(trained.flats[0])).__name__
+        same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
+        kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
+        average = student.averages.get(expert)
+        for flat in trained.flats:
+            with trained.opened(flat, changed=True):
+                if same_optimizer:
+                    trained.make_state(flat, kinds, saved["steps"])
+                tensors = trained.tensors(flat)
+                for kind in (WEIGHTS, *kinds):
+                    _fill(tensors[kind], flat.parts, pieces, kind)
+                if average:
+                    kind = AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS
+                    _fill(average.of(flat), flat.parts, pieces, kind)
+        trained.publish()
+        write_engine(trained, saved, changed)
+    return read_state(folder)["step"]
+
+
+def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str) -> None:
+    """Read one kind of all parameters of a flat tensor; those that the checkpoint lacks stay as they are."""
+    known = set(pieces.names(kind))
+    for part in parts:
+        if part.numel and part.name in known:
+            saved = pieces.read(kind, part.name, part.start, part.numel)
+            flat.narrow(0, part.offset, part.numel).copy_(saved)
+
+
+def _family(optimizer: str | None) -> str:
+    """Return the family in which moments mean the same; DeepSpeed has a class for each device."""
+    return next((f for f in ("Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read {"step", "identity", "facts", ...} of a checkpoint.
+
+    Raises:
+        ConfigError: its format is an earlier one.
+    """
+    state = json.loads((folder / STATE).read_text())
+    if state.get("format") != FORMAT:
+        remedy = "Export it with that one, or --resume never."
+        raise ConfigError(f"{folder}: was made by another version of wandistiller. {remedy}")
+    return state
+
+
+def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
+    """Load a checkpoint's weights that are not trained into the models."""
+    for expert, model in models.items():
+        frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
+        for name, value in (load_file(frozen_file(folder, expert)) if frozen else {}).items():
+            frozen[name].copy_(value)
+
+
+def rank_files(folder: Path, expert: Expert) -> list[Path]:
+    return sorted((folder / expert.value).glob("rank_*.safetensors"))
+
+
+def frozen_file(folder: Path, expert: Expert) -> Path:
+    return folder / FROZEN / f"{expert.value}.safetensors"
+
+
+def read_weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each weight of one expert, joined from all ranks' pieces: float32, on the CPU.
+
+    Values may be views of a mapped file, which is memory of this process until it is closed: copy them.
+
+    Args:
+        averaged: yield the moving average of the trained weights.
+    """
+    shapes = json.loads((folder / expert.value / ENGINE).read_text())["shapes"]
+    for number, (name, shape) in enumerate(shapes.items()):
+        if number % TENSORS_PER_OPEN == 0:
+            pieces = ShardedTensors(rank_files(folder, expert))
+        yield name, pieces.read(AVERAGE if averaged else WEIGHTS, name).view(shape)
+    if frozen_file(folder, expert).is_file():
+        with safe_open(frozen_file(folder, expert), "pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name).to(torch.float32)

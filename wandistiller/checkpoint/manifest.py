@@ -1,0 +1,136 @@
+"""Folders that appear whole: written aside, flushed, read back, renamed; later they can be verified."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wandistiller.checkpoint.safetensors_stream import FileChecksum, checksum
+from wandistiller.utils.errors import StorageError
+from wandistiller.utils.files import atomic, flush, write_json
+
+MANIFEST = "manifest.json"
+STEP = "step_"
+POLL_SECONDS = 0.05
+SMALL_BYTES = 2**20
+"""Size up to which a file is always verified; every JSON file is smaller."""
+
+
+def part_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's part of the manifest, or of the reason why it could not write its files."""
+    return folder / f".part_{rank}.json"
+
+
+def finish_part(folder: Path, rank: int, written: dict[str, FileChecksum]) -> None:
+    """Flush a rank's files, read them back, and write its part of the manifest.
+
+    Args:
+        written: paths within `folder` -> their checksums.
+    """
+    part: dict[str, Any] = {"files": written}
+    try:
+        for name, expected in written.items():
+            flush(folder / name)
+            if (found := checksum(folder / name)) != expected:
+                raise OSError(
+                    f"{folder / name} was read back as {found}, not as {expected}. Do not trust this disk."
+                )
+    except OSError as error:
+        part = {"failed": str(error)}
+    write_json(part_file(folder, rank), part)
+
+
+def commit(folder: Path, target: Path, ranks: int, stopped: Callable[[], bool]) -> None:
+    """Wait for every rank's part, then rename `folder` to `target`.
+
+    Raises:
+        StorageError: a rank could not write; `folder` is deleted.
+    """
+    files: dict[str, FileChecksum] = {}
+    for rank in range(ranks):
+        while not part_file(folder, rank).is_file():
+            if stopped():
+                return
+            time.sleep(POLL_SECONDS)
+        part = json.loads(part_file(folder, rank).read_text())
+        if "failed" in part:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StorageError(f"{target}: could not be saved: {part['failed']}")
+        files |= part["files"]
+        part_file(folder, rank).unlink()
+    checksums = {name: FileChecksum(*found)._asdict() for name, found in sorted(files.items())}
+    write_json(folder / MANIFEST, {"files": checksums})
+    for inner in {folder, *(p.parent for p in folder.rglob("*"))}:
+        flush(inner)
+    os.replace(folder, target)
+    flush(target.parent)
+
+
+def verify(folder: Path, *, share: tuple[int, int] | None = None) -> list[str]:
+    """List the problems of a committed folder: missing and cut-off files, and wrong checksums of small ones.
+
+    Args:
+        share: (i, n): check also every n-th large file from the i-th on.
+    """
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = {name: FileChecksum(**entry) for name, entry in listed.items()}
+    except FileNotFoundError:
+        return [f"it has no {MANIFEST}"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"its {MANIFEST} cannot be read: {error}"]
+    problems = []
+    for i, (name, expected) in enumerate(files.items()):
+        try:
+            size = (folder / name).stat().st_size
+            is_read = size <= SMALL_BYTES or share and i % share[1] == share[0]
+            if size != expected.bytes:
+                problems.append(f"{name} has {size} bytes of {expected.bytes}")
+            elif is_read and checksum(folder / name) != expected:
+                problems.append(f"{name} is not as it was written (another checksum)")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+    extra = {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")} - files.keys()
+    return problems + [f"{name} is none of its files" for name in sorted(extra)]
+
+
+def steps(checkpoints: Path) -> list[Path]:
+    """List the committed folders, the newest first."""
+    named = (p for p in checkpoints.glob(f"{STEP}*") if p.name.removeprefix(STEP).isdigit())
+    return sorted(named, key=number, reverse=True)
+
+
+def number(folder: Path) -> int:
+    """Return the number of finished steps in a folder's name."""
+    return int(folder.name.removeprefix(STEP))
+
+
+def rotate(newest: Path, keep: int) -> None:
+    """Write the name of a verified folder to `latest`; delete all but `keep` folders up to it."""
+    with atomic(newest.parent / "latest") as latest:
+        latest.write_text(newest.name + "\n")
+    for old in [folder for folder in steps(newest.parent) if number(folder) <= number(newest)][keep:]:
+        shutil.rmtree(old.rename(_aside(old)), ignore_errors=True)  # never half a folder under its name
+
+
+def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, from which the run resumes; return the new names."""
+    moved = []
+    for folder in steps(checkpoints):
+        if number(folder) > step:
+            tries = (checkpoints / f"aside_{folder.name}{'.' * bool(n)}{n or ''}" for n in range(1000))
+            moved.append(folder.rename(next(t for t in tries if not t.exists())))
+    return moved
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def remove_temporaries(checkpoints: Path) -> None:
+    """Delete the unfinished folders of a run that was killed while saving."""
+    for half in checkpoints.glob(f".{STEP}*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""Choice of the checkpoint to resume from: the newest whole one of the same run."""
+
+from pathlib import Path
+from typing import Any
+
+from wandistiller.checkpoint import manifest
+from wandistiller.checkpoint.loading import STATE, read_state
+from wandistiller.distributed import collectives
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.logging import set_activity
+
+CHANGEABLE = (
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "precision",
+    "learning_rates",
+    "ema",
+    "ema_start",
+    "guidance",
+    "objective",
+    "data",
+    "teacher",
+    "seed",
+    "shift",
+    "train_batch_size",
+    "expert_blocks",
+)
+"""Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
+NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
+
+
+def candidates(output: Path, resume: str) -> list[Path]:
+    """List the checkpoints for `resume` (auto, never, or a folder), the best first; empty to start anew.
+
+    Raises:
+        ConfigError: the named folder is not a checkpoint, or none of the existing ones can be used.
+    """
+    if resume == "never":
+        return []
+    if resume != "auto":
+        if not (Path(resume) / STATE).is_file():
+            remedy = "Name a folder checkpoints/step_..., auto or never."
+            raise ConfigError(f"--resume {resume}: no checkpoint there. {remedy}")
+        if problems := manifest.verify(Path(resume)):
+            remedy = "Name another checkpoint, or auto for the newest good one."
+            raise ConfigError(f"--resume {resume}: {'; '.join(problems)}. {remedy}")
+        return [Path(resume)]
+    there = manifest.steps(output / "checkpoints")
+    problems = {folder: manifest.verify(folder) for folder in there}
+    if there and all(problems.values()):
+        raise ConfigError(*(f"{f}: {'; '.join(p)}." for f, p in problems.items()), NONE_GOOD.format(output))
+    return [folder for folder in there if not problems[folder]]
+
+
+def find(output: Path, resume: str) -> Path | None:
+    """Return the first of `candidates`, if there is one."""
+    return next(iter(candidates(output, resume)), None)
+
+
+def latest_valid(output: Path, resume: str) -> Path | None:
+    """Return the newest checkpoint with all checksums right; log the skipped ones. Collective.
+
+    Raises:
+        ConfigError: on all ranks; there is none such.
+    """
+    set_activity("checking the checkpoint")
+    share = (collectives.rank(), collectives.world_size())
+    if resume == "auto" and collectives.rank() == 0:
+        for folder in manifest.steps(output / "checkpoints"):
+            if problems := manifest.verify(folder):
+                collectives.log0("skipped   %s: %s", folder, "; ".join(problems))
+    bad: list[str] = []
+    for folder in collectives.broadcast_object(candidates(output, resume)):
+        problems = collectives.gather_problems(manifest.verify(folder, share=share))
+        if not problems:
+            return folder
+        bad.append(f"{folder}: {'; '.join(problems)}.")
+        collectives.log0("skipped   %s", bad[-1])
+    if bad:
+        raise ConfigError(*bad, NONE_GOOD.format(output))
+    return None
+
+
+def changed_keys(folder: Path, identity: dict[str, Any], allowed: list[str]) -> set[str]:
+    """Return the keys in which a checkpoint's run differs from this one.
+
+    Args:
+        allowed: keys that may differ.
+
+    Raises:
+        ConfigError: with every other difference.
+    """
+    saved = read_state(folder)["identity"]
+    differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
+    if wrong := sorted(differ - set(allowed)):
+        raise ConfigError(*(_difference(folder, k, saved.get(k), identity.get(k)) for k in wrong))
+    return differ
+
+
+def _difference(folder: Path, key: str, saved: object, now: object) -> str:
+    remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
+    return (
+        f"{folder}: holds a run with another {key}: {saved!r}, now {now!r}. "
+        f"Give another --output_dir, --resume never to start anew{remedy}."
+    )

@@ -1,0 +1,116 @@
+"""Safetensors files written tensor by tensor, with a checksum, and read in slices."""
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+CHUNK_BYTES = 16 * 2**20
+
+
+class FileChecksum(NamedTuple):
+    """Size and checksum of a file."""
+
+    bytes: int
+    crc32: str
+    """8 hex digits."""
+
+
+class Spec(NamedTuple):
+    """A flat tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+
+def write_stream(path: Path, specs: list[Spec], tensors: Iterable[Tensor]) -> FileChecksum:
+    """Write flat tensors one by one, from any device, without a copy of them all.
+
+    safetensors' own save_file (0.8) copies every tensor to bytes. Format: huggingface.co/docs/safetensors.
+
+    Args:
+        tensors: in the order of `specs`; each may be freed when the next is taken.
+    """
+    header, end = {}, 0
+    for spec in specs:
+        begin, end = end, end + spec.numel * spec.dtype.itemsize
+        header[spec.name] = {"dtype": NAMES[spec.dtype], "shape": [spec.numel], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    crc = 0
+    with path.open("wb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            crc = zlib.crc32(piece, crc)
+            file.write(piece)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            raw = memoryview(tensor.detach().to("cpu", spec.dtype).contiguous().view(torch.uint8).numpy())
+            crc = zlib.crc32(raw, crc)
+            file.write(raw)
+    return FileChecksum(8 + len(text) + end, f"{crc:08x}")
+
+
+def checksum(path: Path) -> FileChecksum:
+    """Compute size and checksum of a file."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return FileChecksum(size, f"{crc:08x}")
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one tensor, in one of several files."""
+
+    start: int
+    numel: int
+    file: int
+    name: str
+
+
+class ShardedTensors:
+    """Tensors in pieces across several files; a piece is named `KIND/START/NAME`."""
+
+    def __init__(self, files: Iterable[Path]):
+        """Read the headers."""
+        self._files = [safe_open(file, "pt") for file in files]
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        for number, file in enumerate(self._files):
+            for full in file.keys():
+                kind, start, name = full.split("/", 2)
+                numel = file.get_slice(full).get_shape()[0]
+                self._pieces.setdefault((kind, name), []).append(Piece(int(start), numel, number, full))
+        for pieces in self._pieces.values():
+            pieces.sort()
+
+    def names(self, kind: str) -> list[str]:
+        """List the tensors of a kind."""
+        return [name for its_kind, name in self._pieces if its_kind == kind]
+
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(kind for kind, _ in self._pieces))
+
+    def read(self, kind: str, name: str, start: int = 0, numel: int | None = None) -> Tensor:
+        """Read `numel` elements from `start` on, all by default; flat, on the CPU."""
+        parts, place = [], start
+        for piece in self._pieces[kind, name]:
+            end = piece.start + piece.numel
+            stop = end if numel is None else min(end, start + numel)
+            if piece.start <= place < stop:
+                saved = self._files[piece.file].get_slice(piece.name)
+                parts.append(saved[place - piece.start : stop - piece.start])
+                place = stop
+        if numel is not None and place != start + numel:
+            raise ValueError(f"{kind} of {name}: elements from {place} on are in no file.")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def piece_name(kind: str, name: str, start: int) -> str:
+    """Return the name of a piece in its file."""
+    return f"{kind}/{start}/{name}"

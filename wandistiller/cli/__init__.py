@@ -1,0 +1,1 @@
+"""Command line: parser, one entry for each command, exit codes."""

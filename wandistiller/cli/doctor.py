@@ -1,0 +1,184 @@
+"""`wandistiller doctor`: software, compiled parts, memory and speed of this machine, and what is missing."""
+
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch.utils.cpp_extension
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
+from deepspeed.ops.op_builder.builder import (
+    CUDAMismatchException,
+    MissingCUDAException,
+    installed_cuda_version,
+)
+
+from wandistiller.distributed import collectives
+from wandistiller.engine.monitors import MONITORS
+from wandistiller.monitoring.environment import version, versions
+from wandistiller.planner import hardware_rates
+from wandistiller.planner.machine import memory_line, this_machine
+from wandistiller.utils.logging import setup_logging
+from wandistiller.utils.system_memory import GIB
+
+EXTRAS = {
+    "accelerate": "for a teacher or text encoder by accelerate's maps: pip install accelerate",
+    "peft": "for LoRA students: pip install peft",
+    "imageio-ffmpeg": "to read and write videos: pip install imageio imageio-ffmpeg",
+} | {
+    package: f"for the `{section}` section of a student JSON: pip install {package}"
+    for section, (_, package) in MONITORS.items()
+}
+COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
+AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
+NVCC = "nvcc compiles Adam on GPUs, for ZeRO without offload, and async_io"
+# TypeError: async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
+BUILD_ERRORS = RuntimeError, OSError, ImportError, TypeError, MissingCUDAException, CUDAMismatchException
+UNITS = {
+    "tflops": "x 10^12 operations/s a rank",
+    "cpu_tflops": "x 10^12 on the CPU cores of a node",
+    "memory": "GB/s of CPU memory",
+    "disk": "GB/s of disk",
+    "pcie": "GB/s of PCIe",
+    "link": "GB/s between ranks of a node",
+    "network": "GB/s between nodes",
+}
+"""Units of the rates."""
+
+
+def run(flags: dict[str, Any]) -> None:
+    """Print the description of this machine."""
+    setup_logging("info")
+    for line in examine(**flags):
+        collectives.log0("%s", line)
+
+
+def examine(measure: bool) -> list[str]:
+    """Describe this machine, a line each; of missing parts how to install them. Collective.
+
+    Args:
+        measure: also measure the rates, which takes some seconds.
+    """
+    collectives.init()
+    software, parts = _software(), _parts()
+    required = [f"{name} {installed}" for name, installed in software.items() if name not in EXTRAS]
+    optional = [f"{name} {software[name]}" for name in EXTRAS if software[name]]
+    lines = [f"software   {', '.join(required)}"]
+    lines += [f"optional   {', '.join(optional)}"] if optional else []
+    lines += [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not software[name]]
+    lines += parts.values()
+    lines += differences(collectives.gather_objects((socket.gethostname(), software | parts)))
+    lines += [*_memory(), *slow_bf16()]
+    if measure:
+        lines += _rates()
+    collectives.destroy()
+    return lines
+
+
+def _software() -> dict[str, str]:
+    """Name -> version; empty for a package that is not installed."""
+    return versions() | {name: version(name) for name in EXTRAS}
+
+
+def _parts() -> dict[str, str]:
+    """Name -> line for the compilers and DeepSpeed's compiled parts, which are built if they are not yet."""
+    on_gpu = collectives.device().type == "cuda"
+    lines = {"nvcc": cuda_compiler(torch.version.cuda)} if on_gpu and torch.version.cuda else {}
+    if not shutil.which("g++"):
+        return lines | {"g++": f"missing    g++: {COMPILER}"}
+    command = ["g++", "-dumpfullversion"]
+    lines["g++"] = f"compiler   g++ {subprocess.run(command, capture_output=True, text=True).stdout.strip()}"
+    builders = [("CPU Adam", CPUAdamBuilder, COMPILER), ("async_io", AsyncIOBuilder, AIO)]
+    builders += [("Adam on GPUs", FusedAdamBuilder, NVCC)] if on_gpu else []
+    return lines | {name: built(name, builder(), why) for name, builder, why in builders}
+
+
+def built(name: str, builder: Any, why: str) -> str:
+    """Build a part of DeepSpeed unless it is built; return a line with the result.
+
+    Args:
+        why: the missing requirement, for when its builder reports that it cannot be built here.
+    """
+    try:
+        if not builder.is_compatible(verbose=False):
+            return f"missing    {name}: {why}"
+        builder.load(verbose=False)
+    except BUILD_ERRORS as error:
+        return f"missing    {name} does not build: {str(error).strip().splitlines()[-1]}"
+    return f"built      {name}"
+
+
+def cuda_compiler(wanted: str) -> str:
+    """Describe the CUDA compiler, which must have torch's own major version, in one line.
+
+    Args:
+        wanted: torch's CUDA version, such as 12.8.
+    """
+    toolkit = f"the CUDA toolkit {wanted} (https://developer.nvidia.com/cuda-toolkit-archive)"
+    remedy = f"{NVCC}: install {toolkit} and set CUDA_HOME to its folder"
+    try:
+        installed = ".".join(map(str, installed_cuda_version()))
+    except MissingCUDAException as error:
+        return f"missing    nvcc: {error}; {remedy}"
+    where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
+    if installed.partition(".")[0] != wanted.partition(".")[0]:
+        return f"missing    nvcc of torch's CUDA {wanted}: there is {where}; {remedy}"
+    return f"compiler   {where}"
+
+
+def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """A line for each version or state that differs between nodes.
+
+    Args:
+        ranks: for each rank its node, and name -> version or state.
+    """
+    lines = []
+    for name in sorted({name for _, own in ranks for name in own}):
+        nodes: dict[str, list[str]] = {}
+        for node, own in ranks:
+            nodes.setdefault(" ".join(own.get(name, "").split()) or "none", []).append(node)
+        if len(nodes) > 1:
+            where = [f"{state} on {', '.join(dict.fromkeys(names))}" for state, names in nodes.items()]
+            lines.append(f"differs    {name}: {'; '.join(where)}. Give all nodes the same environment")
+    return lines
+
+
+def _memory() -> list[str]:
+    machine = this_machine(Path())
+    gpus = f"{(machine.device_free or 0) / GIB:.1f} GiB free of GPU"
+    gpus = gpus if machine.device_free else "no GPU: ranks run on the CPU"
+    n = machine.ranks
+    right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
+    joined = f"{collectives.backend()}, sum over them {right}"
+    return [
+        f"memory     {memory_line(collectives.rank())}",
+        f"a node     {gpus}, {machine.host_free / GIB:.1f} GiB of CPU memory free, "
+        f"{machine.disk_free / GIB:.1f} GiB of disk",
+        f"ranks      {n}, at most {machine.ranks_on_node} a node; {joined}",
+    ]
+
+
+def slow_bf16(root: Path = Path("/")) -> list[str]:
+    """Warn if training runs on a CPU that emulates bf16, which is slower than float32.
+
+    Args:
+        root: folder that contains proc/.
+    """
+    info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
+    if collectives.device().type != "cpu" or not info.is_file() or "bf16" in info.read_text():
+        return []
+    return [
+        "slow       bf16: this CPU has no instructions for it. Without a GPU give "
+        "`--mixed_precision no --teacher_dtype float32`"
+    ]
+
+
+def _rates() -> list[str]:
+    """Measured rates for people, and in the form that `plan --rates` takes."""
+    dtype = torch.bfloat16 if collectives.device().type == "cuda" else torch.float32
+    rates = hardware_rates.measure_rates(Path(), dtype)
+    texts = [f"{rates[name]:g} {unit}" for name, unit in UNITS.items() if name in rates]
+    alone = [] if "link" in rates or "network" in rates else ["between ranks: start it with a launcher"]
+    return [f"rates      {', '.join([*texts, *alone])}", f"for plan   --rates '{json.dumps(rates)}'"]

@@ -1,0 +1,182 @@
+"""`wandistiller evaluate`: compare a student with its teacher in scores, velocity error, speed and size."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.config.validate import collecting
+from wandistiller.distributed import collectives
+from wandistiller.engine import ds_config
+from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.preflight import config_problems
+from wandistiller.evaluation.evaluator import Evaluation, Evaluator
+from wandistiller.evaluation.metrics import clip_problems
+from wandistiller.evaluation.report import summary, write
+from wandistiller.evaluation.sampling import Sampling, number_problems, read_prompts, resolve_dtype
+from wandistiller.export.model_card import FACTS
+from wandistiller.teacher.placement import AUTO, read_placement, teacher_engine
+from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
+from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
+from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for
+from wandistiller.wan.transformer import top_modules
+
+FACT_TYPES = of_type(
+    (Count, "height width num_frames steps"),
+    (NotNegative, "guidance_scale guidance_scale_2"),
+    (Text, "teacher_path teacher_revision"),
+)
+"""Keys that are read of an exported student's facts, and their types."""
+
+
+def run(flags: dict[str, Any]) -> None:
+    """Check everything on every rank, then compare."""
+    with collectives.raise_on_all_ranks():
+        evaluation = read_evaluation(flags, resolve_dtype(flags["dtype"]), collectives.world_size())
+    collectives.init()
+    evaluate(evaluation)
+    collectives.destroy()
+
+
+def evaluate(evaluation: Evaluation) -> dict[str, Any]:
+    """Compare a student with its teacher; writes evaluation.json, .md and .png. Collective.
+
+    The prompts are split over the ranks; prompt i is drawn from seed + i by both.
+    """
+    line, number = "%s: %d prompts, %d steps, guidance %s", len(evaluation.prompts)
+    evaluator = Evaluator(evaluation)
+    first, second = evaluation.teacher_sampling, evaluation.student_sampling
+    collectives.log0(line, "teacher", number, first.steps, first.guidance_scale)
+    teacher = evaluator.teacher()
+    collectives.log0(line, "student", number, second.steps, second.guidance_scale)
+    student, errors = evaluator.student()
+    result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
+    if collectives.rank() == 0:
+        for text in write(evaluation, result, rows):
+            collectives.log0("%s", text)
+    return result
+
+
+@readable()
+def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Evaluation:
+    """Check the command's flags and both folders; defaults are the student's training settings.
+
+    Raises:
+        ConfigError: with every problem; no weights were read.
+    """
+    problems = number_problems("evaluate", flags)
+    parts: dict[str, Any] = {}
+    with collecting(problems):
+        facts = _facts(flags)
+        with collecting(problems):
+            parts["student"] = _folder(flags["student"], None)
+        name = flags["teacher_path"] or facts["teacher_path"]
+        # .get: checkpoints made before `teacher_revision` have no such fact
+        revision = facts.get("teacher_revision") if name == facts.get("teacher_path") else None
+        with collecting(problems):
+            parts["teacher"] = _folder(name, revision)
+            flags = _complete(flags, facts, parts["teacher"])
+            parts["teacher_ds"] = _teacher_json(flags["teacher_deepspeed_config"], parts["teacher"], world)
+    with collecting(problems):
+        prompts = read_prompts(flags["prompts"])
+        number = max(1, min(flags["num_prompts"], len(prompts)))
+        parts["prompts"] = [prompts[i * len(prompts) // number] for i in range(number)]
+    if {"teacher", "student"} <= parts.keys():
+        problems += _pair_problems(flags, parts["teacher"], parts["student"])
+    student = Path(flags["student"])
+    output = flags["output"] or (student.parent if student.is_dir() else Path("evaluation"))
+    problems += folder_problems("output", output)
+    problems += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
+    if problems:
+        raise ConfigError(*problems)
+    size = {k: flags[k] for k in ("height", "width", "num_frames", "steps")}
+    guidance = {k: flags[k] for k in ("guidance_scale", "guidance_scale_2", "negative_prompt")}
+    return Evaluation(
+        **parts,
+        output=output,
+        dtype=dtype,
+        teacher_sampling=Sampling(**size, **guidance),
+        student_sampling=Sampling(**size),
+        clip=flags["clip_path"],
+        **{k: flags[k] for k in ("seed", "batch", "quick")},
+    )
+
+
+def _facts(flags: dict[str, Any]) -> dict[str, Any]:
+    """Training settings stored in an exported student; empty for another pipeline with --teacher_path."""
+    file = Path(flags["student"]) / FACTS
+    if file.is_file():
+        facts = read_json(file)
+        problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
+        if not (facts.get("teacher_path") or flags["teacher_path"]):
+            problems.append(
+                f"{file}: `teacher_path` is missing. Say with --teacher_path what to compare it with."
+            )
+        if problems:
+            raise ConfigError(*problems)
+        return facts
+    if not flags["teacher_path"]:
+        raise ConfigError(
+            f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
+            "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
+        )
+    return {}
+
+
+def _folder(name: str, revision: str | None) -> WanFolder:
+    folder = open_wan(name, weights=True, revision=revision)
+    require_weights(folder)
+    return folder
+
+
+def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) -> dict[str, Any]:
+    """Complete `flags` from the student's training settings, or else from the teacher's usual ones."""
+    usual = usual_for(teacher)
+    defaults = {
+        "height": usual.height,
+        "width": usual.width,
+        "num_frames": 1,
+        "steps": 40,
+        "guidance_scale": usual.guidance[0],
+        "guidance_scale_2": usual.guidance[1],
+        "negative_prompt": WAN_NEGATIVE_PROMPT,
+    }
+    defaults |= {k: facts[k] for k in defaults if k in facts}
+    if flags["guidance_scale"] is not None:
+        defaults["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does
+    if teacher.boundary is None:
+        defaults["guidance_scale_2"] = None  # diffusers refuses it for one expert
+    return flags | {k: v for k, v in defaults.items() if flags[k] is None}
+
+
+def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str, Any] | None:
+    """The checked DeepSpeed JSON of the teacher's placement."""
+    if not file:
+        return None
+    where, ds = ds_config.load(file)
+    ds = teacher_engine(where, ds, world)
+    placement, problems = read_placement(ds), config_problems(where, without_block(ds))
+    if placement.name == AUTO:
+        remedy = "Only training chooses; name the file that it chose."
+        problems.append(problem(where, "wandistiller.placement", AUTO, remedy))
+    problems += placement.teacher_problems(where, top_modules(teacher.config), collectives.number_of_gpus())
+    if problems:
+        raise ConfigError(*problems)
+    return ds
+
+
+def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder) -> list[str]:
+    """Problems that keep the two from being run at the same settings."""
+    size = flags["height"], flags["width"], flags["num_frames"]
+    problems = list(dict.fromkeys(teacher.size_problems(*size) + student.size_problems(*size)))
+    if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
+        remedy = "It has one expert; leave it out."
+        problems.append(problem(teacher.name, "guidance_scale_2", second, remedy))
+    if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
+        problems.append(
+            f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
+            "Give a student with its VAE."
+        )
+    return problems

@@ -1,0 +1,25 @@
+"""`wandistiller export`: write a checkpoint in one of the formats, and upload it to the hub if wanted."""
+
+from typing import Any
+
+import torch
+
+from wandistiller.export import hub
+from wandistiller.export.formats.base import flag_problems, formats
+from wandistiller.export.source import read_source
+from wandistiller.utils.errors import ConfigError
+
+
+def run(flags: dict[str, Any]) -> None:
+    """Write the files, print their paths, and upload them."""
+    name = "lora" if flags["adapter"] else flags["format"]
+    if problems := flag_problems(name, flags):
+        raise ConfigError(*problems)
+    repository = hub.check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
+    settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}
+    source = read_source(flags["checkpoint"], flags["ema"])
+    exported = formats()[name].from_flags(settings).write(source, flags["output"])
+    for path in exported:
+        print(path)
+    if repository:
+        print(hub.push(exported, repository, flags["private"]))

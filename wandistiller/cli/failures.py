@@ -1,0 +1,115 @@
+"""Reports of failures: one message, an exit code, and a notice to the other ranks and to the launcher."""
+
+import gc
+import re
+import sys
+import traceback
+
+from torch.distributed import DistError
+
+from wandistiller.config.job import Job
+from wandistiller.distributed import collectives
+from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
+from wandistiller.planner.machine import Machine, machine_now, memory_line
+from wandistiller.planner.oom_advice import advice
+from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageError
+from wandistiller.utils.files import system_error
+from wandistiller.utils.logging import current, log_to_file
+from wandistiller.utils.oom import Spent, chain, is_out_of_memory, what_ran_out
+
+OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, NOT_FINITE, STORAGE, AGAIN = 0, 1, 2, 3, 4, 74, 75
+"""Exit codes; the last two are EX_IOERR and EX_TEMPFAIL of sysexits.h."""
+CODES = {ConfigError: WRONG_INPUT, NonFinite: NOT_FINITE, StorageError: STORAGE}
+LOST_CONTACT = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|socket", re.IGNORECASE
+)
+"""Words in the errors of backends when another rank is gone; some are plain RuntimeErrors."""
+
+
+class Failures:
+    """Reports why this rank fails, or why it follows another that did."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._machine: Machine | None = None
+
+    @property
+    def job(self) -> Job | None:
+        """The run, once it is known: advice is computed for it, and for the memory that was free then."""
+        return self._job
+
+    @job.setter
+    def job(self, job: Job) -> None:
+        self._job, self._machine = job, machine_now()
+
+    def report(self, error: BaseException) -> int:
+        """Print and log the error, notify the launcher and the other ranks; return the exit code."""
+        printed, for_file, where = None, None, f"rank {collectives.rank()}, {current.activity}"
+        if isinstance(error, Problems):
+            code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
+            # the other ranks found the same, or rank 0's watchdog prints it
+            printed = text if collectives.rank() == 0 else ""
+            # torchrun repeats each rank's
+            for_file = f"exit code {code}; the lines above that begin with `error:` say why"
+        elif is_out_of_memory(error):
+            code, text, hints = OUT_OF_MEMORY, *self._memory(error)
+            for_file = "\n".join([text, *hints])
+            printed = for_file if collectives.rank() == 0 else text
+        elif refused := system_error(error):
+            code, text = STORAGE, f"error: {where}: {_in_words(refused)}"
+        elif _lost_contact(error) and (notice := collectives.who_failed()):
+            code, text = notice.code, collectives.failure_message(notice)
+        else:
+            code, text = FAULT, f"{where}: {type(error).__name__}: {error}"
+            printed = "".join(traceback.format_exception(error)) + text
+        printed = text if printed is None else printed
+        print(printed, end="\n" if printed else "", file=sys.stderr, flush=True)
+        log_to_file(printed if code == FAULT else text)
+        tell_torchrun(for_file or text)
+        collectives.announce_failure(code, text)
+        return code
+
+    def explain(self, notice: FailureNotice) -> str:
+        """Describe another rank's failure for this rank's message: in full on rank 0; with free memory."""
+        text = notice.text if collectives.rank() == 0 else notice.text.partition("\n")[0]
+        if notice.code != OUT_OF_MEMORY:
+            return text
+        spent = Spent.DEVICE if collectives.device().type == "cuda" else Spent.HOST
+        hints = self._advice(spent) if collectives.rank() == 0 else []
+        return "\n".join([text, memory_line(collectives.rank()), *hints])
+
+    def _memory(self, error: BaseException) -> tuple[str, list[str]]:
+        """The error with the state of the memory, and advice."""
+        reason = str(error).strip().partition("\n")[0]
+        text = f"Out of memory on rank {collectives.rank()}, {current.activity}: {reason}"
+        spent = what_ran_out(error)
+        for held in chain(error):  # free what the frames hold, or there is no room for the advice
+            held.__traceback__ = None
+        gc.collect()
+        return f"{text}\n{memory_line(collectives.rank())}", self._advice(spent)
+
+    def _advice(self, spent: Spent) -> list[str]:
+        if not self.job:
+            return []
+        try:
+            lines = advice(self.job, spent, self._machine, preparing=current.phase == "prepare")
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return ["There is no room left to work out what helps."]
+        return ["What helps:", *(f"  {line}" for line in lines)]
+
+
+def _lost_contact(error: BaseException) -> bool:
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)) is not None
+    )
+
+
+def _in_words(error: OSError) -> str:
+    """The failure, the file, and a remedy."""
+    where = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{where}{error.strerror or error}. A disk is full, or a file or folder went away or was changed "
+        "while the run used it. Fix that; the same command then goes on from the last checkpoint."
+    )

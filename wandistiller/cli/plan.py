@@ -1,0 +1,155 @@
+"""`wandistiller plan`: memory, disk and least time of a run, on this machine or one described by flags."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.cli.plan_report import report
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import RunConfig, as_dict
+from wandistiller.config.shorthands import merged
+from wandistiller.config.validate import read_job
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.engine.ds_overrides import EngineOverrides
+from wandistiller.planner import hardware_rates
+from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.machine import Machine, this_machine
+from wandistiller.planner.recommend import choices, chosen, left_open
+from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.files import read_json, write_json
+from wandistiller.utils.logging import setup_logging
+from wandistiller.utils.system_memory import GIB
+
+MACHINE = ("nodes", "gpus", "gpu_memory", "host_memory", "disk")
+"""Flags that describe a machine other than this one."""
+OWN = (*MACHINE, "rates", "measure", "price_per_gpu_hour", "recommend")
+"""Flags of this command alone; the others are those of `train`."""
+LISTED = 5
+"""Number of combinations printed."""
+
+
+def run(flags: dict[str, Any]) -> None:
+    """Read the run as `train` does and print its plan; nothing is written but the recommended recipe."""
+    own = {key: flags.pop(key) for key in OWN}
+    launched = collectives.world_size() > 1
+    if launched:
+        collectives.init()
+    with collectives.raise_on_all_ranks():
+        lines = plan_lines(own, flags)
+    setup_logging("info")
+    for line in lines:
+        collectives.log0("%s", line)
+    if launched:
+        collectives.destroy()
+
+
+def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
+    """Compute the lines to print, and write the recommended recipe if a file is named. Collective.
+
+    Args:
+        own: values of the flags OWN.
+        flags: those of `train`, and `recipe`.
+    Raises:
+        ConfigError: with every problem of the run, or if no combination fits that could be recommended.
+    """
+    if problems := _problems(own):
+        raise ConfigError(*problems)
+    recipe = flags.pop("recipe", None)
+    values = read_json(recipe) if recipe else {}
+    machine, here = described(own, Path()), all(own[key] is None for key in MACHINE)
+    defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
+    config = merged(values, defaults | flags | {"resume": "never"}, recipe)
+    job, lines = read_job(config, machine.ranks, here=here), []
+
+    def with_disk(job: Job, shipped: bool) -> Machine:
+        return on_its_disk(machine, job, swap_folder(job, shipped=shipped) if here else None)
+
+    if any(left_open(job)):
+        choice = chosen(job, with_disk(job, True), here)
+        job, lines = choice.job, [*choice.lines(machine), ""]
+    rates = hardware_rates.override_rates(hardware_rates.default_rates(machine.device_size), own["rates"])
+    if own["measure"]:
+        dtype = getattr(torch, dtype_name(job.student_ds))
+        rates = replace(rates, **hardware_rates.measure_rates(swap_folder(job), dtype))
+        lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
+    machine = with_disk(job, False)
+    lines += [*report(job, machine, rates, here, own["price_per_gpu_hour"]), ""]
+    best = choices(job, with_disk(job, True), rates, here)
+    fastest = "fastest of the shipped JSONs that fit:"
+    lines.append(fastest if best else "no combination of the shipped JSONs fits")
+    lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:LISTED]]
+    if file := own["recommend"]:
+        if not best:
+            raise ConfigError(
+                "Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, "
+                "more CPU memory, fewer frames, or a teacher in bfloat16."
+            )
+        if collectives.rank() == 0:
+            write_json(file, _without_engines(config, values | flags) | best[0].settings)
+        lines.append(f"wrote {file}")
+    return lines
+
+
+def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs now hold.
+
+    Args:
+        given: values of the recipe and of the flags, as the user wrote them.
+    """
+    defaults, in_jsons = as_dict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(EngineOverrides))}
+    recipe = as_dict(config) | {key: given.get(key, defaults[key]) for key in ("output_dir", "resume")}
+    return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}
+
+
+def _problems(own: dict[str, Any]) -> list[str]:
+    """Problems with the values of this command's own flags."""
+
+    def wrong() -> Iterator[tuple[str, str]]:
+        for key, least in {"gpus": 0, "nodes": 1}.items():
+            if own[key] is not None and own[key] < least:
+                yield key, f"Write {least} or more."
+        if own["gpus"] == 0 and own["gpu_memory"] is not None:
+            yield "gpu_memory", "`--gpus 0` has none; remove one of the two."
+        if own["measure"] and any(own[key] is not None for key in ("gpus", "gpu_memory")):
+            yield "measure", "It measures this machine, not one that is described: give --rates."
+        if own["price_per_gpu_hour"] is not None and not 0 <= own["price_per_gpu_hour"] < 1e6:
+            yield "price_per_gpu_hour", "Write a price of 0 or more."
+        for key in ("gpu_memory", "host_memory", "disk"):
+            if own[key] is not None and not 0 < own[key] < 1e7:
+                yield key, "Write GiB over 0."
+
+    return [problem("command line", key, own[key], remedy) for key, remedy in wrong()]
+
+
+def described(given: dict[str, Any], swap_path: Path) -> Machine:
+    """Build the machine that the flags describe; values left out are this machine's. Collective.
+
+    Args:
+        given: gpus, gpu_memory, host_memory, disk (GiB of a node) and nodes; None where left out. A node runs
+            as many ranks on CPUs as this one.
+    Raises:
+        ConfigError: GPUs whose memory neither the flags nor this machine give.
+    """
+    here = this_machine(swap_path)
+    launched = collectives.world_size() > 1
+    gpus, none = given["gpus"], here.device_free is None
+    if gpus is None:
+        gpus = here.ranks_on_node if launched or none else collectives.number_of_gpus()
+        gpus *= not (none and given["gpu_memory"] is None)
+    if gpus and given["gpu_memory"] is None and none:
+        remedy = "There is no GPU here: write `--gpu_memory` too."
+        raise ConfigError(problem("command line", "gpus", gpus, remedy))
+
+    def free(key: str, here: int | None) -> int | None:
+        return here if given[key] is None else int(given[key] * GIB)
+
+    device, total = free("gpu_memory", here.device_free), here.device_total
+    total = total if gpus and given["gpu_memory"] is None else None
+    host, disk = free("host_memory", here.host_free), free("disk", here.disk_free)
+    on_node = gpus or here.ranks_on_node
+    nodes = given["nodes"] or (-(-here.ranks // here.ranks_on_node) if not given["gpus"] else 1)
+    return Machine(device if gpus else None, host, disk, on_node * nodes, on_node, device_total=total)

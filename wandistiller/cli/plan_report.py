@@ -1,0 +1,173 @@
+"""Lines that `wandistiller plan` prints: memory by phase, the step, the whole run, the verdict."""
+
+from collections.abc import Iterable
+
+from wandistiller.config.job import Job
+from wandistiller.engine.activation_checkpointing import SECTION
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.planner.disk import DiskUse, on_disk_of, swap_folder, to_come, written
+from wandistiller.planner.hardware_rates import Rates
+from wandistiller.planner.machine import Demand, Machine, demands
+from wandistiller.planner.peak_memory import activations, plan
+from wandistiller.planner.phase_peak import PhasePeak, most
+from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.teacher_memory import teacher_bytes
+from wandistiller.teacher.placement import read_placement
+from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
+
+KINDS = {
+    "GPU": lambda b: b.device + b.transient,
+    "CPU, of its own": lambda b: b.host,
+    "CPU, of all ranks of a node": lambda b: b.node,
+    "disk": lambda b: b.disk,
+}
+"""Kind of memory -> its bytes in a part of a phase."""
+
+
+def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | None = None) -> list[str]:
+    """Describe the run, a line each.
+
+    Args:
+        here: whether the machine is this one, whose disks can be examined.
+        price: price of a GPU for an hour.
+    """
+    phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
+    return [
+        *_machine(machine),
+        *job.summary()[:-1],
+        "",
+        *_table(phases, machine),
+        _activations(job, machine),
+        f"files of all ranks: {files}",
+        "",
+        *_step(job, machine, rates),
+        "",
+        *_whole_run(job, machine, rates, price),
+        *_verdict(job, phases, machine, files, here),
+    ]
+
+
+def _machine(m: Machine) -> list[str]:
+    gpus = f"{m.ranks_on_node} x {(m.device_free or 0) / GIB:.0f} GiB of GPU memory"
+    gpus = "no GPU" if m.device_free is None else gpus
+    return [
+        f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, "
+        f"{m.host_free / GIB:.0f} GiB of CPU memory, {m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)"
+    ]
+
+
+def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
+    """For each kind of memory, the parts of every phase at the moment of its peak of that kind."""
+    lines = []
+    for kind, taken in KINDS.items():
+        columns = {name: phase.parts(taken) for name, phase in phases.items()}
+        rows = dict.fromkeys(part for column in columns.values() for part, n in column.items() if n)
+        if rows:
+            peaks = [phase.peak() for phase in phases.values()]
+            lines += ["", f"{f'{kind}: GiB of one rank':<56}{''.join(f'{name:>12}' for name in phases)}"]
+            lines += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
+            lines.append(_row("at its height", map(taken, peaks)))
+            if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
+                lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
+    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
+    why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
+    return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
+
+
+def _activations(job: Job, machine: Machine) -> str:
+    """Memory of a micro-step's activations, with and without checkpointing."""
+    recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
+    chosen = " (as its JSON says)"
+    first, second = (chosen, "") if SECTION in job.student_ds else ("", chosen)
+    return f"student's activations: {recomputed} with checkpointing{first}, {stored} without{second}"
+
+
+def _row(name: str, numbers: Iterable[int]) -> str:
+    return f"{name:<56}{''.join(f'{n / GIB:>12.2f}' if n else f'{chr(45):>12}' for n in numbers)}"
+
+
+def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
+    """Computation and transfers of a step, and its least time."""
+    costs = StepTime(job, machine, rates)
+    lines = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'moves':>11}  of it"]
+    for cost in costs.all():
+        moved = ", ".join(
+            f"{m.nbytes / GIB:.2f} GiB {m.what} at {getattr(rates, m.way):g} GB/s" for m in cost.moves
+        )
+        lines.append(
+            f"{cost.what:<32}{cost.times:>6}{cost.times * cost.tflop:>10.1f}{cost.computing():>9.3f} s"
+            f"{cost.moving(rates):>9.3f} s  {moved}"
+        )
+    moving = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
+    lines.append(
+        f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s; "
+        f"{moving:.3f} s of it in wait"
+    )
+    micro = costs.micro_batch_that_hides_streaming()
+    if micro is not None:
+        lines.append(
+            f"the teacher computes for as long as its weights are on their way from {micro} samples "
+            f"a micro-step on; now {job.batch.micro}"
+        )
+    return lines
+
+
+def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:
+    """Estimates of the time and cost of all steps and of the cache, and the data they need."""
+    run, costs = job.run, StepTime(job, machine, rates)
+    steps, cache = run.max_steps * costs.floor() / 3600, costs.rollouts() / 3600
+    samples, available = run.max_steps * job.batch.total, job.items.samples(run.rollouts_per_prompt)
+    lines = [
+        f"the whole run, an estimate: at least {steps:.1f} h for {run.max_steps} steps"
+        + (f", and {cache:.1f} h for the teacher's rollouts if the cache is empty" if cache else ""),
+        f"it trains on {samples} samples; the data have {available}, "
+        f"so each is seen {samples / available:.1f} times",
+        f"for each to be seen once bring {-(-samples // run.rollouts_per_prompt)} prompts",
+    ]
+    if price is not None:
+        hours = (steps + cache) * (machine.ranks if machine.device_free is not None else 0)
+        lines.append(f"it costs at least {hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}")
+    return lines
+
+
+def _verdict(
+    job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
+) -> list[str]:
+    """State for each kind of memory that the run needs whether it fits."""
+    *memory, one = demands(most(phases), machine)
+    swapped = machine.ranks_on_node * most(phases).disk
+    disks = _disks(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
+    needed = [d for d in (*memory, *disks) if d.need]
+    if short := [d for d in needed if not d.is_met]:
+        fewer = (files.checkpoints - 2) * files.checkpoint
+        hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less"
+        hint = hint if fewer > 0 and short[-1] in disks else ""
+        return [f"does NOT fit: {_excess(d)}{hint if d is short[-1] else ''}" for d in short]
+    if not read_placement(job.teacher_ds).memory_known:
+        weights = teacher_bytes(job.folder, job.teacher_ds, 1).device / GIB
+        return [
+            *(f"without the teacher: {d.need / GIB:.1f} of {d.supply}" for d in needed),
+            f"whether it fits is not known: accelerate finds a place for the teacher's {weights:.1f} GiB "
+            "when it loads them; neither they nor their way to it are counted",
+        ]
+    return [f"fits: {d.need / GIB:.1f} of {d.supply}" for d in needed]
+
+
+def _disks(job: Job, machine: Machine, swapped: int) -> list[Demand]:
+    """Bytes still to be written to each disk of this machine."""
+    places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
+    places[swap] = places.get(swap, 0) + swapped
+    several = {disk(place): place for place in reversed(places)}
+    return [
+        Demand(
+            f"of the disk of {place}" if len(several) > 1 else "of disk",
+            on_disk_of(place, places),
+            disk_free(place),
+            SYSTEM,
+        )
+        for place in several.values()
+    ]
+
+
+def _excess(d: Demand) -> str:
+    return f"it needs {d}, {(d.need - d.free + d.reserve) / GIB:.1f} GiB more than {d.supply} leave"

@@ -1,0 +1,1 @@
+"""The recipe, its checks, and the Job that all commands read."""

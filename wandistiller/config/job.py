@@ -1,0 +1,204 @@
+"""A checked run and the values that the commands derive from it."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wandistiller.batch import Expert
+from wandistiller.config.run_config import RunConfig, as_dict
+from wandistiller.data.buckets import make_buckets
+from wandistiller.data.dataset import MediaType, PromptDataset
+from wandistiller.data.latent_cache import Rollouts
+from wandistiller.data.media import Size
+from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import BatchSize
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.registry import Objective
+from wandistiller.student.config import StudentConfig, lineage
+from wandistiller.teacher.placement import read_placement
+from wandistiller.utils.files import digest, fingerprint, write_json
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import count_parameters
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run, as all commands take it."""
+
+    run: RunConfig
+    """The recipe, with the teacher's own values in place of None."""
+    folder: WanFolder
+    items: PromptDataset
+    student: StudentConfig
+    student_transformer: dict[str, Any]
+    student_ds: dict[str, Any]
+    teacher_ds: dict[str, Any]
+    batch: BatchSize
+    objective: Objective
+    resume_from: Path | None
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.output_dir)
+
+    @property
+    def cache(self) -> Path:
+        return Path(self.run.cache_dir or self.output / "cache")
+
+    @property
+    def samples(self) -> Path:
+        return Path(self.run.sample_dir or self.output / "samples")
+
+    def picture(self, step: int) -> Path:
+        """Return the file of the sample grid after `step` steps."""
+        return self.samples / f"step_{step:08d}.png"
+
+    @property
+    def size(self) -> Size:
+        return Size(self.run.height, self.run.width, self.run.num_frames)
+
+    @property
+    def buckets(self) -> list[Size]:
+        """Sizes to which media are cut, each to the nearest in shape; if empty, all to the run's size."""
+        r, patch = self.run, self.folder.config["patch_size"]
+        multiple = (self.folder.spatial * patch[1], self.folder.spatial * patch[2])
+        sizes = make_buckets(r.height, r.width, multiple) if r.buckets is True else r.buckets or []
+        return [Size(height, width, r.num_frames) for height, width in sizes]
+
+    @property
+    def rollouts(self) -> Rollouts:
+        r = self.run
+        return Rollouts(r.rollout_steps, r.rollouts_per_prompt, r.rollout_path, r.seed, r.shift)
+
+    @property
+    def guidance(self) -> dict[Expert, float]:
+        return {Expert.HIGH_NOISE: self.run.guidance_scale, Expert.LOW_NOISE: self.run.guidance_scale_2}
+
+    @property
+    def schedule(self) -> FlowSchedule:
+        return FlowSchedule(
+            self.run.shift, self.folder.boundary, self.run.seed, self.batch.total, self.run.expert_blocks
+        )
+
+    @property
+    def student_experts(self) -> list[Expert]:
+        return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
+
+    @property
+    def objectives(self) -> dict[Expert, Objective]:
+        """Objective of the network that learns from each expert, with the teacher's blocks for its own."""
+        blocks = lineage(self.student, self.student_transformer, self.folder)
+        return {e: self.objective.for_student(blocks.get(e, blocks[Expert.HIGH_NOISE])) for e in Expert}
+
+    def with_layers(self, kept: list[int]) -> "Job":
+        """Replace the student's `importance` by the layers that it chose."""
+        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=kept))
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Settings and data that a checkpoint must share with a run that resumes from it."""
+        r = self.run
+        return {
+            # a hub id's weights may not be here yet, but its commit identifies them
+            "teacher": self.folder.revision
+            or fingerprint(self.folder.path / e.value for e in self.folder.configs),
+            "student": digest(dataclasses.asdict(self.student), self.student_transformer),
+            "data": digest(
+                self.items.digest, str(self.rollouts), str(self.size), str(self.buckets), r.video_fps
+            ),
+            "objective": str(self.objective),
+            "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
+            "seed": r.seed,
+            "shift": r.shift,
+            "train_batch_size": self.batch.total,
+            "expert_blocks": r.expert_blocks,
+            "optimizer": _learning(self.student_ds["optimizer"]),
+            "scheduler": self.student_ds.get("scheduler"),
+            "gradient_clipping": self.student_ds["gradient_clipping"],
+            "precision": ds_config.dtype_name(self.student_ds),
+            **self._tuning,
+        }
+
+    @property
+    def _tuning(self) -> dict[str, Any]:
+        """Settings of trained parts and averages that are not the default."""
+        keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
+        return {key: value for key in keys if (value := getattr(self.run, key))}
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Origin of the student for its export, stored as `facts` in every checkpoint."""
+        r = self.run
+        return {
+            "teacher_path": r.teacher_path,
+            "teacher_revision": self.folder.revision,
+            "transformer": self.student_transformer,
+            "init": self.student.init,
+            "keep_layers": self.student.keep_layers,
+            "shift": r.shift,
+            "experts": [e.value for e in self.student_experts],
+            "boundary": self.folder.boundary,
+            "height": r.height,
+            "width": r.width,
+            "num_frames": r.num_frames,
+            "steps": r.sample_steps,
+            "guidance_scale": r.guidance_scale,
+            "guidance_scale_2": r.guidance_scale_2,
+            "negative_prompt": r.negative_prompt,
+            "objective": str(self.objective),
+            "max_steps": r.max_steps,
+            **self._tuning,
+        }
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The settings as they run, as one recipe that needs no other file."""
+        student = {k: v for k, v in dataclasses.asdict(self.student).items() if v is not None}
+        given = as_dict(self.run) | {
+            "deepspeed_config": self.student_ds,
+            "teacher_deepspeed_config": self.teacher_ds,
+            "student_config": student,
+        }
+        return {k: v for k, v in given.items() if v is not None and k != "dry_run"}
+
+    def write_resolved(self) -> None:
+        """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
+        folder, recipe = self.output / "resolved", self.resolved
+        paths = {
+            "deepspeed_config": "student_deepspeed",
+            "teacher_deepspeed_config": "teacher_deepspeed",
+            "student_config": "student",
+        }
+        for key, name in paths.items():
+            write_json(folder / f"{name}.json", recipe[key])
+            recipe[key] = str(folder / f"{name}.json")
+        write_json(folder / "run.json", recipe)
+
+    def summary(self) -> list[str]:
+        """Describe the run in a few lines."""
+        f, r, layers = self.folder, self.run, self.student_transformer["num_layers"]
+        teacher = sum(count_parameters(c) for c in f.configs.values())
+        student = count_parameters(self.student_transformer) * len(self.student_experts)
+        b, media = self.batch, (self.items.kinds != MediaType.PROMPT).sum()
+        return [
+            f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
+            f"{f.config['num_layers']} layers, {read_placement(self.teacher_ds).describe(self.teacher_ds)}, "
+            f"{ds_config.dtype_name(self.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
+            f"student   {student / 1e6:.1f}M parameters, {len(self.student_experts)} expert(s) of "
+            f"{layers} layers, from {self.student.init}, ZeRO stage {ds_config.stage(self.student_ds)}, "
+            f"{ds_config.dtype_name(self.student_ds)}",
+            f"data      {len(self.items)} prompts, {media} with media, "
+            f"{r.height}x{r.width}, {r.num_frames} frame(s)",
+            *(f"{key:<14} {value}" for key, value in self._tuning.items()),
+            f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
+            f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
+            f"{self.schedule.high_noise_share():.3f}, into {self.output}",
+        ]
+
+
+def _learning(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of an optimizer section but those that choose between equal implementations."""
+    params = {k: v for k, v in optimizer.get("params", {}).items() if k not in ("torch_adam", "fused")}
+    return {"type": optimizer["type"], "params": params}

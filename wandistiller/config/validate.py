@@ -1,0 +1,281 @@
+"""Checks of a whole run before any weight is loaded; all problems are raised at once, on every rank."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.batch import PATH
+from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.loading import read_state
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
+from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
+from wandistiller.data.media import video_problem
+from wandistiller.distributed import collectives
+from wandistiller.engine import ds_config
+from wandistiller.engine.activation_checkpointing import SECTION, recompute_problems, with_number
+from wandistiller.engine.ds_config import BatchSize
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
+from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.nvme import lock_problems, locked_bytes
+from wandistiller.engine.preflight import config_problems
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.registry import read_objective
+from wandistiller.student.config import IMPORTANCE, read_student_config
+from wandistiller.student.trainable import tuning_problems
+from wandistiller.teacher.placement import read_placement, teacher_engine
+from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
+from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
+from wandistiller.wan.sampling import path_sigmas
+from wandistiller.wan.transformer import numels, top_modules
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Catch a ConfigError and add its messages to `problems`."""
+    try:
+        with readable():
+            yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+@readable()
+def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
+    """Check a run against its teacher, data, student and engines before any weight is read.
+
+    Args:
+        here: check it against this machine too.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[str] = []
+    parts = _read_parts(run, world, here, problems)
+    with collecting(problems):
+        parts["objective"] = read_objective(run.objective)
+        run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
+    if "folder" in parts:
+        run = _complete(run, parts["folder"], parts.get("items"), parts.get("batch"))
+    if problems := problems + _combined_problems(run, parts, world, here):
+        raise ConfigError(*problems)
+    job = Job(run=run, resume_from=resume.find(Path(run.output_dir), run.resume), **parts)
+    return _resumed(job) if job.resume_from else job
+
+
+def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> dict[str, Any]:
+    """Read what the run names, as fields of Job; add the problems of those that are left out."""
+    parts: dict[str, Any] = {}
+    with collecting(problems):
+        parts["folder"] = open_wan(run.teacher_path, revision=run.teacher_revision)
+    with collecting(problems):
+        parts["items"] = read_dataset(run.data_path)
+    if "folder" in parts:
+        with collecting(problems):
+            where, values = run.student_config, run.student_config
+            if isinstance(where, dict):
+                where = "recipe"
+            else:
+                values = read_json(where)
+            config = read_student_config(where, values, parts["folder"])
+            parts["student"], parts["student_transformer"] = config
+    with collecting(problems):
+        where, ds = _student_json(run, parts, world)
+        parts["student_ds"], parts["batch"] = ds_config.student_engine(where, ds, world)
+        problems += config_problems(where, without_block(parts["student_ds"]), here=here)
+    with collecting(problems):
+        where, ds = ds_config.load(run.teacher_deepspeed_config)
+        ds = ds_config.with_dtype(ds, run.teacher_dtype)
+        parts["teacher_ds"] = teacher_engine(where, ds, world)
+        problems += config_problems(where, without_block(parts["teacher_ds"]), here=here)
+    return parts
+
+
+def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: bool) -> list[str]:
+    """List settings that do not fit each other, or this machine if the run is to be `here`."""
+    problems: list[str] = []
+    if "folder" in parts:
+        problems += _placement_problems(run, parts, collectives.number_of_gpus() if here else world)
+        problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
+        problems += _objective_problems(run, parts) if "objective" in parts else []
+    problems += _profile_problems(run, here) if run.profile_memory else []
+    problems += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
+    problems += _unlockable(parts, world) if here else []
+    remedy = f"Write keys among: {', '.join(resume.CHANGEABLE)}."
+    unknown = [key for key in run.allow_changed or () if key not in resume.CHANGEABLE]
+    problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
+    if {"student_transformer", "student_ds"} <= parts.keys():
+        problems += tuning_problems(run, parts["student_transformer"], parts["student_ds"])
+    return problems
+
+
+def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
+    """List the problem that a rank's engines lock more memory than this user may."""
+    configs = {"teacher_ds": parts["folder"].config if "folder" in parts else None}
+    configs |= {"student_ds": parts.get("student_transformer")}
+    locked = 0
+    for key, config in configs.items():
+        if (ds := parts.get(key)) and config:
+            itemsize = getattr(torch, ds_config.dtype_name(ds)).itemsize
+            locked += locked_bytes(ds, numels(config).values(), world, itemsize)
+    return lock_problems(locked)
+
+
+def _resumed(job: Job) -> Job:
+    """Take measured layers of the student from the checkpoint; check that it is of this run."""
+    recorded = read_state(job.resume_from)["facts"].get("keep_layers")
+    if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
+        job = job.with_layers(recorded)
+    resume.changed_keys(job.resume_from, job.identity, job.run.allow_changed or [])
+    return job
+
+
+def _profile_problems(run: RunConfig, here: bool) -> list[str]:
+    """List the problems of `profile_memory`: no such step, or no GPU if the run is to be `here`."""
+    problems = []
+    if run.max_steps and run.profile_memory > run.max_steps:
+        problems.append(
+            f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. "
+            "Write a step of it."
+        )
+    if here and not collectives.number_of_gpus():
+        problems.append(
+            "`profile_memory` records the memory of a GPU, and there is none here. Leave it out; "
+            "OUTPUT/memory.json has the peaks of CPU memory by phase."
+        )
+    return problems
+
+
+def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[str, dict[str, Any]]:
+    """Return the student's DeepSpeed JSON with flags and "auto" resolved: (name for messages, content)."""
+    where, ds = ds_config.load(DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config)
+    overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
+    unknown = {"num_attention_heads": 1, "attention_head_dim": 1, "num_layers": 1}  # its error is reported
+    config = parts.get("student_transformer") or unknown
+    ds = fill_auto(
+        apply_overrides(ds, overrides), config["num_attention_heads"] * config["attention_head_dim"]
+    )
+    try:
+        total = ds_config.batch_size(where, ds, world).total
+    except ConfigError:
+        return where, ds  # reported when the engine is checked
+    if isinstance(ds.get(SECTION), dict) and not recompute_problems(where, ds):
+        ds = with_number(ds, config["num_layers"])
+    return where, fill_steps(ds, _max_steps(run, parts.get("items"), total))
+
+
+def _max_steps(run: RunConfig, items: PromptDataset | None, global_batch: int) -> int:
+    return _steps_of(run.num_epochs, run, items, global_batch) if run.num_epochs else run.max_steps or 1000
+
+
+def _steps_of(epochs: int, run: RunConfig, items: PromptDataset | None, global_batch: int) -> int:
+    samples = items.samples(run.rollouts_per_prompt) if items else 1  # wrong data is reported elsewhere
+    return -(-epochs * samples // global_batch)
+
+
+def _objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List blocks and cached paths that the objective needs and the run does not have."""
+    objective, folder, problems = parts["objective"], parts["folder"], []
+    if "student_transformer" in parts:
+        layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
+        problems += [p for term in objective.terms for p in term.block_problems(*layers)]
+    if on_path := ", ".join(term.name for term in objective.terms if term.states == PATH):
+        media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
+        if "items" in parts and (given := parts["items"].first(*media)):
+            problems.append(
+                f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} "
+                f"has none. Take the media out of the data, or {on_path} out of the objective."
+            )
+        schedule = FlowSchedule(run.shift, folder.boundary, run.seed, global_batch=1)
+        sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
+        if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
+            problems.append(
+                f"`rollout_steps` is {run.rollout_steps}: no step of the teacher's path begins below its "
+                f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
+            )
+    return problems
+
+
+def _complete(
+    run: RunConfig, folder: WanFolder, items: PromptDataset | None, batch: BatchSize | None
+) -> RunConfig:
+    """Replace None by the teacher's own values; clear settings that are in the JSONs now."""
+    usual = usual_for(folder)
+    scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
+    default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
+    total = batch.total if batch else 1
+    return dataclasses.replace(
+        run,
+        guidance_scale=scale,
+        guidance_scale_2=run.guidance_scale_2 if run.guidance_scale_2 is not None else default_2,
+        shift=run.shift or folder.shift,
+        video_fps=run.video_fps or float(folder.fps),
+        height=run.height or usual.height,
+        width=run.width or usual.width,
+        max_steps=_max_steps(run, items, total),
+        num_epochs=None,
+        sample_every=_steps_of(run.sample_interval, run, items, total)
+        if run.sample_interval
+        else run.sample_every,
+        sample_interval=None,
+        teacher_dtype=None,
+        batch_size=None,
+        lr=None,
+        mixed_precision=None,
+        gradient_checkpointing=False,
+        sample_prompts=run.sample_prompts or _spread(items),
+    )
+
+
+def _placement_problems(run: RunConfig, parts: dict[str, Any], gpus: int) -> list[str]:
+    """List misfits of the teacher's placement with its modules and this rank's GPUs."""
+    if "teacher_ds" not in parts:
+        return []
+    where, _ = ds_config.load(run.teacher_deepspeed_config)
+    modules = top_modules(parts["folder"].config)
+    return read_placement(parts["teacher_ds"]).teacher_problems(where, modules, gpus)
+
+
+def _folder_problems(run: RunConfig) -> list[str]:
+    """List output folders that cannot be written to."""
+    keys = ("output_dir", "cache_dir", "sample_dir")
+    return [p for key in keys if getattr(run, key) for p in folder_problems(key, getattr(run, key))]
+
+
+def block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List misfits of expert blocks and micro-steps: ranks would need different experts at once."""
+    batch, problems = parts.get("batch"), []
+    if batch and batch.total % (run.expert_blocks * batch.micro * batch.ranks):
+        problems.append(
+            f"`expert_blocks` is {run.expert_blocks}, but a step has {batch.accumulation} micro-step(s). "
+            "Write a divisor of that, so that a micro-step needs one expert."
+        )
+    if "student" in parts and parts["student"].experts == "two" and run.expert_blocks != 1:
+        problems.append(
+            f"`expert_blocks` is {run.expert_blocks}. A student with two experts trains one in a step; "
+            "write 1."
+        )
+    return problems
+
+
+def _spread(items: PromptDataset | None) -> list[str]:
+    """Pick up to 8 prompts, evenly over the data."""
+    return [items[i].prompt for i in range(0, len(items), max(1, len(items) // 8))][:8] if items else []
+
+
+def _media_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List media that do not fit the run's frames or this machine, and buckets not fit for the teacher."""
+    problems = []
+    if run.num_frames > 1 and "items" in parts and (still := parts["items"].first(MediaType.IMAGE)):
+        remedy = "Write 1, or give videos."
+        problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")
+    if "items" in parts and (video := parts["items"].first(MediaType.VIDEO)):
+        problems += filter(None, [video_problem(video.media)])
+    for height, width in run.buckets if isinstance(run.buckets, list) and "folder" in parts else []:
+        problems += parts["folder"].size_problems(height, width, run.num_frames)
+    return problems

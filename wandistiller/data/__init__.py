@@ -1,0 +1,1 @@
+"""Prompts and media, caches of text and latents, buckets, order of samples."""

@@ -1,0 +1,176 @@
+"""Cached samples by number, in an order that is a function of seed and global index."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
+from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.media import Size
+from wandistiller.data.sampler import Permutation, StepSampler
+from wandistiller.data.text_cache import TextCache
+from wandistiller.utils.errors import ConfigError
+
+
+class SampleIndex:
+    """All samples of the data by number: media once, prompts without media `per_prompt` times."""
+
+    def __init__(
+        self, items: PromptDataset, per_prompt: int, sizes: list[Size], size_of: np.ndarray | None = None
+    ):
+        """Number them.
+
+        Args:
+            sizes: the first is the run's and that of rollouts.
+            size_of: index into `sizes` for each medium; the first, if left out.
+        """
+        self._items, self._per_prompt, self._sizes = items, per_prompt, sizes
+        has_media = items.kinds != MediaType.PROMPT
+        self._media, self._rollouts = np.flatnonzero(has_media), np.flatnonzero(~has_media)
+        self._size_of = np.zeros(len(self._media), np.int16) if size_of is None else size_of.astype(np.int16)
+        size_of_all = np.concatenate([self._size_of, np.zeros(len(self._rollouts) * per_prompt, np.int16)])
+        self.groups = [group for s in range(len(sizes)) if len(group := np.flatnonzero(size_of_all == s))]
+        """Numbers of the samples of each size that occurs."""
+
+    def __getitem__(self, number: int) -> Sample:
+        if number < len(self._media):
+            return Sample(self._items[int(self._media[number])], self._sizes[self._size_of[number]])
+        prompt, rollout_index = divmod(number - len(self._media), self._per_prompt)
+        return Sample(self._items[int(self._rollouts[prompt])], self._sizes[0], rollout_index)
+
+
+class SampleSelection:
+    """The samples that the first `steps` optimizer steps use, with stand-ins for unusable ones."""
+
+    def __init__(self, samples: SampleIndex, *, seed: int, global_batch: int, steps: int):
+        self.samples, self._groups, self._seed = samples, samples.groups, seed
+        self._sampler = StepSampler([len(group) for group in self._groups], seed, global_batch)
+        used = zip(self._groups, self._sampler.used_indices(steps), strict=True)
+        self.numbers = [int(n) for group, members in used for n in np.sort(group[members.numpy()])]
+        """All samples of the run, unusable ones included."""
+        self._drawn = len(self.numbers)
+        self._bad: set[int] = set()
+        self._instead: dict[int, int] = {}
+
+    def sample_at(self, sample_index: int) -> int:
+        """Return the number of the sample at a global index."""
+        group, member = self._sampler.locate(sample_index)
+        number = int(self._groups[group][member])
+        return self._instead.get(number, number)
+
+    def replace(self, unusable: Iterable[int]) -> list[int]:
+        """Replace samples for the rest of the run; return the numbers that were not used before.
+
+        Raises:
+            ConfigError: no sample is usable.
+        """
+        self._bad |= set(unusable)
+        self._instead = {
+            number: self._stand_in(number) for number in self.numbers[: self._drawn] if number in self._bad
+        }
+        new = sorted(set(self._instead.values()) - set(self.numbers))
+        self.numbers += new
+        return new
+
+    def _stand_in(self, number: int) -> int:
+        """Return a sample of the same size; else one of the most common size, for the whole step."""
+        own = next(
+            group for group in self._groups if group[np.searchsorted(group, number) % len(group)] == number
+        )
+        for group in (own, max(self._groups, key=len)):
+            shuffled = Permutation(len(group), self._seed, "instead", number)
+            for place in range(len(group)):
+                if (candidate := int(group[shuffled(place)])) not in self._bad:
+                    return candidate
+        raise ConfigError("None of the images and videos can be used.")
+
+    def shuffled(self, numbers: Iterable[int]) -> list[int]:
+        """Return the numbers in an order that depends on the seed."""
+        numbers = list(numbers)
+        order = Permutation(len(numbers), self._seed, "shuffled").head(len(numbers))
+        return [numbers[i] for i in order.tolist()]
+
+    def used(self) -> list[int]:
+        """Return the numbers of the samples that are used."""
+        return [n for n in self.numbers if n not in self._bad]
+
+
+class CachedData:
+    """Clean latents and text in the order of training."""
+
+    def __init__(
+        self,
+        selection: SampleSelection,
+        samples: dict[int, Sample],
+        latents: LatentCache,
+        text: TextCache,
+        device: torch.device,
+    ):
+        """Serve `samples`, the run's own by number, from the caches that hold them."""
+        self._selection, self._latents, self._text, self._device = selection, latents, text, device
+        self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
+        by_size: dict[Size, list[int]] = {}
+        for number in selection.shuffled(samples):
+            by_size.setdefault(samples[number].size, []).append(number)
+        self._common = max(by_size.values(), key=len)
+        self._rollout = next((s for s in samples.values() if not s.item.media), None)
+        self.has_paths = latents.rollouts.keep_path and not any(s.item.media for s in samples.values())
+        """True if `states` can be called: the recipe has `rollout_path`, and no sample came from media."""
+
+    def __len__(self) -> int:
+        """Samples that the run uses."""
+        return len(self._keys)
+
+    def sample_at(self, sample_index: int) -> int:
+        """Return the number of the sample at a global index, `step * global_batch` + slot."""
+        return self._selection.sample_at(sample_index)
+
+    def item_at(self, sample_index: int) -> PromptItem:
+        """Return the prompt, and the medium if there is one, at a global index."""
+        return self._selection.samples[self.sample_at(sample_index)].item
+
+    def _keys_at(self, sample_index: int) -> tuple[str, str]:
+        number = self.sample_at(sample_index)
+        if number not in self._keys:
+            raise IndexError(
+                f"Sample index {sample_index} is beyond the run's last step; only its own samples are cached."
+            )
+        return self._keys[number]
+
+    def batch(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
+        """Return x0_BCFHW (normalised, float32) and text_BLD (zero-padded) of sample indices of one step."""
+        return self._stacked([self._keys_at(i) for i in sample_index_B])
+
+    def examples(self, number_B: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the same for calibration: shuffled samples of the most common size, wrapping around."""
+        return self._stacked([self._keys[self._common[n % len(self._common)]] for n in number_B])
+
+    def _stacked(self, keys: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+        x0_BCFHW = torch.stack([self._latents[latent] for latent, _ in keys])
+        text_BLD = torch.stack([self._text.read(text) for _, text in keys])
+        return self._moved(x0_BCFHW), self._moved(text_BLD)
+
+    def states(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the teacher's paths of sample indices, float32: sigma_S and x_BSCFHW, S = steps + 1.
+
+        State s has the noise level sigma_S[s], falling to 0.0; the first is the noise, the last is x0.
+        """
+        paths = [self._latents.states(self._keys_at(i)[0]) for i in sample_index_B]
+        return self._moved(paths[0][0]), self._moved(torch.stack([x_SCFHW for _, x_SCFHW in paths]))
+
+    def _moved(self, t: Tensor) -> Tensor:
+        """Copy to the accelerator without the synchronisation that a copy from pageable memory needs."""
+        return t.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else t
+
+    def knows(self, prompts: list[str]) -> bool:
+        """Return whether the teacher's first rollout of each prompt is cached."""
+        return self._rollout is not None and all(self._rollout_key(p) in self._latents for p in prompts)
+
+    def x0_of(self, prompts: list[str]) -> Tensor:
+        """Return x0_BCFHW of the teacher's first rollout of each prompt."""
+        return torch.stack([self._latents[self._rollout_key(p)] for p in prompts]).to(self._device)
+
+    def _rollout_key(self, prompt: str) -> str:
+        return self._latents.key(Sample(PromptItem(prompt), self._rollout.size))

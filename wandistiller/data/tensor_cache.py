@@ -1,0 +1,137 @@
+"""Content-addressed tensors on disk, many to a file: a run that needs the same tensors has the same keys."""
+
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from socket import gethostname
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wandistiller.distributed import collectives
+from wandistiller.utils.errors import ConfigError, StorageError
+from wandistiller.utils.files import atomic, digest
+
+BROKEN = (SafetensorError, OSError, ValueError)
+"""Exceptions of safetensors for a file that is damaged or of another format."""
+
+
+class TensorCache:
+    """The safetensors files of one folder. Tensors are named `KEY.NAME`; the header describes each key.
+
+    The folder is on a disk that all nodes share, or each node has a complete copy.
+
+    A file that cannot be opened is ignored and its tensors are made anew. Bytes that are read are compared
+    with the checksum in the header.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._place: dict[str, Path] = {}
+        self._shared: bool | None = None
+        """True if all nodes see one folder; None until `missing_keys` is called."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._place
+
+    def missing_keys(self, keys: Iterable[str]) -> list[str]:
+        """Look for keys, once each; return the missing ones in the order given. Collective.
+
+        Raises:
+            ConfigError: on all ranks; keys are missing, and the nodes do not share the folder.
+        """
+        wanted = dict.fromkeys(k for k in keys if k not in self._place)
+        if self._shared is None:
+            self._shared = is_shared(self._folder)
+        if self._shared:
+            self._place |= collectives.broadcast_object(
+                self._scan(wanted) if wanted and collectives.rank() == 0 else {}
+            )
+        else:
+            with collectives.raise_on_all_ranks():
+                self._place |= self._scan(wanted)
+                if missing := [k for k in wanted if k not in self._place]:
+                    raise ConfigError(
+                        f"{self._folder}: {len(missing)} of {len(wanted)} entries are missing on "
+                        f"{gethostname()}, and not all nodes see this folder. Give a --cache_dir that all "
+                        "nodes share, or run `wandistiller prepare` with this recipe on each node by "
+                        "itself first."
+                    )
+        return [k for k in wanted if k not in self._place]
+
+    def _scan(self, wanted: dict[str, None]) -> dict[str, Path]:
+        """Return the file of each of the `wanted` keys that this rank finds."""
+        place = {}
+        for file in sorted(self._folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, "pt") as opened:
+                    place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in wanted}
+            except BROKEN as error:
+                collectives.log0(
+                    "cache     %s is damaged and ignored; its tensors are made anew: %s", file, error
+                )
+        return place
+
+    def write(self, tensors: dict[str, dict[str, Tensor]], about: dict[str, str]) -> None:
+        """Write one file.
+
+        Args:
+            tensors: key -> name -> tensor.
+            about: key -> description, for people.
+        """
+        flat = {
+            f"{key}.{name}": t.cpu().contiguous()
+            for key, named in tensors.items()
+            for name, t in named.items()
+        }
+        sums = {f"crc32 {name}": _checksum(t) for name, t in flat.items()}
+        with atomic(self._folder / f"{digest(sorted(tensors))}.safetensors") as temporary:
+            save_file(flat, temporary, metadata=about | sums)
+
+    def read(self, key: str, *names: str) -> list[Tensor]:
+        """Read tensors of one key.
+
+        Raises:
+            StorageError: the file was damaged, changed or removed since it was written.
+        """
+        file = self._place[key]
+        try:
+            with safe_open(file, "pt") as opened:
+                sums = opened.metadata() or {}
+                found = {name: opened.get_tensor(f"{key}.{name}") for name in names}
+        except BROKEN as error:
+            raise StorageError(
+                f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
+                "again; its tensors are made anew."
+            ) from None
+        for name, tensor in found.items():
+            checksum = _checksum(tensor)
+            if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
+                raise StorageError(
+                    f"{file}: `{key}.{name}` does not have the checksum in the file's header. Remove the "
+                    "file and start again; its tensors are made anew."
+                )
+        return list(found.values())
+
+
+def is_shared(folder: Path) -> bool:
+    """Return whether all nodes see one folder: rank 0 makes a file in it that all look for. Collective."""
+    if len(collectives.node_peers()) == collectives.world_size():
+        return True
+    marker = folder / collectives.broadcast_object(f".seen_{uuid4().hex}")
+    if collectives.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    collectives.barrier()
+    seen = collectives.gather_objects(marker.is_file())
+    marker.unlink(missing_ok=True)
+    return all(seen)
+
+
+def _checksum(tensor: Tensor) -> str:
+    """CRC-32 over dtype, shape and bytes."""
+    about = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(about)):08x}"

@@ -1,0 +1,85 @@
+"""Text cache: prompts encoded by UMT5 as in WanPipeline. The encoder is freed before training starts."""
+
+import gc
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wandistiller.data.dataset import clean
+from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.shutdown import stopping
+from wandistiller.utils.files import digest, fingerprint, scratch
+from wandistiller.utils.logging import set_activity
+from wandistiller.utils.system_memory import host_free, room_of_a_rank
+from wandistiller.wan.encoders import Encoder, offload_kwargs
+from wandistiller.wan.transformer import TEXT_TOKENS
+
+PROMPTS_PER_SHARD = 64
+
+
+def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
+    """Fingerprint everything that an encoded text depends on, except its prompt."""
+    return digest(fingerprint([folder / "text_encoder", folder / "tokenizer"]), TEXT_TOKENS, str(dtype))
+
+
+class TextCache:
+    """Encoded prompts on disk, looked up by prompt."""
+
+    def __init__(self, cache: Path, folder: Path, prompts: list[str], dtype: torch.dtype):
+        """Name the cache's folder; nothing is read or written yet.
+
+        Args:
+            folder: the pipeline whose `text_encoder` and `tokenizer` are used.
+            prompts: all prompts that will be read; each is encoded once.
+            dtype: the encoder's precision.
+        """
+        self._cache, self._folder, self._dtype = cache, folder, dtype
+        self._tensors = TensorCache(cache / "text" / text_fingerprint(folder, dtype))
+        self._prompts = {self.key(p): p for p in prompts}
+
+    def key(self, prompt: str) -> str:
+        """Return the key of the prompt's text."""
+        return digest(clean(prompt))
+
+    def fill(self, device: torch.device) -> None:
+        """Encode the missing prompts, the files divided among the ranks. Collective."""
+        missing = self._tensors.missing_keys(self._prompts)
+        files = [missing[i : i + PROMPTS_PER_SHARD] for i in range(0, len(missing), PROMPTS_PER_SHARD)]
+        mine = files[collectives.rank() :: collectives.world_size()]
+        if missing:
+            set_activity(f"encoding {len(missing)} prompts")
+            collectives.log0("text: %d of %d prompts to encode", len(missing), len(self._prompts))
+        room = room_of_a_rank(host_free(), len(collectives.node_peers())) if device.type == "cpu" else None
+        with collectives.raise_on_all_ranks():
+            if mine:
+                self._encode(mine, device, room)
+        collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
+        self._tensors.missing_keys(missing)
+
+    def _encode(self, files: list[list[str]], device: torch.device, room: int | None) -> None:
+        """Write files of the texts of these keys; the encoder may take `room` bytes of CPU memory."""
+        with scratch(self._cache) as swap:
+            model = self._folder / "text_encoder"
+            kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
+            encoder = Encoder(self._folder, self._dtype, device, **kwargs)
+            progress = Progress("text", len(files))
+            for keys in files:
+                if stopping.reason:
+                    break
+                prompts = {k: clean(self._prompts[k]) for k in keys}
+                self._tensors.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
+                progress.advance()
+        del encoder
+        gc.collect()
+
+    def __getitem__(self, prompt: str) -> Tensor:
+        """Return text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
+        return self.read(self.key(prompt))
+
+    def read(self, key: str) -> Tensor:
+        """Return text_LD by key."""
+        (text_LD,) = self._tensors.read(key, "text")
+        return torch.nn.functional.pad(text_LD, (0, 0, 0, TEXT_TOKENS - text_LD.shape[0]))

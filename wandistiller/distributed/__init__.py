@@ -1,0 +1,1 @@
+"""Ranks: launchers, collectives, watchdog, graceful shutdown."""

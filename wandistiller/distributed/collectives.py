@@ -1,0 +1,283 @@
+"""The only module that talks to other ranks: their numbers, collectives, and errors raised on all of them."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import __compatible_ops__
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from wandistiller.distributed.shutdown import Stopped, stopping
+from wandistiller.distributed.watchdog import FailureNotice, Watchdog, open_store
+from wandistiller.utils import extension_locks
+from wandistiller.utils.errors import ConfigError, Problems
+from wandistiller.utils.logging import log, log_to_file, set_activity, setup_logging
+
+HANG_SECONDS = 1800.0
+"""Time without progress on any rank after which a run counts as hung; the recipe key `timeout` changes it."""
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Timeout of the backends, which cannot tell a long phase of another rank from a hang; the watchdog can."""
+_watchdog: Watchdog | None = None
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Process groups by their ranks."""
+
+
+def rank() -> int:
+    """Return this process's number among all ranks; before `init` too."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Return this process's number among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    """Return this rank's accelerator, or the CPU; the same one in every thread."""
+    kind = get_accelerator().device_name()
+    return torch.device(kind, local_rank()) if kind == "cuda" else torch.device(kind)
+
+
+def backend() -> str:
+    """Return the name of the communication backend, with NCCL's version; after `init`."""
+    name = dist.get_backend()
+    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
+
+
+def number_of_gpus() -> int:
+    """Count the GPUs that this process can see."""
+    return torch.cuda.device_count() if device().type == "cuda" else 0
+
+
+def log0(message: str, *args: object, level: int = logging.INFO) -> None:
+    """Log on rank 0; on the others to their files alone."""
+    if rank() == 0:
+        log.log(level, message, *args)
+    else:
+        log_to_file(message % args)
+
+
+def init(log_level: str = "info") -> None:
+    """Join the other ranks; without a launcher be the only one. Collective."""
+    global _watchdog
+    setup_logging(log_level)
+    # deepspeed 0.19.8 would compile an op here that leaves 69 MB per rank and port in /dev/shm
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": _free_port()})
+    if torch.cuda.is_available():
+        if torch.cuda.device_count() == 1:  # srun may show each task only its own GPU; DeepSpeed reads it too
+            os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(local_rank())
+    if local_rank() == 0:
+        extension_locks.remove_stale_locks()
+    if not dist.is_initialized():
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        set_activity(f"waiting for all {world_size()} ranks at {address}")
+        _watchdog = Watchdog(rank(), world_size(), HANG_SECONDS)
+        _watchdog.start()
+        _init_backend()
+        if world_size() > 1:
+            _watchdog.join(_common_store())
+
+
+def _init_backend() -> None:
+    cuda = torch.cuda.is_available()
+    if (
+        not cuda
+    ):  # torch 2.13 records 2,000 of gloo's collectives too, in MiB that only a dump of NCCL's would show
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    # DeepSpeed's groups take no other timeout (0.19.8)
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
+    name = "nccl" if cuda else "gloo"
+    deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
+
+
+def _common_store() -> TCPStore:
+    """Connect this rank to the store of all watchdogs, which rank 0 has. Collective."""
+    host = os.environ["MASTER_ADDR"]
+    own = open_store(0, world_size(), host, 0) if rank() == 0 else None
+    port = broadcast_object(own.port if own else None)
+    return own or open_store(rank(), world_size(), host, port)
+
+
+def set_hang_timeout(seconds: float) -> None:
+    """Replace HANG_SECONDS by the recipe's `timeout`."""
+    if _watchdog:
+        _watchdog.timeout = seconds
+
+
+def announce_failure(code: int, text: str) -> None:
+    """Publish that this rank fails, and why, before its process ends; the others end too. No collective."""
+    if _watchdog:
+        _watchdog.announce_failure(code, text)
+
+
+def set_failure_context(context: Callable[[FailureNotice], str]) -> None:
+    """Set this rank's part of the message about another's failure."""
+    if _watchdog:
+        _watchdog.failure_context = context
+
+
+def failure_message(notice: FailureNotice) -> str:
+    """Format the message of this rank, which ends because another does."""
+    return _watchdog.message(notice) if _watchdog else notice.text
+
+
+def who_failed() -> FailureNotice | None:
+    """Find the rank because of which a collective broke. No collective."""
+    return _watchdog.who_failed() if _watchdog else None
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def gather_problems(problems: list[str]) -> list[str]:
+    """Gather the problems of all ranks, each once, on every rank. Collective, if there are others."""
+    if world_size() == 1:
+        return problems
+    if not dist.is_initialized():
+        init("warning")
+    return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
+
+
+@contextmanager
+def raise_on_all_ranks(kind: type[Problems] = ConfigError) -> Iterator[None]:
+    """Gather the errors of all ranks at the end of the block and raise them on all. Collective."""
+    problems: list[str] = []
+    try:
+        yield
+    except kind as error:
+        problems = error.problems
+    if problems := gather_problems(problems):
+        raise kind(*problems)
+
+
+def all_reduce_sum(value: float) -> float:
+    """Sum a number over all ranks, on every rank. Collective."""
+    total = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def destroy() -> None:
+    """Leave the group in order, so that no rank reports a closed connection. Collective."""
+    global _watchdog
+    if dist.is_initialized():
+        dist.barrier()
+        if _watchdog:
+            _watchdog.stop()
+        dist.barrier()  # rank 0 has the store of all watchdogs
+        dist.destroy_process_group()
+        _groups.clear()
+        _watchdog = None
+
+
+def raise_if_stop_requested(when: str) -> None:
+    """End the run here if any rank received a request to stop. Collective.
+
+    Raises:
+        Stopped: on all ranks.
+    """
+    if any(gather_objects(stopping.reason)):
+        raise Stopped(when)
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Return the value of the rank `source`, on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's value in rank order, on every rank. Collective, if there are others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def node_peers() -> list[int]:
+    """List the ranks that run on this machine and see its processes, in order. Collective."""
+    here = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"))
+    return [rank for rank, there in enumerate(gather_objects(here)) if there == here]
+
+
+def group(peers: list[int]) -> dist.ProcessGroup:
+    """Return this rank's group of `peers`, made once. Collective: other ranks may have other peers."""
+    for ranks in sorted({tuple(theirs) for theirs in gather_objects(peers)}):
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+    return _groups[tuple(peers)]
+
+
+def gather_tensor(value_B: Tensor, within: dist.ProcessGroup | None = None) -> Tensor:
+    """Concatenate equal-shaped tensors in rank order, on every rank, or on those of a group. Collective."""
+    parts = [torch.empty_like(value_B) for _ in range(dist.get_world_size(within))]
+    dist.all_gather(parts, value_B.contiguous(), within)
+    return torch.cat(parts)
+
+
+def call_owner(
+    owner: int, peers: list[int], inputs: list[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Compute on the rank `owner` what it alone can, for each of `peers`. Collective.
+
+    Args:
+        peers: ranks with the same owner, this one among them.
+        inputs: this rank's, equal in number, dtype and shape on every rank but for the first dimension.
+        compute: maps one rank's inputs to tensors of any number, shape and dtype on the inputs' device.
+
+    Returns:
+        The outputs for this rank's inputs.
+    """
+    device = inputs[0].device
+    lengths = (
+        gather_tensor(torch.tensor([len(t) for t in inputs], device=device)).view(-1, len(inputs)).tolist()
+    )
+    if rank() != owner:
+        for t in inputs:
+            dist.send(t.contiguous(), owner)
+        header: list[Any] = [None]
+        dist.recv_object_list(header, owner)
+        own = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]]
+        for t in own:
+            dist.recv(t, owner)
+        return own
+    for other in peers:
+        if other == owner:
+            own = compute(inputs)
+            continue
+        theirs = [t.new_empty(n, *t.shape[1:]) for t, n in zip(inputs, lengths[other], strict=True)]
+        for t in theirs:
+            dist.recv(t, other)
+        outputs = compute(theirs)
+        dist.send_object_list([[(tuple(t.shape), t.dtype) for t in outputs]], other)
+        for t in outputs:
+            dist.send(t.contiguous(), other)
+    return own

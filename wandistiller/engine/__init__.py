@@ -1,0 +1,1 @@
+"""Everything that knows DeepSpeed: its JSON, its workarounds, NVMe, optimizer state by parameter."""

@@ -1,0 +1,68 @@
+"""Activation checkpointing as set in the student's JSON."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.utils.errors import problem
+from wandistiller.utils.validation import Count, check, types_of
+
+SECTION = "activation_checkpointing"
+MODULES = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
+"""The recomputed part -> its names inside a WanTransformerBlock; the block itself for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPolicy:
+    """The keys of the student JSON's block "wandistiller": modules that DeepSpeed's section is applied to."""
+
+    checkpoint: Literal["blocks", "attention", "feed_forward"] = "blocks"
+    """Recomputed part: whole `blocks`, or in each only `attention` (self and cross) or `feed_forward`."""
+    checkpoint_every: Count = 1
+    """2: in every second block, from the first."""
+
+    def calls(self, layers: int) -> int:
+        """Checkpoints made in one forward pass."""
+        return -(-layers // self.checkpoint_every) * max(1, len(MODULES[self.checkpoint]))
+
+
+def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
+    """Return the settings of a checked student JSON; None if nothing is recomputed."""
+    return CheckpointPolicy(**ds.get(BLOCK, {})) if SECTION in ds else None
+
+
+def recompute_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """Problems of the section and the block."""
+    block, section = ds.get(BLOCK, {}), ds.get(SECTION, {})
+    found, _ = check(where, block, types_of(CheckpointPolicy), f"{BLOCK}.")
+    if isinstance(block, dict) and block and SECTION not in ds:
+        found.append(
+            f"{where}: `{BLOCK}` says what is checkpointed, but there is no `{SECTION}`. "
+            "Add it: {} will do."
+        )
+    if (
+        isinstance(section, dict)
+        and section.get("contiguous_memory_optimization")
+        and not section.get("partition_activations")
+    ):
+        found.append(
+            problem(
+                where,
+                f"{SECTION}.contiguous_memory_optimization",
+                True,  # an assertion in deepspeed 0.19.8
+                "DeepSpeed has it only together with `partition_activations`: true.",
+            )
+        )
+    return found
+
+
+def with_number(ds: dict[str, Any], layers: int) -> dict[str, Any]:
+    """`ds` with the number of checkpoints written out, which contiguous buffers are sized by."""
+    how = read_recompute(ds)
+    if (
+        how is None
+        or not ds[SECTION].get("contiguous_memory_optimization")
+        or "number_checkpoints" in ds[SECTION]
+    ):
+        return ds
+    return ds | {SECTION: ds[SECTION] | {"number_checkpoints": how.calls(layers)}}

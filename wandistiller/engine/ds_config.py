@@ -1,0 +1,231 @@
+"""Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandistiller.engine.activation_checkpointing import recompute_problems
+from wandistiller.engine.ds_schema import (
+    BATCH_KEYS,
+    BLOCK,
+    OPTIMIZERS,
+    PARAMS,
+    SCHEDULERS,
+    params_of,
+    section_of,
+    section_types,
+)
+from wandistiller.engine.ds_unsupported import student_problems
+from wandistiller.utils.errors import ConfigError, nearest, problem, unknown_keys
+from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import Count, check, value_problems
+
+BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+"""deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student."""
+# deepspeed 0.19.8 would keep up to 1e9 gathered parameters, 4 GB in float32, and fetch 5e7 ahead
+LEAN_STAGE_3 = {
+    "stage3_param_persistence_threshold": 10_000,
+    "stage3_max_live_parameters": 100_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000,
+    "stage3_max_reuse_distance": 100_000_000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """Samples per rank and micro-step, micro-steps per optimizer step, samples per optimizer step."""
+
+    micro: int
+    accumulation: int
+    total: int
+
+    @property
+    def ranks(self) -> int:
+        return self.total // (self.micro * self.accumulation)
+
+
+def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Read a DeepSpeed JSON, a file or a recipe's object; return its name for messages and its content."""
+    if isinstance(source, dict):
+        return "recipe", copy.deepcopy(source)
+    return source, read_json(source)
+
+
+def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
+    """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
+    found = []
+    for name, types in section_types().items():
+        given = {k: v for k, v in section_of(ds, name).items() if v != "auto" or k not in types}
+        found += check(where, given, types, f"{name}." if name else "")[0]
+    for name, types in PARAMS.items():
+        given = {k: v for k, v in section_of(ds, name).items() if v != "auto"}
+        found += value_problems(where, given, types, f"{name}.")
+    found += _typed_problems(where, ds, "optimizer", OPTIMIZERS) + _typed_problems(
+        where, ds, "scheduler", SCHEDULERS
+    )
+    found += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
+    return found
+
+
+def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: tuple[str, ...]) -> list[str]:
+    """List problems of {"type": ..., "params": {...}}: the type, settings that it has not, or lacks."""
+    if not isinstance(given := ds.get(section), dict):
+        return []  # left out, or reported already
+    if "type" not in given and set(given) - {"params"}:
+        return []  # an unknown key, reported already, is likely its misspelling
+    kind, params = given.get("type"), given.get("params", {})
+    same = [t for t in types if isinstance(kind, str) and t.lower() == kind.lower()]
+    if not same:
+        return [
+            problem(
+                where, f"{section}.type", kind, f"Write one of: {', '.join(types)}.{nearest(kind, types)}"
+            )
+        ]
+    if not isinstance(params, dict):
+        return []  # reported already
+    known = params_of(same[0])
+    found = [
+        f"{where}: `{section}.params.{key}` is missing; {same[0]} has no default for it. Write it."
+        for key, required in known.items()
+        if required and key not in params
+    ]
+    return found + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
+
+
+def _auto(value: Any, prefix: str = "") -> list[str]:
+    if isinstance(value, dict):
+        return [k for key, v in value.items() for k in _auto(v, f"{prefix}.{key}" if prefix else key)]
+    return [prefix] if value == "auto" else []
+
+
+def stage(ds: dict[str, Any]) -> int:
+    return ds.get("zero_optimization", {}).get("stage", 0)
+
+
+def offload_device(ds: dict[str, Any]) -> str:
+    """Return the device on which ZeRO-3 keeps parameters: none (the accelerator), cpu or nvme."""
+    return ds.get("zero_optimization", {}).get("offload_param", {}).get("device", "none")
+
+
+def on_nvme(ds: dict[str, Any]) -> str | None:
+    """The first offload section that puts something on a disk."""
+    zero = ds.get("zero_optimization", {})
+    sections = ("offload_param", "offload_optimizer")
+    return next((key for key in sections if zero.get(key, {}).get("device") == "nvme"), None)
+
+
+def dtype_name(ds: dict[str, Any]) -> str:
+    """Return the precision of the JSON's bf16 or fp16 section, else float32."""
+    for section, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if section_of(ds, section).get("enabled", False):
+            return name
+    return "float32"
+
+
+def with_dtype(ds: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """`ds` in another precision, if one is given."""
+    if dtype is None:
+        return ds
+    sections = {"bfloat16": "bf16", "float16": "fp16"}
+    rest = {k: v for k, v in ds.items() if k not in sections.values()}
+    return rest | ({sections[dtype]: {"enabled": True}} if dtype in sections else {})
+
+
+def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
+    """Solve micro * accumulation * ranks = total for what the JSON leaves out, as DeepSpeed does.
+
+    Raises:
+        ConfigError: nothing is given, a value is no positive integer, or the numbers do not multiply up.
+    """
+    given = {k: ds[k] for k in BATCH_KEYS if k in ds}
+    if wrong := value_problems(where, given, dict.fromkeys(BATCH_KEYS, Count)):
+        raise ConfigError(*wrong)
+    total, micro, accumulation = (given.get(k) for k in BATCH_KEYS)
+    if total is None and micro is None:
+        raise ConfigError(
+            f"{where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or both."
+        )
+    if total is None:
+        accumulation = accumulation or 1
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = total // (accumulation * world)
+    elif accumulation is None:
+        accumulation = total // (micro * world)
+    if not micro or not accumulation:
+        least = (micro or 1) * (accumulation or 1) * world
+        raise ConfigError(
+            problem(where, "train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
+        )
+    if total is not None and micro * accumulation * world != total:
+        raise ConfigError(
+            f"{where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {accumulation} x {world} ranks = {micro * accumulation * world}. "
+            "Change one of them, or leave one out."
+        )
+    return BatchSize(micro, accumulation, micro * accumulation * world)
+
+
+def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str, Any], BatchSize]:
+    """Check the student's JSON and write out what DeepSpeed would otherwise choose in silence.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    found = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
+    if "optimizer" not in ds:
+        found.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
+    found += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
+    batch = None
+    try:
+        batch = batch_size(where, ds, world)
+    except ConfigError as error:
+        found += error.problems
+    if found or batch is None:
+        raise ConfigError(*found)
+    ds = copy.deepcopy(ds)
+    for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
+        ds[key] = value
+    ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
+    complete(ds)
+    ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
+    lean = BUCKETS | (LEAN_STAGE_3 if stage(ds) == 3 else {})
+    ds["zero_optimization"] = lean | ds["zero_optimization"]
+    if "comet" in ds:
+        ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
+    return ds, batch
+
+
+def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
+    found = []
+    zero = ds.get("zero_optimization", {})
+    for name, stages in (("offload_param", (3,)), ("offload_optimizer", (1, 2, 3))):
+        section = zero.get(name) if isinstance(zero, dict) else None
+        if not isinstance(section, dict):
+            continue
+        key = f"zero_optimization.{name}"
+        if (stage_now := zero.get("stage", 0)) not in stages and section.get("device", "none") != "none":
+            found.append(
+                problem(
+                    where,
+                    key,
+                    section,
+                    f"It has no effect at stage {stage_now}. Remove it, or "
+                    f"write stage {' or '.join(map(str, stages))}.",
+                )
+            )
+        if section.get("device") == "nvme" and not section.get("nvme_path"):
+            found.append(
+                problem(where, f"{key}.nvme_path", section.get("nvme_path"), "Write a folder on a fast disk.")
+            )
+    if all(isinstance(ds.get(k), dict) and ds[k].get("enabled") for k in ("bf16", "fp16")):
+        found.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
+    return found
+
+
+def complete(ds: dict[str, Any]) -> None:
+    ds.setdefault("steps_per_print", 10**9)  # our own line a step says more
+    # true swaps torch's linear for the whole process and changes bf16 numerics (deepspeed 0.19.8)
+    ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)

@@ -1,0 +1,227 @@
+"""Keys and types of a DeepSpeed JSON: DeepSpeed's own models where it has them, else tables.
+
+DeepSpeed 0.19.8 ignores unknown keys of the tabled sections in silence, and takes most values as they are.
+"""
+
+import inspect
+import typing
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+from pydantic.fields import FieldInfo
+
+from wandistiller.utils.validation import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    Text,
+    of_type,
+    write,
+)
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
+WHOLE = BeforeValidator(
+    lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
+)
+"""Takes 5e8 for an integer, as DeepSpeed's models do."""
+Precision = Annotated[
+    Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"], write("fp32, fp16 or bf16")
+]
+Betas = Annotated[
+    list[Annotated[float, Field(ge=0, lt=1)]],
+    Field(min_length=2, max_length=2),
+    write("two numbers from 0 to below 1, such as [0.9, 0.999]"),
+]
+TagValidation = Annotated[str, Field(pattern="^(?i:warn|ignore|fail)$"), write("WARN, IGNORE or FAIL")]
+TABLES: dict[str, dict[str, Any]] = {
+    "": of_type(
+        (Any, " ".join(BATCH_KEYS)),  # solved and checked by `batch_size`
+        (
+            bool,
+            "managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+            "wall_clock_breakdown "
+            "memory_breakdown dump_state disable_allgather prescale_gradients dataloader_drop_last "
+            "disable_python_gc "
+            "use_data_before_expert_parallelism",
+        ),
+        (NotNegative, "gradient_clipping"),
+        (Positive, "gradient_predivide_factor"),
+        (Count, "steps_per_print"),
+        (Text, "communication_data_type seq_parallel_communication_data_type gradient_allreduce_op"),
+        (Literal["debug", "info", "warning", "error", "critical"], "log_level"),
+        (
+            Section,
+            "optimizer scheduler fp16 bf16 torch_autocast zero_optimization activation_checkpointing aio "
+            "checkpoint "
+            "data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet compile "
+            "data_efficiency "
+            "eigenvalue timers",
+        ),
+    ),
+    "activation_checkpointing": of_type(
+        (
+            bool,
+            "partition_activations contiguous_memory_optimization cpu_checkpointing profile "
+            "synchronize_checkpoint_boundary",
+        ),
+        (Count, "number_checkpoints"),
+    ),
+    "optimizer": of_type((Any, "type"), (Section, "params"), (bool, "legacy_fusion")),
+    "scheduler": of_type((Any, "type"), (Section, "params")),
+    "aio": of_type(
+        (Count, "block_size queue_depth intra_op_parallelism"), (bool, "single_submit overlap_events use_gds")
+    ),
+    "checkpoint": of_type(
+        (TagValidation, "tag_validation"),
+        (Section, "parallel_write writer"),
+        (bool, "load_universal use_node_local_storage checkpoint_serialization"),
+    ),
+    "data_types": of_type(
+        (Precision, "grad_accum_dtype param_dtype buffer_dtype"), (list, "keep_in_fp32_modules")
+    ),
+    "torch_autocast": of_type(
+        (bool, "enabled"), (Precision, "dtype"), (list, "lower_precision_safe_modules")
+    ),
+    "flops_profiler": of_type(
+        (bool, "enabled detailed"),
+        (Count, "profile_step top_modules"),
+        (NotNegative, "recompute_fwd_factor"),
+        (int, "module_depth"),
+        (Text, "output_file"),
+    ),
+    "timers": of_type((Section, "throughput")),
+}
+PARAMS: dict[str, dict[str, Any]] = {
+    "optimizer.params": of_type(
+        (Share, "lr muon_lr adam_lr momentum"),
+        (Betas, "betas"),
+        (NotNegative, "eps weight_decay max_coeff min_coeff"),
+        (bool, "torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states foreach"),
+    ),
+    "scheduler.params": of_type(
+        (
+            Share,
+            "warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_lr lr_range_test_min_lr warmup_min_ratio "
+            "cos_min_ratio "
+            "cycle_min_mom cycle_max_mom",
+        ),
+        (
+            Count,
+            "warmup_num_steps total_num_steps lr_range_test_step_size cycle_first_step_size "
+            "cycle_second_step_size",
+        ),
+        (Index, "cycle_first_stair_count cycle_second_stair_count decay_step_size"),
+        (NotNegative, "decay_lr_rate decay_mom_rate"),
+        (Positive, "lr_range_test_step_rate"),
+        (int, "last_batch_iteration"),
+        (bool, "cycle_momentum lr_range_test_staircase"),
+        (Literal["log", "linear"], "warmup_type"),
+    ),
+}
+"""Types of the settings of all optimizers and schedules; `params_of` says which of them one has."""
+
+
+def _whole(**limits: int) -> Any:
+    return Annotated[int, Field(**limits), WHOLE]
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "zero_optimization": of_type(
+        (_whole(gt=0), "sub_group_size zero_hpz_partition_size"),
+        (_whole(ge=0), "stage3_module_granularity_threshold"),
+    )
+    | {
+        # a bucket is allocated at once: 10^10 numbers are 40 GB in float32
+        "reduce_bucket_size": _whole(gt=0, le=10**10),
+        "allgather_bucket_size": _whole(gt=1, le=10**10, multiple_of=2),
+    },
+    "zero_optimization.offload_param": {"buffer_count": _whole(gt=0), "buffer_size": _whole(gt=0, le=10**10)},
+    "zero_optimization.offload_optimizer": {"buffer_count": _whole(gt=0)},
+    "fp16": of_type(
+        (NotNegative, "loss_scale min_loss_scale"),
+        (_whole(ge=0), "initial_scale_power"),
+        (_whole(gt=0), "loss_scale_window hysteresis"),
+    ),
+}
+"""Types that are narrower than DeepSpeed's own, beyond which its engines stop."""
+
+
+@cache
+def section_types() -> dict[str, dict[str, Any]]:
+    """The types of all sections, by dotted name; "" is the top."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    }
+    return TABLES | {
+        name: {field.alias or key: _strict(field) for key, field in model.model_fields.items()}
+        | LIMITS.get(name, {})
+        for name, model in models.items()
+    }
+
+
+def _strict(field: FieldInfo) -> Any:
+    """The type that JSON has for a field of DeepSpeed's: never null, an object for a section."""
+    kind = next((k for k in typing.get_args(field.annotation) if k is not type(None)), field.annotation)
+    if issubclass(kind, BaseModel):
+        return Section
+    if issubclass(kind, Enum):
+        values = [member.value for member in kind]
+        if all(isinstance(value, str) for value in values):
+            return Literal[tuple(values)]
+        return Annotated[
+            int, Field(ge=min(values), le=max(values)), WHOLE, write(f"one of: {', '.join(map(str, values))}")
+        ]
+    if issubclass(kind, Path):
+        return Text
+    return Annotated[(kind, *field.metadata, WHOLE)]
+
+
+@cache
+def params_of(kind: str) -> dict[str, bool]:
+    """The settings of a schedule or of Adam(W), and whether each is required; empty for other optimizers."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime import lr_schedules
+
+    if kind in SCHEDULERS:
+        own = list(inspect.signature(getattr(lr_schedules, kind)).parameters.values())[1:]
+        return {p.name: p.default is p.empty for p in own}
+    if kind in ("Adam", "AdamW"):
+        own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
+        return dict.fromkeys(
+            own | {"torch_adam", "adam_w_mode", "foreach"}, False
+        )  # the last three choose the class
+    return {}
+
+
+def section_of(ds: dict[str, Any], section: str) -> dict[str, Any]:
+    """A section by its dotted name; empty if there is none, or no object."""
+    for part in filter(None, section.split(".")):
+        ds = ds[part] if isinstance(ds.get(part), dict) else {}
+    return ds
+
+
+BLOCK = "wandistiller"
+
+
+def without_block(ds: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON without our block, as DeepSpeed may see it."""
+    return {k: v for k, v in ds.items() if k != BLOCK}

@@ -1,0 +1,120 @@
+"""Settings refused in a student's DeepSpeed JSON: they do not work on Wan, or change the loss curve."""
+
+from collections.abc import Callable
+from pydoc import locate
+from typing import Any
+
+from wandistiller.engine.ds_schema import section_of
+from wandistiller.utils.errors import problem
+
+# Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
+ZERO = {
+    "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, "
+    "and changes bf16 numbers. "
+    "Write false.",
+    "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve "
+    "be another. Remove it.",
+    "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be "
+    "another. Remove it.",
+    "zero_quantized_nontrainable_weights": "The frozen weights would be rounded to 8 bits, and the "
+    "loss curve be another. "
+    "Remove it.",
+    "legacy_stage1": "DeepSpeed has removed it. Remove it.",
+    "zenflow": "ZenFlow steps part of the weights late, and the loss curve would be another. Remove it.",
+    "stage3_module_granularity_threshold": "Blocks fetched as a whole leave some of Wan's parameters "
+    "ungathered, and the "
+    "forward pass stops. Remove it.",
+}
+TOP = {
+    "gradient_predivide_factor": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
+    "prescale_gradients": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
+    "data_efficiency": "The data's order is this package's own, so that a run can go on from any "
+    "step. Remove it.",
+    "eigenvalue": "DeepSpeed has removed it. Remove it.",
+}
+
+
+class _Engine:
+    """The settings of a student's DeepSpeed JSON that rules are about."""
+
+    def __init__(self, ds: dict[str, Any]):
+        self.zero, self.params = section_of(ds, "zero_optimization"), section_of(ds, "optimizer.params")
+        self.bf16, self.types = bool(section_of(ds, "bf16").get("enabled")), section_of(ds, "data_types")
+        self.dtype = "bf16" if self.bf16 else "fp16" if section_of(ds, "fp16").get("enabled") else "fp32"
+        self.offloaded = section_of(self.zero, "offload_optimizer").get("device", "none") != "none"
+        adam = str(section_of(ds, "optimizer").get("type")).lower() in ("adam", "adamw")
+        self.fused = adam and self.params.get("torch_adam") is not True
+        self.clips = ds.get("gradient_clipping", 1) != 0
+
+
+MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, or remove it."
+# Tried with deepspeed 0.19.8: key -> (whether its value is refused, why)
+RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
+    "zero_optimization.offload_optimizer.super_offload": (
+        lambda value, e: bool(value),
+        "It needs an NVIDIA GPU and was never tried here. Plain CPU offload serves. Remove it.",
+    ),
+    "zero_optimization.compute_grad_norm": (
+        lambda value, e: value is False and e.clips,
+        "Without the norm nothing can be clipped. Write `gradient_clipping`: 0, or remove it.",
+    ),
+    "bf16.bf16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
+    "fp16.fp16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
+    "data_types.grad_accum_dtype": (
+        lambda value, e: value == "fp32" and e.bf16 and e.zero.get("stage", 1) == 1 and not e.offloaded,
+        "At stage 1 in bf16 DeepSpeed takes another optimizer for it, whose checkpoints cannot be "
+        "read again. "
+        "Write stage 2, or remove it.",
+    ),
+    "data_types.param_dtype": (
+        lambda value, e: value not in (None, e.dtype),
+        "The sections bf16 and fp16 ask for another. Remove it.",
+    ),
+    "optimizer.params.amsgrad": (
+        lambda value, e: value is True and e.fused and not e.offloaded,
+        "DeepSpeed's FusedAdam has none. Write `torch_adam`: true, or remove it.",
+    ),
+    "optimizer.params.foreach": (
+        lambda value, e: value is not None and e.fused,
+        "Only torch's own Adam has it. Write `torch_adam`: true, or remove it.",
+    ),
+    "checkpoint.writer": (
+        lambda value, e: value is not None,
+        "DeepSpeed's other writers fail here. Remove it.",
+    ),
+    "compile.deepcompile": (
+        lambda value, e: bool(value),
+        "It was never tried next to the teacher's engine. Remove it.",
+    ),
+    "torch_autocast.lower_precision_safe_modules": (
+        lambda value, e: isinstance(value, list) and not all(isinstance(v, str) and locate(v) for v in value),
+        "Write classes that can be imported, such as torch.nn.modules.linear.Linear.",
+    ),
+}
+
+
+def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """A problem for each setting that is refused, with the reason."""
+    zero, engine = section_of(ds, "zero_optimization"), _Engine(ds)
+    found = [
+        problem(where, f"zero_optimization.{k}", zero[k], why)
+        for k, why in ZERO.items()
+        if _is_on(zero.get(k)) or zero.get(k) == {}
+    ]
+    for path, (refused, why) in RULES.items():
+        section, _, key = path.rpartition(".")
+        if refused(value := section_of(ds, section).get(key), engine):
+            found.append(problem(where, path, value, why))
+    found += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
+    if section_of(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
+        found.append(
+            f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
+        )
+    return found
+
+
+def _is_on(value: Any, default: float = 0.0) -> bool:
+    """Return whether a setting has an effect: true, an enabled section, or a number that is no default."""
+    if isinstance(value, dict):
+        return bool(value.get("enabled", True)) and bool(value)
+    return value is True or (type(value) in (int, float) and value not in (0, default))

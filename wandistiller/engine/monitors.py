@@ -1,0 +1,87 @@
+"""TensorBoard, Weights & Biases, Comet and CSV as in the student's JSON: metrics.jsonl and the pictures."""
+
+import atexit
+import csv
+import os
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wandistiller.distributed.collectives import rank
+from wandistiller.utils.files import atomic
+
+MONITORS = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+}
+"""Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
+WANDB_RUN = "wandb_run"
+"""File of an output folder: the id under which a run that goes on is the same one to Weights & Biases."""
+
+
+def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of an engine that writes no curves."""
+    return {key: value for key, value in ds.items() if key not in (*MONITORS, "csv_monitor")}
+
+
+def name_run(output: Path, ds: dict[str, Any], *, goes_on: bool) -> None:
+    """Let Weights & Biases know a run again, before DeepSpeed starts it, unless the environment names one."""
+    if not ds.get("wandb", {}).get("enabled") or rank():
+        return
+    file = output / WANDB_RUN
+    if not (goes_on and file.is_file()):
+        with atomic(file) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:8])
+    os.environ.setdefault("WANDB_RUN_ID", file.read_text())
+    os.environ.setdefault("WANDB_RESUME", "allow")
+
+
+class Monitors:
+    """The monitors of an engine, detached from it; on ranks other than 0 they write nothing.
+
+    DeepSpeed would write the learning rate over samples, next to ours over steps, and Weights & Biases then
+    drops ours: its steps may not go back (deepspeed 0.19.8, wandb 0.31).
+    """
+
+    def __init__(self, engine: Any):
+        self._all, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
+        comet = self._all.comet_monitor
+        if comet and comet.experiment:  # rank 0 has it
+            atexit.register(
+                comet.experiment.end
+            )  # or its curves are lost: it waits for Python's teardown (comet_ml 3.58)
+
+    def go_on_from(self, step: int) -> None:
+        """Drop the rows of CSV files after `step`, from which the run goes on, and repeated header lines."""
+        monitor = self._all.csv_monitor
+        if not monitor or rank():
+            return
+        for file in Path(monitor.log_dir).glob("Train_*.csv"):
+            with file.open(newline="") as rows:
+                found = list(csv.reader(rows))
+            kept = [row for row in found[1:] if row and row[0].isdigit() and int(row[0]) <= step]
+            with atomic(file) as temporary, temporary.open("w", newline="") as out:
+                csv.writer(out).writerows(found[:1] + kept)
+            if found:
+                monitor.filenames.append(file.stem)  # its head is there
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Write scalars."""
+        if self._all.enabled and not rank():
+            self._all.write_events([(f"Train/{name}", value, step) for name, value in values.items()])
+
+    def show(self, step: int, file: Path) -> None:
+        """Put a picture into those that take any: TensorBoard and W&B."""
+        if self._all.tb_monitor:  # rank 0 has it
+            image_HWC = np.asarray(Image.open(file).convert("RGB"))
+            self._all.tb_monitor.summary_writer.add_image("Samples", image_HWC, step, dataformats="HWC")
+            self._all.tb_monitor.flush()
+        if self._all.wandb_monitor:
+            import wandb
+
+            self._all.wandb_monitor.log({"Samples": wandb.Image(str(file))}, step=step)

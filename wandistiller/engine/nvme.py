@@ -1,0 +1,125 @@
+"""A folder for swapped weights for each process and engine, removed when the process ends."""
+
+import atexit
+import fcntl
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PREFIX = "wandistiller_"
+IN_USE = "in_use"
+IPC_LOCK = 14
+"""The capability to lock any amount of memory. Source: Linux, include/uapi/linux/capability.h."""
+
+
+def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str, sharers: int) -> dict[str, Any]:
+    """`ds` with its NVMe paths moved into a new folder, and buffers as large as this rank's largest part.
+
+    Engines that share a path delete each other's files, and smaller buffers stop the run (deepspeed 0.19.8).
+
+    Args:
+        numels: numbers in each tensor that will be on disk.
+        engine: a name of its own for each engine of the process.
+        sharers: ranks among which a tensor is cut.
+    """
+    zero = dict(ds["zero_optimization"])
+    for section in ("offload_param", "offload_optimizer"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section] = zero[section] | {
+                "nvme_path": str(own_folder(Path(zero[section]["nvme_path"])) / engine)
+            }
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        part = -(-max(numels) // sharers)
+        zero["offload_param"]["buffer_size"] = max(part, zero["offload_param"].get("buffer_size", 0))
+    return ds | {"zero_optimization": zero}
+
+
+_own: dict[Path, tuple[Path, Any]] = {}  # the open lock file keeps the folder marked
+
+
+def own_folder(parent: Path) -> Path:
+    """Return this process's folder in `parent`, made once; remove those that killed processes left."""
+    parent = parent.absolute()
+    if parent not in _own:
+        ours = not parent.exists()
+        parent.mkdir(parents=True, exist_ok=True)
+        for other in parent.glob(f"{PREFIX}*"):
+            if not _is_held(other):
+                shutil.rmtree(other, ignore_errors=True)
+        folder = parent / f"{PREFIX}{socket.gethostname()}_{os.getpid()}"
+        folder.mkdir(exist_ok=True)
+        _own[parent] = folder, _hold(folder)
+        atexit.register(_remove, folder, ours)
+    return _own[parent][0]
+
+
+def _remove(folder: Path, and_parent: bool) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if and_parent and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def _hold(folder: Path) -> Any:
+    """Mark a folder as in use until this process ends, however it ends."""
+    lock = (folder / f".{IN_USE}").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / f".{IN_USE}").rename(folder / IN_USE)  # it is there only once it is locked
+    return lock
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        with (folder / IN_USE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked, or just being made
+        return True
+    return False
+
+
+def locked_bytes(ds: dict[str, Any], numels: Iterable[int], sharers: int, item: int) -> int:
+    """Bytes of one engine's buffers on a rank, which DeepSpeed keeps from being paged out (0.19.8).
+
+    Args:
+        numels: numbers in each tensor of the networks.
+        sharers: ranks among which each is cut.
+        item: bytes of a weight.
+    """
+    numels, zero = list(numels), ds["zero_optimization"]
+    weights, states = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
+    found = 0
+    if weights.get("device") == "nvme":
+        found += (
+            item
+            * weights.get("buffer_count", 5)
+            * max(-(-max(numels) // sharers), weights.get("buffer_size", 0))
+        )
+    if states.get("device") == "nvme":
+        found += (
+            4
+            * states.get("buffer_count", 4)
+            * min(-(-sum(numels) // sharers), int(zero.get("sub_group_size", 10**9)))
+        )
+    return found
+
+
+def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/")) -> list[str]:
+    """Problems of locking so many bytes in memory: DeepSpeed would abort without a message (0.19.8).
+
+    Args:
+        limit: bytes, if it is not this process's own.
+        root: the folder of proc/.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    status = dict(line.split(":", 1) for line in (root / "proc/self/status").read_text().splitlines())
+    if limit == resource.RLIM_INFINITY or nbytes <= limit or int(status["CapEff"], 16) >> IPC_LOCK & 1:
+        return []
+    return [
+        f"What is on NVMe has buffers of {nbytes / 2**20:.0f} MiB a rank that stay in memory, and this user "
+        f"may lock {limit / 2**20:.3g} MiB (`ulimit -l`). Raise it: in /etc/security/limits.conf "
+        "`* - memlock unlimited`, of a "
+        "service LimitMEMLOCK=infinity, of a container --ulimit memlock=-1; or offload to cpu."
+    ]

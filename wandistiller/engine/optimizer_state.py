@@ -1,0 +1,265 @@
+"""An engine's master weights and optimizer state by parameter, for any ZeRO stage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import Tensor
+
+from wandistiller.distributed import collectives
+
+WEIGHTS = "weights"
+
+
+class Fragment(NamedTuple):
+    """A run of consecutive elements of one parameter, seen flat."""
+
+    name: str
+    """Of the parameter."""
+    start: int
+    """Of its first element, in the parameter."""
+    offset: int
+    """And in the tensor that holds it here."""
+    numel: int
+
+
+@dataclass(slots=True)
+class Partition:
+    """One tensor that the optimizer updates on this rank, and the fragments in it; the rest is padding."""
+
+    number: int
+    key: Tensor
+    """Its entry in the optimizer's state."""
+    parts: list[Fragment] = field(default_factory=list)
+
+
+class MasterWeights:
+    """The master weights of an engine and their optimizer state on this rank.
+
+    Follows deepspeed 0.19.8: stages 1 and 2 cut a group's parameters laid end to end, stage 3 cuts each
+    parameter, stage 0 has all on every rank.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine, self._wrapper = engine, engine.optimizer
+        self.stage = engine.zero_optimization_stage()
+        self._names = {id(p): name for name, p in engine.module.named_parameters() if p.requires_grad}
+        self.shapes = {
+            name: list(_shape(p)) for name, p in engine.module.named_parameters() if p.requires_grad
+        }
+        self.flats: list[Partition] = {0: self._whole, 3: self._cut_each}.get(self.stage, self._cut_groups)()
+
+    def optimizer(self, flat: Partition) -> torch.optim.Optimizer:
+        """The optimizer proper that updates `flat`."""
+        if (
+            self.stage == 3
+            and self._wrapper.offload_optimizer
+            and self._wrapper.subgroup_to_device[flat.number] != "cpu"
+        ):
+            return self._wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
+        plain = self.stage == 0 and not isinstance(self._wrapper, FP16_Optimizer | FP16_UnfusedOptimizer)
+        return self._wrapper if plain else self._wrapper.optimizer
+
+    def tensors(self, flat: Partition) -> dict[str, Tensor]:
+        """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
+        state = self.optimizer(flat).state.get(flat.key, {})
+        kept = {
+            kind: value.view(-1)
+            for kind, value in state.items()
+            if torch.is_tensor(value) and value.dim() > 0
+        }
+        return {WEIGHTS: flat.key.detach().view(-1), **kept}
+
+    def steps(self) -> int | None:
+        """Number of updates that the optimizer has counted; None before the first.
+
+        FusedAdam and FusedLion (0.19.8) count in the last tensor of a group alone, and read it there.
+        """
+        states = [self.optimizer(flat).state.get(flat.key, {}) for flat in self.flats]
+        return max((int(state["step"]) for state in states if "step" in state), default=None)
+
+    @contextmanager
+    def opened(self, flat: Partition, *, changed: bool = False) -> Iterator[None]:
+        """Have what lies on NVMe in memory for a while, and write it back if it is `changed`."""
+        swapped = self.stage == 3 and self._wrapper._swappable_optimizer_subgroup(flat.number)
+        if swapped:
+            self._wrapper._optimizer_states_and_gradient_swap_in(flat.number)
+        yield
+        if swapped and changed:
+            self._wrapper._optimizer_states_and_gradient_swap_out(flat.number)
+        elif swapped:
+            self._wrapper._release_swap_buffers(flat.number)
+
+    def make_state(self, flat: Partition, kinds: list[str], steps: int | None) -> None:
+        """Give the optimizer zeros of these kinds for `flat`, as after an update, and a count of `steps`."""
+        optimizer = self.optimizer(flat)
+        state = optimizer.state[flat.key]
+        wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
+        for kind in kinds:
+            if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
+                state[kind] = torch.zeros_like(
+                    flat.key, dtype=torch.float32 if wide else flat.key.dtype, requires_grad=False
+                )
+        if steps is not None:
+            state["step"] = (
+                torch.tensor(float(steps)) if type(optimizer).__module__.startswith("torch.optim") else steps
+            )
+
+    def publish(self) -> None:
+        """Make the weights that the network computes with those of the flats. Collective."""
+        wrapper = self._wrapper
+        if self.stage == 3:
+            wrapper.checkpoint_event_prologue()  # cuts up the small parameters that stay whole
+            for flat in self.flats:
+                with self.opened(flat):
+                    wrapper._reassign_or_swap_out_partitioned_parameters(flat.number)
+            wrapper.checkpoint_event_epilogue()  # and gathers them again
+        elif self.stage > 0:
+            wrapper.update_lp_params()
+        elif isinstance(wrapper, FP16_Optimizer):
+            for flat, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
+                _copy_all(flat.split([p.numel() for p in weights]), weights)
+        elif isinstance(wrapper, FP16_UnfusedOptimizer):
+            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                _copy_all(masters, weights)
+
+    def _cut_each(self) -> list[Partition]:
+        """Stage 3: of each parameter, padded to a multiple of the ranks, an equal run."""
+        flats = []
+        for number, parameters in enumerate(self._wrapper.fp16_groups):
+            flat, offset = Partition(number, self._wrapper.fp32_partitioned_groups_flat[number]), 0
+            for p in parameters:
+                each = p.partition_numel()
+                start = self._wrapper._get_param_partition_rank(p) * each
+                flat.parts.append(
+                    Fragment(self._names[id(p)], start, offset, max(0, min(each, p.ds_numel - start)))
+                )
+                offset += each
+            flats.append(flat)
+        return flats
+
+    def _cut_groups(self) -> list[Partition]:
+        """Stages 1 and 2: of a group's parameters laid end to end, an equal run."""
+        flats = []
+        for number, (key, parameters) in enumerate(
+            zip(self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups, strict=True)
+        ):
+            here = [(self._names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+            parts = [
+                Fragment(
+                    name,
+                    m.lp_fragment_address.start,
+                    m.hp_fragment_address.start,
+                    m.hp_fragment_address.numel,
+                )
+                for name, m in here
+            ]
+            flats.append(Partition(number, key, parts))
+        return flats
+
+    def _whole(self) -> list[Partition]:
+        """Stage 0: everything, in bf16 and fp16 by group, otherwise each parameter by itself."""
+        wrapper = self._wrapper
+        if isinstance(wrapper, FP16_Optimizer):
+            groups = zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True)
+        elif isinstance(wrapper, FP16_UnfusedOptimizer):
+            groups = (
+                (m, [p])
+                for ms, ps in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
+                for m, p in zip(ms, ps, strict=True)
+            )
+        else:
+            groups = ((p, [p]) for p in self.engine.module.parameters() if p.requires_grad)
+        flats = []
+        for number, (key, parameters) in enumerate(groups):
+            offsets = accumulate((p.numel() for p in parameters), initial=0)
+            parts = [
+                Fragment(self._names[id(p)], 0, o, p.numel())
+                for p, o in zip(parameters, offsets, strict=False)
+            ]
+            flats.append(Partition(number, key, parts))
+        return flats
+
+    def own(self, flat: Partition) -> list[Fragment]:
+        """The parts of `flat` that no other rank has, or that this one is to speak for."""
+        shared = self.stage == 0 and flat.number % collectives.world_size() != collectives.rank()
+        return [] if shared else [part for part in flat.parts if part.numel]
+
+
+def _copy_all(sources: Any, targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.data.copy_(source.detach().view(target.shape))
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Of the whole parameter, which stage 3 keeps elsewhere while it is cut up."""
+    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of DeepSpeed's loss scalers (0.19.8) that change while they train."""
+
+
+def read_engine(trained: MasterWeights) -> dict[str, Any]:
+    """Return the state of an engine that a checkpoint keeps."""
+    engine = trained.engine
+    flats = trained.flats
+    return {
+        "optimizer": type(trained.optimizer(flats[0])).__name__ if flats else None,
+        "steps": trained.steps(),
+        "groups": [_plain(group) for group in engine.optimizer.param_groups],
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "scaler": {key: getattr(_scaler(engine), key) for key in SCALER if hasattr(_scaler(engine), key)},
+        "autocast_scaler": scaler.state_dict() if (scaler := _autocast_scaler(engine)) else None,
+        "shapes": trained.shapes,
+        **{key: getattr(engine, key) for key in COUNTERS},
+    }
+
+
+def write_engine(trained: MasterWeights, saved: dict[str, Any], changed: set[str]) -> None:
+    """Restore the state of an engine that `read_engine` returned.
+
+    Args:
+        changed: keys of the run's identity that are not as they were; what they decide is the new run's.
+    """
+    engine = trained.engine
+    for key in COUNTERS:
+        setattr(engine, key, saved[key])
+    if "precision" not in changed:
+        for key, value in saved["scaler"].items():
+            if hasattr(_scaler(engine), key):
+                setattr(_scaler(engine), key, value)
+        if saved["autocast_scaler"] and (scaler := _autocast_scaler(engine)):
+            scaler.load_state_dict(saved["autocast_scaler"])
+    scheduler = engine.lr_scheduler
+    if not changed & {"optimizer", "scheduler", "learning_rates", "precision"}:
+        for group, values in zip(engine.optimizer.param_groups, saved["groups"], strict=True):
+            for key in values.keys() & group.keys() - {"step"}:  # which `make_state` counts
+                group[key] = tuple(values[key]) if isinstance(group[key], tuple) else values[key]
+        if scheduler is not None:
+            scheduler.load_state_dict(saved["scheduler"])
+    elif scheduler is not None and saved["scheduler"]:
+        scheduler.step(
+            saved["scheduler"]["last_batch_iteration"]
+        )  # the new schedule, at the place of the old one
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a parameter group, without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _scaler(engine: Any) -> Any:
+    """Owner of the loss scale: from stage 1 on an object of its own, at stage 0 the optimizer."""
+    return engine.optimizer.loss_scaler if engine.zero_optimization_stage() > 0 else engine.optimizer
+
+
+def _autocast_scaler(engine: Any) -> Any:
+    return engine.optimizer.torch_autocast_gradscaler if engine.zero_optimization_stage() > 0 else None

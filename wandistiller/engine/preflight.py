@@ -1,0 +1,116 @@
+"""Problems of a DeepSpeed JSON on this machine that can be known before an engine is built."""
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedConfig
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.config import DeepSpeedConfigError
+from pydantic import ValidationError
+from torch.utils.cpp_extension import CUDA_HOME
+
+from wandistiller.engine.ds_config import dtype_name, on_nvme
+from wandistiller.engine.ds_schema import BATCH_KEYS
+from wandistiller.engine.monitors import MONITORS
+from wandistiller.utils.errors import problem
+from wandistiller.utils.validation import error_messages
+
+SECTION_OF = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+}
+"""DeepSpeed's model of a section -> the section's name."""
+FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
+"""Optimizers that it compiles for GPUs, and the names of what it makes of them."""
+
+
+def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> list[str]:
+    """List what DeepSpeed's own reader refuses in its sections, and what this machine lacks.
+
+    Args:
+        here: whether the run is to be on this machine.
+    """
+    probe = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS} | {
+        "train_micro_batch_size_per_gpu": 1
+    }
+    try:
+        DeepSpeedConfig(probe)
+    except ValidationError as error:
+        return error_messages(where, error, SECTION_OF.get(error.title, ""))
+    except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        return [f"{where}: DeepSpeed refuses it: {error}. Change or remove what it names."]
+    if not here:
+        return []
+    if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
+        return [
+            problem(
+                where,
+                f"zero_optimization.{key}.device",
+                "nvme",
+                "DeepSpeed's async_io cannot be built here. "
+                "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++).",
+            )
+        ]
+    if found := _machine_problems(where, ds):
+        return found
+    if dtype_name(ds) == "float16" and not get_accelerator().is_fp16_supported():
+        return [f"{where}: `fp16` is enabled, but this machine's accelerator has none. Use bf16."]
+    return []
+
+
+def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
+    """Return a problem for each thing that this machine or its Python packages lack."""
+    section = ds.get("activation_checkpointing", {})
+    found = []
+    if (
+        section.get("cpu_checkpointing")
+        and not section.get("partition_activations")
+        and get_accelerator().device_name() == "cpu"
+    ):
+        found.append(
+            problem(
+                where,
+                "activation_checkpointing.cpu_checkpointing",
+                True,  # the copy would be the original
+                "On a CPU DeepSpeed has it only together with `partition_activations`: true.",
+            )
+        )
+    kind, offload = (
+        ds.get("optimizer", {}).get("type", ""),
+        ds.get("zero_optimization", {}).get("offload_optimizer", {}),
+    )
+    if (
+        kind.lower() == "lion"
+        and offload.get("device", "none") == "none"
+        and get_accelerator().device_name() == "cpu"
+    ):
+        found.append(
+            problem(where, "optimizer.type", kind, "On a CPU DeepSpeed has it only with `offload_optimizer`.")
+        )
+    if get_accelerator().device_name() == "cuda" and not CUDA_HOME:
+        found += _toolkit_problems(where, ds, offload.get("device", "none") != "none")
+    for key, (module, package) in MONITORS.items():
+        if ds.get(key, {}).get("enabled") and not find_spec(module):
+            found.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
+    return found
+
+
+def _toolkit_problems(where: str, ds: dict[str, Any], offloaded: bool) -> list[str]:
+    """Return a problem if DeepSpeed would have to compile with nvcc, and there is none (deepspeed 0.19.8)."""
+    why = (
+        "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
+        f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME"
+    )
+    found, kind = [], ds.get("optimizer", {}).get("type", "")
+    plain = ds.get("optimizer", {}).get("params", {}).get("torch_adam", False)
+    if kind.lower() in FUSED and not (offloaded or plain) and not installed_ops.get(FUSED[kind.lower()]):
+        other = ', or write "torch_adam": true into `optimizer.params`' if "adam" in kind.lower() else ""
+        found.append(problem(where, "optimizer.type", kind, f"{why}{other}, or offload the optimizer."))
+    if (key := on_nvme(ds)) and not installed_ops.get("async_io"):
+        found.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
+    return found

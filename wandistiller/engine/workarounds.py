@@ -1,0 +1,171 @@
+"""Workarounds for faults of DeepSpeed's engines (0.19.8)."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import cpuinfo
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.profiling.flops_profiler import profiler
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch import nn
+
+from wandistiller.engine.ds_config import stage
+
+cpuinfo.get_cpu_info = cache(
+    cpuinfo.get_cpu_info
+)  # a second each; deepspeed 0.19.8 asks three times while it starts CPU Adam
+
+
+@contextmanager
+def partition_before_moving(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
+    """While an engine is built, let ZeRO-3 move each parameter as it cuts it, not the whole module before.
+
+    The engine moves, and sends to all ranks, a module that `zero.Init` has not cut (deepspeed 0.19.8), which
+    may be far larger than the GPU. The cut itself moves and sends what it cuts.
+    """
+    if stage(ds) < 3:
+        yield
+        return
+
+    def stay(*_: Any) -> nn.Module:
+        for p in model.parameters():
+            p.ds_status = ZeroParamStatus.NOT_AVAILABLE  # so that it is not sent now
+        return model
+
+    model.to = stay
+    yield
+    del model.to
+
+
+def undo_dummy_step(engine: Any) -> None:
+    """Undo the step with zero gradients that stage 0 takes in bf16 and fp16 while it is built.
+
+    `initialize_optimizer_states` of FP16_Optimizer and FP16_UnfusedOptimizer runs one to allocate Adam's
+    moments (deepspeed 0.19.8): the weights decay once, and Adam's bias correction counts it, so that the
+    first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none.
+    tests/unit/engine/test_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
+    """
+    wrapper = engine.optimizer
+    if not isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer):
+        return
+    wrapper.optimizer.state.clear()
+    for group in wrapper.optimizer.param_groups:
+        group.pop("step", None)  # where FusedAdam counts
+    with torch.no_grad():
+        if isinstance(wrapper, FP16_Optimizer):
+            for flat, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
+                flat.copy_(torch.cat([w.flatten() for w in weights]))
+        else:
+            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    master.copy_(weight)
+
+
+def skip_nonfinite_steps(engine: Any) -> None:
+    """Make the engine skip a step whose gradients, or their norm, are not finite; see `was_step_applied`.
+
+    DeepSpeed 0.19.8 does so from stage 1 on and at stage 0 in bf16 and fp16, but for two cases, fixed here: a
+    plain optimizer, at stage 0 in float32, takes any gradients; stages 1 and 2 do where the JSON has
+    `check_grad_overflow` or `compute_grad_norm` false. torch's own loss scaler, at stage 0 in autocast to
+    float16, checks by itself.
+    tests/integration/test_nonfinite.py::test_every_engine_skips_a_step_that_is_not_finite.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() in (1, 2):
+        optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
+    plain = engine.zero_optimization_stage() == 0 and not isinstance(
+        optimizer, FP16_Optimizer | FP16_UnfusedOptimizer
+    )
+    if not plain or engine.torch_autocast_z0_gradscaler:
+        return
+    step, take = optimizer.step, engine._take_model_step
+
+    def take_if_finite(lr_kwargs: dict[str, Any] | None) -> None:
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        optimizer.overflow = not engine._global_grad_norm.isfinite()  # where the engine looks after the step
+        optimizer.step = (lambda: None) if optimizer.overflow else step
+        take(lr_kwargs)
+
+    engine._take_model_step = take_if_finite
+
+
+def uncount_skipped_step(engine: Any) -> None:
+    """Count the step that the engine has just skipped as if it never was."""
+    engine.global_steps -= 1
+    engine.skipped_steps -= 1
+    engine.global_samples -= engine.train_batch_size()
+
+
+def has_dynamic_loss_scale(engine: Any) -> bool:
+    """Return whether a lower loss scale may make the gradients finite, as in float16."""
+    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return autocast or (engine.fp16_enabled() and engine.dynamic_loss_scale())
+
+
+def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam compute beta^t anew at every step, so that its numbers do not depend on where a run was cut.
+
+    DeepSpeedCPUAdam, and FusedAdam on a CPU, multiply beta^t up step by step in C++ and do not checkpoint
+    it, so that a resumed run would differ by one ulp (deepspeed 0.19.8). tests/integration/test_layouts.py.
+    """
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+        nothing = [
+            [torch.zeros(1)] for _ in range(4)
+        ]  # an update of step 0, after which the next is no step up
+        optimizer.multi_tensor_adam(
+            1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0
+        )
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
+        optimizer.ds_opt_adam.create_adam(
+            optimizer.opt_id,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            optimizer.adam_w_mode,
+            False,
+        )
+
+
+def destroy_engines(engines: Iterable[Any]) -> None:
+    """Let go of engines, which must not be called any more.
+
+    Hooks on gradients keep an engine with all that it holds (deepspeed 0.19.8).
+    tests/integration/test_census.py::test_no_network_is_left_for_the_export.
+    """
+    for engine in engines:
+        engine.destroy()
+        release_module_references([engine.module])
+
+
+def release_module_references(networks: Iterable[nn.Module]) -> None:
+    """Drop DeepSpeed's last references to ZeRO-3 modules (0.19.8), which can then be freed but not used."""
+    gone = set(map(id, networks))
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if id(module) not in gone]
+    with suppress(
+        AttributeError, KeyError
+    ):  # another version of DeepSpeed keeps memory rather than lose a run's export
+        cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+
+
+def patch_flops_profiler() -> None:
+    """Make it count attention: it wants q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
+    counted = profiler._attn_flops_compute
+    profiler._attn_flops_compute = lambda query, key, value, *args, **more: counted(
+        query, key, value, *args, **more
+    )

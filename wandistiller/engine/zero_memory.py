@@ -1,0 +1,111 @@
+"""Memory of one rank's share of a network under ZeRO, by the arithmetic of deepspeed 0.19.8."""
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from wandistiller.engine.ds_config import offload_device
+
+DEFAULTS = {  # elements, where `zero_optimization` leaves them out; DeepSpeed's own
+    "stage3_param_persistence_threshold": 10**5,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7,
+    "reduce_bucket_size": 5 * 10**8,
+    "sub_group_size": 10**9,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Memory of one rank, in bytes."""
+
+    device: int = 0
+    """Kept on its accelerator, or in CPU memory where there is none."""
+    transient: int = 0
+    """There too, but only during a call or an optimizer step; an upper bound."""
+    host: int = 0
+    """Its own CPU memory."""
+    node: int = 0
+    """CPU memory that a node's ranks share, or that one of them has for all; the whole of it."""
+    disk: int = 0
+    pinned: int = 0
+    """Page-locked part of `host`."""
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def one_at_a_time(engines: list[Bytes]) -> Bytes:
+    """Return the sum of the kept memory of several engines, with the transient memory of one at a time."""
+    return replace(sum(engines, Bytes()), transient=max(e.transient for e in engines))
+
+
+class ParameterSize(NamedTuple):
+    """One parameter: its name, number of elements, and bytes of each."""
+
+    name: str
+    numel: int
+    item: int
+
+    def part(self, ranks: int) -> int:
+        """Bytes of one rank's partition under ZeRO-3, padding included."""
+        return -(-self.numel // ranks) * self.item
+
+
+def partition_bytes(sizes: list[ParameterSize], ranks: int) -> int:
+    """Bytes of one rank's partitions; of the whole network for one rank."""
+    return sum(s.part(ranks) for s in sizes)
+
+
+def gathered_bytes(
+    sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, reused: int = 0
+) -> tuple[int, int]:
+    """Bytes of whole parameters on the device under ZeRO-3: persistent ones, and at most those in transit.
+
+    Fetching goes on below `stage3_max_live_parameters`, so one module may come on top. What several ranks
+    gather at once lies there twice, until it is cut into parameters.
+
+    Args:
+        reused: elements that are kept between forward and backward pass.
+    """
+    if ranks == 1 and offload_device(ds) == "none":
+        return 0, 0  # the partition is the whole, used where it lies
+    small, modules = zero_setting(ds, "stage3_param_persistence_threshold"), Counter()
+    for s in sizes:
+        modules[s.name.rpartition(".")[0]] += s.part(1) if s.numel > small else 0
+    item, largest = min(s.item for s in sizes), max(modules.values())
+    available = item * max(reused, zero_setting(ds, "stage3_max_live_parameters")) + largest
+    in_flight = item * zero_setting(ds, "stage3_prefetch_bucket_size") + largest if ranks > 1 else 0
+    transient = min(modules.total(), available) + min(modules.total(), in_flight)
+    return partition_bytes(sizes, ranks=1) - modules.total(), transient
+
+
+def swapped_bytes(sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, item: int) -> Bytes:
+    """Partitions on NVMe and their buffers; small partitions, and those of another dtype, stay in CPU memory.
+
+    Args:
+        item: bytes of an element of the dtype that is swapped.
+    """
+    offload, aio = offload_section(ds, "param"), ds.get("aio", {})
+    step = 1024 * aio.get("intra_op_parallelism", 1)  # reads and writes are multiples of it
+    parts = [s.part(ranks) for s in sizes if s.item == item]
+    buffer = round_up(max(*parts, item * offload.get("buffer_size", 0)), step)  # as in nvme.to_own_folder
+    on_disk = [part for part in parts if part >= max(2**20, aio.get("block_size", 2**20))]
+    host = partition_bytes(sizes, ranks) - sum(on_disk) + offload.get("buffer_count", 5) * buffer
+    return Bytes(host=host, disk=sum(round_up(part, step) for part in on_disk))
+
+
+def zero_setting(ds: dict[str, Any], key: str) -> int:
+    """A size in elements of the section `zero_optimization`, or DeepSpeed's default."""
+    return int(ds["zero_optimization"].get(key, DEFAULTS[key]))
+
+
+def offload_section(ds: dict[str, Any], target: str) -> dict[str, Any]:
+    """The section of what is offloaded (`param` or `optimizer`), with its device: none, cpu or nvme."""
+    return {"device": "none"} | ds["zero_optimization"].get(f"offload_{target}", {})
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not below `n`."""
+    return -(-n // multiple) * multiple

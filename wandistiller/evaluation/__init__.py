@@ -1,0 +1,1 @@
+"""Sampling, and comparing student with teacher."""

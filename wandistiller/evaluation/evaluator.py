@@ -1,0 +1,251 @@
+"""Samples and velocities of teacher and student on the same prompts; only one is loaded at a time."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.data.text_cache import TextCache
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
+from wandistiller.evaluation.pipelines import Candidate, DiffusersPipeline, PeakMemory, PlacedTeacher
+from wandistiller.evaluation.sampling import Sampling
+from wandistiller.flow import expert_at, keyed_generator, keyed_normal, path
+from wandistiller.tiny import shapes
+from wandistiller.wan.encoders import Vae
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import count_parameters
+
+EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Checked settings of an evaluation."""
+
+    teacher: WanFolder
+    student: WanFolder
+    prompts: list[str]
+    output: Path
+    teacher_sampling: Sampling
+    student_sampling: Sampling
+    """Without guidance."""
+    seed: int
+    batch: int
+    """Prompts sampled at once; ranks share whole batches, so a sample does not depend on their number."""
+    dtype: torch.dtype
+    quick: bool
+    """Skip the teacher's second draw, from other seeds."""
+    clip: Path | None
+    teacher_ds: dict[str, Any] | None
+    """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
+
+    @property
+    def has_shapes(self) -> bool:
+        """True if the prompts are the embedded teacher's, whose pictures a program can score."""
+        size = self.student_sampling.height, self.student_sampling.width
+        return size == (shapes.IMAGE_SIZE,) * 2 and all(p in shapes.SPECS for p in self.prompts)
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics that this evaluation can compute."""
+        return [m for m in METRICS if self._has(m.needs)]
+
+    @property
+    def features(self) -> list[Features]:
+        """The features that this evaluation can compute."""
+        return [f for f in FEATURES if self._has(f.needs)]
+
+    def _has(self, need: str) -> bool:
+        return {"": True, "shapes": self.has_shapes, "clip": self.clip is not None}[need]
+
+    @property
+    def shown(self) -> list[int]:
+        """Numbers of the prompts in the picture, ten at most."""
+        return list(range(0, len(self.prompts), -(-len(self.prompts) // 10)))
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """An interval of sigma in [0, 1] with one expert of the teacher and one of the student."""
+
+    start: float
+    end: float
+    expert: Expert
+    student_expert: Expert
+
+
+def bands(teacher_boundary: float | None, student_boundary: float | None) -> list[Band]:
+    """Split [0, 1] at EDGES and where an expert takes over."""
+    edges = sorted({*EDGES, *(b for b in (teacher_boundary, student_boundary) if b is not None)})
+    return [
+        Band(a, b, expert_at(a, teacher_boundary), expert_at(a, student_boundary))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Scores and features of one sample."""
+
+    scores: dict[str, Tensor]
+    """Metric -> number."""
+    features: dict[str, Tensor]
+    """Name -> feature_D."""
+    frame_CHW: Tensor | None
+    """Middle frame, for prompts in the picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Samples of one pass over this rank's prompts."""
+
+    samples: dict[int, Sample]
+    """By the prompt's number."""
+    x0: list[Tensor]
+    """x0_BCFHW of each turn, on the CPU."""
+    seconds: list[tuple[float, int]]
+    """Seconds and length of each batch."""
+
+
+def parameters(folder: WanFolder) -> int:
+    """Number of parameters of all experts."""
+    return sum(count_parameters(config) for config in folder.configs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateResult:
+    """Samples of one candidate for this rank's prompts, and their cost."""
+
+    parameters: int
+    samples: dict[int, Sample]
+    second_draw: dict[int, Sample]
+    """Samples from other seeds."""
+    seconds: list[tuple[float, int]]
+    peak_gib: dict[str, float]
+
+
+class Evaluator:
+    """Runs one candidate after the other. Every method is collective."""
+
+    def __init__(self, settings: Evaluation):
+        self._settings, self._device = settings, collectives.device()
+        negative = settings.teacher_sampling.negative_prompt or ""
+        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        self._text = TextCache(
+            settings.output / "cache", settings.teacher.path, [*settings.prompts, negative], dtype
+        )
+        self._text.fill(self._device)
+        self._null_LD = self._text[negative]
+        self._vae = Vae(settings.teacher, self._device)
+        self._clip = Clip(settings.clip, self._device) if settings.clip else None
+        self._bands = bands(settings.teacher.boundary, settings.student.boundary)
+        self._x0: list[Tensor] = []  # of the teacher, by turn
+        self._targets: dict[tuple[int, Band], Tensor] = {}  # its velocities, on the CPU
+
+    def teacher(self) -> CandidateResult:
+        """Sample once or twice; store the guided velocities on the first samples."""
+        s, memory = self._settings, PeakMemory()
+        with memory.running():
+            if s.teacher_ds is None:
+                candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
+            else:
+                candidate = PlacedTeacher(
+                    s.teacher, s.teacher_sampling, self._text.__getitem__, s.teacher_ds, self._vae
+                )
+        drawn = self._draw("teacher", candidate, memory, s.seed)
+        second, other_seed = {}, s.seed + len(s.prompts)
+        if not s.quick:
+            second = self._draw("teacher, other seeds", candidate, memory, other_seed).samples
+        self._x0 = drawn.x0
+        for turn, chunk, _ in self._turns("teacher, velocities"):
+            for band in self._bands:
+                self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
+        candidate.close()
+        return CandidateResult(parameters(s.teacher), drawn.samples, second, drawn.seconds, memory.peak_gib())
+
+    def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
+        """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
+        s, memory, errors = self._settings, PeakMemory(), {}
+        with memory.running():
+            candidate = DiffusersPipeline(s.student, s.student_sampling, self._null_LD, s.dtype)
+        drawn = self._draw("student", candidate, memory, s.seed)
+        for turn, chunk, mine in self._turns("student, velocities"):
+            squares = []
+            for band in self._bands:
+                state = self._state(turn, chunk, band).replace(expert=band.student_expert)
+                v_BCFHW = candidate.velocity(state).cpu()
+                target_BCFHW = self._targets.pop((turn, band))
+                both = (v_BCFHW - target_BCFHW, target_BCFHW)
+                squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
+            if mine:
+                errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
+        return CandidateResult(
+            parameters(s.student), drawn.samples, {}, drawn.seconds, memory.peak_gib()
+        ), errors
+
+    def _turns(self, what: str) -> Iterator[tuple[int, list[int], bool]]:
+        """Yield turn, prompt numbers, and whether they count: a rank without work repeats the last batch.
+
+        So every rank makes the same collective calls.
+        """
+        everything, batch = list(range(len(self._settings.prompts))), self._settings.batch
+        chunks = [everything[i : i + batch] for i in range(0, len(everything), batch)]
+        rounds = -(-len(chunks) // collectives.world_size())
+        progress = Progress(what, rounds)
+        for turn in range(rounds):
+            place = turn * collectives.world_size() + collectives.rank()
+            yield turn, chunks[min(place, len(chunks) - 1)], place < len(chunks)
+            progress.advance()
+
+    def _draw(self, what: str, candidate: Candidate, memory: PeakMemory, seed: int) -> Drawn:
+        """Sample prompt i from seed + i."""
+        drawn = Drawn({}, [], [])
+        for _, chunk, mine in self._turns(what):
+            start = time.monotonic()
+            with memory.running():
+                prompts = [self._settings.prompts[i] for i in chunk]
+                pixels_BCFHW = candidate.draw(prompts, [seed + i for i in chunk])
+            seconds = time.monotonic() - start
+            x0_BCFHW = self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu()
+            drawn.x0.append(x0_BCFHW)
+            if mine:
+                drawn.seconds.append((seconds, len(chunk)))
+                middle_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
+                drawn.samples.update(self._score(chunk, middle_BCHW, x0_BCFHW))
+        return drawn
+
+    def _score(self, chunk: list[int], frame_BCHW: Tensor, x0_BCFHW: Tensor) -> dict[int, Sample]:
+        s = self._settings
+        drawn = DrawnBatch([s.prompts[i] for i in chunk], frame_BCHW, x0_BCFHW, self._clip)
+        scores = {m.name: m.compute(drawn) for m in s.metrics}
+        features = {f.name: f.compute(drawn) for f in s.features}
+        return {
+            i: Sample(
+                {name: score_B[b] for name, score_B in scores.items()},
+                {name: feature_BD[b] for name, feature_BD in features.items()},
+                frame_BCHW[b].clone() if i in s.shown else None,
+            )
+            for b, i in enumerate(chunk)
+        }
+
+    def _state(self, turn: int, chunk: list[int], band: Band) -> Batch:
+        """The teacher's samples of a turn, noised to a sigma in the band.
+
+        Noise and sigma are keyed by seed, prompt number and band.
+        """
+        x0_BCFHW, width = self._x0[turn].to(self._device), band.end - band.start
+        keys = [(self._settings.seed, "evaluate", i, band.start) for i in chunk]
+        uniform = [torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys]
+        sigma_B = torch.tensor([band.start + width * u for u in uniform], device=self._device)
+        noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(self._device)
+        text_BLD = torch.stack([self._text[self._settings.prompts[i]] for i in chunk]).to(self._device)
+        return Batch(
+            x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, band.expert
+        )

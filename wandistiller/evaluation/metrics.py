@@ -1,0 +1,206 @@
+"""Evaluation metrics and their 95 % confidence intervals. A new metric is an entry of METRICS or FEATURES.
+
+N is the number of prompts, which are the independent units of every interval; D the number of features.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import CLIPModel, CLIPProcessor
+
+from wandistiller.flow import keyed_generator
+from wandistiller.tiny import shapes
+from wandistiller.utils.errors import problem
+from wandistiller.utils.files import read_json
+from wandistiller.utils.images import to_pil
+
+Z = 1.959963984540054  # the normal distribution's 97.5 % point
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with the ends of its 95 % confidence interval; None if it has none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Round to six digits, for JSON."""
+        six = {k: getattr(self, k) for k in ("value", "low", "high")}
+        return {k: None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for k, v in six.items()}
+
+
+def wilson(hits: int, of: int) -> Estimate:
+    """Share hits / of in [0, 1]; coverage holds at 0 and 1 too. Source: Wilson 1927, JASA 22:209."""
+    middle = (hits + Z * Z / 2) / (of + Z * Z)
+    half = Z / (of + Z * Z) * math.sqrt(hits * (of - hits) / of + Z * Z / 4)
+    return Estimate(hits / of, middle - half if hits else 0.0, middle + half if hits < of else 1.0)
+
+
+def ratio_of_sums(top_N: Tensor, bottom_N: Tensor, seed: int) -> Estimate:
+    """Ratio sum(top) / sum(bottom) of paired numbers; with ones below, the mean.
+
+    The interval is the percentile bootstrap's over the N pairs, keyed by `seed`. Source: Efron and Tibshirani
+    1993, ch. 13.
+    """
+    top_N, bottom_N = top_N.double(), bottom_N.double()
+    value = (top_N.sum() / bottom_N.sum()).item()
+    if len(top_N) < 2:
+        return Estimate(value)
+    generator = keyed_generator(seed, "bootstrap")
+    drawn_RN = torch.randint(len(top_N), (RESAMPLES, len(top_N)), generator=generator)
+    ratio_R = top_N[drawn_RN].sum(1) / bottom_N[drawn_RN].sum(1)
+    low, high = ratio_R.quantile(ratio_R.new_tensor([0.025, 0.975])).tolist()
+    return Estimate(value, low, high)
+
+
+def frechet(a_ND: Tensor, b_ND: Tensor) -> float:
+    """Fréchet distance (squared) between the Gaussians fitted to two sets of features, in float64.
+
+    Too large for finite N, by an amount that depends on N, D and both covariances: a set that varies less is
+    punished less.
+    Source: Heusel et al. 2017, arXiv:1706.08500; the bias: Chong and Forsyth 2020, arXiv:1911.07023.
+    """
+    a_ND, b_ND = a_ND.double(), b_ND.double()
+    covariances = (torch.atleast_2d(x_ND.T.cov()) for x_ND in (a_ND, b_ND))
+    return frechet_of_gaussians(a_ND.mean(0), b_ND.mean(0), *covariances)
+
+
+def frechet_of_gaussians(mean_a_D: Tensor, mean_b_D: Tensor, a_DD: Tensor, b_DD: Tensor) -> float:
+    """Compute |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)).
+
+    Source: Dowson and Landau 1982, J. Multivariate Analysis 12:450.
+
+    tr (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2): no square root of a matrix that is
+    not symmetric, and none of eigenvalues that are nothing but rounding.
+    """
+    trace_root = torch.linalg.matrix_norm(_root(a_DD) @ _root(b_DD), "nuc")
+    distance = (mean_a_D - mean_b_D).square().sum() + a_DD.trace() + b_DD.trace() - 2 * trace_root
+    return max(0.0, distance.item())
+
+
+def _root(covariance_DD: Tensor) -> Tensor:
+    """Symmetric square root; eigenvalues below zero are rounding."""
+    values_D, vectors_DD = torch.linalg.eigh(covariance_DD)
+    return vectors_DD * values_D.clamp(min=0).sqrt() @ vectors_DD.T
+
+
+class Clip:
+    """CLIP's two encoders, float32."""
+
+    def __init__(self, folder: Path, device: torch.device):
+        self._model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        self._processor = CLIPProcessor.from_pretrained(folder)
+
+    @torch.no_grad()
+    def score(self, image_BCHW: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Embed and score images in [0, 1].
+
+        Returns:
+            Their embeddings, unit vectors image_BD; and score_B = 100 max(cos(image, text), 0), in [0, 100],
+            of a prompt cut to what CLIP reads. Source: Hessel et al. 2021, arXiv:2104.08718, with 100 for
+            their 2.5, as torchmetrics has it.
+        """
+        inputs = self._processor(
+            text=prompts,
+            images=[to_pil(i) for i in image_BCHW],
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=self._model.config.text_config.max_position_embeddings,
+        )
+        output = self._model(**inputs.to(self._model.device))
+        cosine_B = (output.image_embeds * output.text_embeds).sum(1)  # of unit vectors
+        return output.image_embeds.cpu(), 100 * cosine_B.clamp(min=0).cpu()
+
+
+class DrawnBatch:
+    """Samples as input of the metrics, on the CPU."""
+
+    def __init__(self, prompts: list[str], frame_BCHW: Tensor, x0_BCFHW: Tensor, clip: Clip | None):
+        """`frame_BCHW`: the middle frame, in [0, 1]; `x0_BCFHW`: normalised VAE latents."""
+        self.prompts, self.frame_BCHW, self.x0_BCFHW, self._clip = prompts, frame_BCHW, x0_BCFHW, clip
+
+    @cached_property
+    def clip(self) -> tuple[Tensor, Tensor]:
+        """CLIP's image embedding image_BD and score_B."""
+        return self._clip.score(self.frame_BCHW, self.prompts)
+
+
+def _mean(value_N: Tensor, seed: int) -> dict[str, float | None]:
+    return ratio_of_sums(value_N, torch.ones_like(value_N), seed).as_dict()
+
+
+def _share(value_N: Tensor, seed: int) -> dict[str, float | None]:
+    """Share of hits; value_N is 1.0 for a hit and 0.0 for a miss."""
+    hits = round(value_N.sum().item())
+    return {"count": hits} | wilson(hits, len(value_N)).as_dict()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number for each sample; the table has a summary for each side and the ratio of their sums."""
+
+    name: str
+    """Key in evaluation.json."""
+    label: str
+    """Row of the table in evaluation.md."""
+    compute: Callable[[DrawnBatch], Tensor]
+    """value_B of a batch, float32."""
+    needs: str = ""
+    """`shapes`: prompts of the embedded teacher; `clip`: a CLIP folder; empty for any evaluation."""
+    summary: Callable[[Tensor, int], dict[str, float | None]] = _mean
+    """value_N and seed -> figure and interval."""
+
+    def ratio(self, student_N: Tensor, teacher_N: Tensor, seed: int) -> dict[str, float | None] | None:
+        """Ratio of student to teacher on the same prompts; None if the teacher's sum is 0."""
+        return ratio_of_sums(student_N, teacher_N, seed).as_dict() if teacher_N.any() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """A vector for each sample; the Fréchet distance is taken between teacher's and student's."""
+
+    name: str
+    compute: Callable[[DrawnBatch], Tensor]
+    """feature_BD of a batch."""
+    needs: str = ""
+
+
+def _latent_moments(drawn: DrawnBatch) -> Tensor:
+    """Mean and standard deviation of each channel over frames and pixels."""
+    return torch.cat([drawn.x0_BCFHW.mean((2, 3, 4)), drawn.x0_BCFHW.std((2, 3, 4))], dim=1)
+
+
+METRICS = [
+    Metric(
+        name="fully_right",
+        label="prompts fully right",
+        needs="shapes",
+        summary=_share,
+        compute=lambda drawn: torch.tensor(shapes.fully_right(drawn.frame_BCHW, drawn.prompts)).float(),
+    ),
+    Metric(name="clip_score", label="CLIP score", needs="clip", compute=lambda drawn: drawn.clip[1]),
+]
+FEATURES = [
+    Features(name="latent", compute=_latent_moments),
+    Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),
+]
+
+
+def clip_problems(folder: Path) -> list[str]:
+    """Reasons why transformers cannot open `folder` as a CLIP model."""
+    if not (folder / "config.json").is_file():
+        remedy = "There is no config.json in it. Give a CLIP folder of transformers."
+        return [problem("evaluate", "clip_path", folder, remedy)]
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind == "clip":
+        return []
+    return [problem(folder / "config.json", "model_type", kind, 'Give a model of type "clip".')]

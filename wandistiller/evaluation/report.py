@@ -1,0 +1,183 @@
+"""Results of an evaluation: JSON for programs, Markdown tables for people, and a picture."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.evaluation.evaluator import Band, CandidateResult, Evaluation, Sample, bands
+from wandistiller.evaluation.metrics import METRICS, Estimate, Metric, frechet, ratio_of_sums
+from wandistiller.utils.files import atomic, write_json
+from wandistiller.utils.images import save_grid
+
+Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
+COSTS = {"parameters": "parameters", "seconds_per_sample": "seconds per sample"}
+NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's for shares, else bootstrap.
+
+- *Velocity error*: sum |v_student - v_teacher|² / sum |v_teacher|², the teacher guided, on its own samples
+  noised again to a sigma drawn in the band. 0 is a perfect student, 1 is one that predicts 0.
+- *Fréchet distance* (squared) between Gaussians fitted to features of the samples: mean and standard
+  deviation of each channel of the VAE's latents, and CLIP's image embedding where a CLIP folder was given. It
+  comes out too large for few samples, so read the student's together with its floor: the teacher against
+  itself drawn from other seeds. A student that is the teacher has 0 from the same seeds and exactly the floor
+  from others. Compare only distances of one set of features at one number of prompts.
+- *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
+- *Peak memory*: of loading and drawing, on one rank, above what the process held before. *Seconds*: of one
+  rank, with text encoder and VAE{placed}."""
+
+
+def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    """Merge the ranks' shares into the figures and the picture's rows."""
+    sides = {"teacher": [t for t, _, _ in shares], "student": [s for _, s, _ in shares]}
+    samples = {name: _in_order([s.samples for s in seen]) for name, seen in sides.items()}
+    second = _in_order([s.second_draw for s in sides["teacher"]])
+    squares_NS2 = torch.stack(_in_order([errors for _, _, errors in shares]))
+    result: dict[str, Any] = {
+        "prompts": len(settings.prompts),
+        "steps": settings.student_sampling.steps,
+        "seed": settings.seed,
+    }
+    result |= {name: _side(settings, sides[name], samples[name]) for name in sides}
+    result["ratio"] = _ratios(settings, sides, samples)
+    result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
+    result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
+    rows = {name: [s.frame_CHW for s in drawn if s.frame_CHW is not None] for name, drawn in samples.items()}
+    return result, rows
+
+
+def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
+    """Values of all ranks in the order of their prompts' numbers."""
+    merged = {i: value for part in parts for i, value in part.items()}
+    return [merged[i] for i in sorted(merged)]
+
+
+def _side(settings: Evaluation, ranks: list[CandidateResult], drawn: list[Sample]) -> dict[str, Any]:
+    """One column of the table."""
+    seconds, counts = zip(*(pair for r in ranks for pair in r.seconds), strict=True)
+    per_sample = ratio_of_sums(torch.tensor(seconds), torch.tensor(counts), settings.seed)
+    side = {
+        "parameters": ranks[0].parameters,
+        "seconds_per_sample": per_sample.as_dict(),
+        "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
+    }
+    side |= {m.name: m.summary(_values(m, drawn), settings.seed) for m in settings.metrics}
+    return side
+
+
+def _ratios(
+    settings: Evaluation, sides: dict[str, list[CandidateResult]], samples: dict[str, list[Sample]]
+) -> dict[str, Any]:
+    """Ratios of student to teacher, paired by prompt, or by batch for the seconds."""
+    seconds = {name: torch.tensor([s for r in ranks for s, _ in r.seconds]) for name, ranks in sides.items()}
+    parameters = sides["student"][0].parameters / sides["teacher"][0].parameters
+    ratio: dict[str, Any] = {
+        "parameters": Estimate(parameters).as_dict(),
+        "seconds_per_sample": ratio_of_sums(seconds["student"], seconds["teacher"], settings.seed).as_dict(),
+    }
+    for m in settings.metrics:
+        student, teacher = (_values(m, samples[name]) for name in ("student", "teacher"))
+        if (value := m.ratio(student, teacher, settings.seed)) is not None:
+            ratio[m.name] = value
+    return ratio
+
+
+def _values(metric: Metric, drawn: list[Sample]) -> Tensor:
+    """value_N in the order of the prompts."""
+    return torch.stack([s.scores[metric.name] for s in drawn])
+
+
+def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any]:
+    """Relative velocity errors per band, per expert of the teacher, and over all."""
+    cut = bands(settings.teacher.boundary, settings.student.boundary)
+
+    def over(which: Callable[[Band], bool]) -> dict[str, float | None]:
+        squares_N2 = squares_NS2[:, [which(band) for band in cut]].sum(1)
+        return ratio_of_sums(squares_N2[:, 0], squares_N2[:, 1], settings.seed).as_dict()
+
+    by_band = {
+        f"{b.start:g}-{b.end:g}": {"expert": b.expert.value} | over(lambda x, b=b: x == b) for b in cut
+    }
+    experts = {e.value: over(lambda x, e=e: x.expert is e) for e in settings.teacher.configs}
+    return {"bands": by_band, "experts": experts, "all": over(lambda _: True)}
+
+
+def _frechet(teacher: list[Sample], student: list[Sample], second: list[Sample]) -> dict[str, Any]:
+    """Fréchet distances by kind of feature; empty for one sample, which has no covariance."""
+    return {
+        name: _distances(*(_features(name, drawn) for drawn in (teacher, student, second)))
+        for name in (teacher[0].features if len(teacher) > 1 else ())
+    }
+
+
+def _features(name: str, drawn: list[Sample]) -> Tensor | None:
+    """features_ND."""
+    return torch.stack([s.features[name] for s in drawn]) if drawn else None
+
+
+def _distances(teacher_ND: Tensor, student_ND: Tensor, second_ND: Tensor | None) -> dict[str, Any]:
+    """Distance of student and teacher at the same seeds; to the teacher's second samples, with the floor."""
+    pairs = {"same_seeds": (student_ND, teacher_ND)}
+    if second_ND is not None:
+        pairs |= {"student": (student_ND, second_ND), "floor": (teacher_ND, second_ND)}
+    distances = {name: Estimate(frechet(*pair)).as_dict() for name, pair in pairs.items()}
+    return {"features": teacher_ND.shape[1], **distances}
+
+
+def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Tensor]]) -> list[str]:
+    """Write evaluation.json, .md and .png; return the lines to log. On one rank."""
+    names = {"figures": "evaluation.json", "report": "evaluation.md", "picture": "evaluation.png"}
+    files = {what: settings.output / name for what, name in names.items()}
+    tables = markdown(result)
+    write_json(files["figures"], result)
+    save_grid(files["picture"], rows, [settings.prompts[i] for i in settings.shown])
+    heading = f"# {settings.student.name} compared with its teacher {settings.teacher.name}"
+    placed = "; a teacher that its own JSON places without the text encoder" if settings.teacher_ds else ""
+    with atomic(files["report"]) as temporary:
+        notes = NOTES.format(placed=placed)
+        temporary.write_text(
+            f"{heading}\n\n{tables}\n\n{notes}\n\n![teacher above](evaluation.png)\n", encoding="utf-8"
+        )
+    return [f"{tables}\n", *(f"{what:9} {file}" for what, file in files.items())]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Tables of a summary: both sides, the velocity error, and the Fréchet distances if there are any."""
+    teacher, student, ratio = result["teacher"], result["student"], result["ratio"]
+    sides = [[f"on {result['prompts']} prompts, {result['steps']} steps", "teacher", "student", "ratio"]]
+    for key, label in ({m.name: m.label for m in METRICS} | COSTS).items():
+        if key in teacher:
+            values = (teacher[key], student[key], ratio.get(key, {"value": None}))
+            sides.append([label, *map(_cell, values)])
+    for where, gib in teacher["peak_memory_gib"].items():
+        both = (gib, student["peak_memory_gib"][where])
+        sides.append([f"peak memory, {where}, GiB", *(f"{value:.2f}" for value in both), "-"])
+    error = result["relative_velocity_error"]
+    errors = [["relative velocity error at sigma", "expert", "student"]]
+    errors += [[band, e["expert"], _cell(e)] for band, e in error["bands"].items()]
+    errors += [["all", expert, _cell(e)] for expert, e in error["experts"].items()]
+    kinds = [["Fréchet distance, features", "student, same seeds", "student, other seeds", "floor"]]
+    for kind, e in result["frechet"].items():
+        three = (_cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
+        kinds.append([f"{kind}, {e['features']}", *three])
+    return "\n\n".join(_table(rows) for rows in (sides, errors, kinds) if len(rows) > 1)
+
+
+def _cell(value: int | dict[str, Any]) -> str:
+    """Format a number, an estimate with its interval, or a share as hits."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value["value"] is None:
+        return "-"
+    unit, text = (100, str(value["count"])) if "count" in value else (1, f"{value['value']:.3g}")
+    if value.get("low") is None:
+        return text
+    return f"{text} ({unit * value['low']:.3g} to {unit * value['high']:.3g}{' %' * (unit == 100)})"
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Markdown with padded columns; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows = [rows[0], ["-" * w for w in widths], *rows[1:]]
+    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)

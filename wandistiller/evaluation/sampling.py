@@ -1,0 +1,148 @@
+"""`wandistiller sample`: a pipeline folder and prompts -> PNG (or MP4) files and one grid."""
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import WanPipeline
+from diffusers.utils import export_to_video
+from torch import Tensor
+
+from wandistiller.data.dataset import EMBEDDED, clean, read_dataset
+from wandistiller.distributed.collectives import device
+from wandistiller.distributed.progress import Progress
+from wandistiller.flow import TRAIN_TIMESTEPS
+from wandistiller.utils.errors import ConfigError, impossible_values, problem
+from wandistiller.utils.files import atomic
+from wandistiller.utils.images import save_grid, to_pil
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+from wandistiller.wan.transformer import TEXT_TOKENS
+
+RANGES = [
+    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch")),
+    ("steps", 1, int(TRAIN_TIMESTEPS)),
+    ("seed", 0, 10**18),
+    ("guidance_scale", 0, 1000),
+    ("guidance_scale_2", 0, 1000),
+]
+"""Setting, least value, largest value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Settings of a pipeline call."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+    steps: int = 40
+    guidance_scale: float = 1.0
+    guidance_scale_2: float | None = None
+    negative_prompt: str | None = None
+
+
+def number_problems(where: str, given: dict[str, Any]) -> list[str]:
+    """Problems with the numbers in a pipeline's settings; None is skipped."""
+    problems = impossible_values(where, given)
+    for key, least, most in RANGES:
+        if (value := given.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
+            allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
+            problems.append(problem(where, key, value, f"Write {allowed}."))
+    return problems
+
+
+def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
+    """Load a WanPipeline, its VAE in float32; on a GPU its parts are offloaded if accelerate is installed."""
+    pipeline = WanPipeline.from_pretrained(folder, dtype={"default": dtype, "vae": torch.float32})
+    pipeline.set_progress_bar_config(disable=True)
+    if pipeline.transformer_2 is None:  # a converted Wan2.1 can carry a boundary: else None is called
+        pipeline.register_to_config(boundary_ratio=None)
+    if device().type == "cpu":
+        return pipeline
+    if find_spec("accelerate"):  # one part at a time on the GPU: a teacher is often larger than its memory
+        pipeline.enable_model_cpu_offload(device=device())
+        return pipeline
+    return pipeline.to(device())
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The dtype that --dtype names; `auto` is bfloat16 on a GPU and float32 on the CPU."""
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return getattr(torch, auto if name == "auto" else name)
+
+
+def read_prompts(given: list[str]) -> list[str]:
+    """Return texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
+    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
+        return [item.prompt for item in read_dataset(given[0])]
+    if empty := [prompt for prompt in given if not clean(prompt)]:
+        remedy = "Write some text, or name a .txt or .jsonl of prompts."
+        raise ConfigError(problem("command line", "prompts", empty[0], remedy))
+    return given
+
+
+def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:
+    """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
+    frames_BFHWC = pipeline(
+        prompt=prompts,
+        negative_prompt=sampling.negative_prompt,
+        height=sampling.height,
+        width=sampling.width,
+        num_frames=sampling.num_frames,
+        num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance_scale,
+        guidance_scale_2=sampling.guidance_scale_2,
+        generator=[torch.Generator().manual_seed(s) for s in seeds],
+        output_type="np",
+        max_sequence_length=TEXT_TOKENS,
+    ).frames
+    return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+
+
+def sample(
+    model: str, prompts: list[str], output: Path, sampling: Sampling, seed: int, dtype: torch.dtype
+) -> list[Path]:
+    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png.
+
+    Raises:
+        ConfigError: `model` or `sampling` is wrong, before anything is loaded.
+    """
+    folder = open_wan(model, weights=True)
+    if problems := _problems(folder, sampling):
+        raise ConfigError(*problems)
+    require_weights(folder)
+    pipeline = open_pipeline(folder.path, dtype)
+    files, images, progress = [], [], Progress("samples", len(prompts))
+    for i, prompt in enumerate(prompts):
+        video_CFHW = draw(pipeline, [prompt], [seed + i], sampling)[0]
+        files.append(_write(video_CFHW, output / f"{i:04d}", folder.fps))
+        images.append(video_CFHW[:, video_CFHW.shape[1] // 2])
+        progress.advance()
+    save_grid(output / "grid.png", {"": images}, prompts)
+    return [*files, output / "grid.png"]
+
+
+def _problems(folder: WanFolder, sampling: Sampling) -> list[str]:
+    problems = []
+    if (second := sampling.guidance_scale_2) is not None and folder.boundary is None:
+        problems.append(problem(folder.name, "guidance_scale_2", second, "It has one expert; leave it out."))
+    if sampling.num_frames > 1 and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
+        remedy = "MP4 files need: pip install imageio imageio-ffmpeg."
+        problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))
+    return problems
+
+
+def _write(video_CFHW: Tensor, stem: Path, fps: int) -> Path:
+    frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
+    file = stem.with_suffix(".png" if len(frames) == 1 else ".mp4")
+    with atomic(file) as temporary:
+        if len(frames) == 1:
+            frames[0].save(temporary, format="PNG")
+        else:
+            export_to_video(frames, str(temporary.with_suffix(".mp4")), fps=fps)
+            temporary.with_suffix(".mp4").rename(temporary)
+    return file

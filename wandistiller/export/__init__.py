@@ -1,0 +1,1 @@
+"""Exports: the checkpoint as a source of networks, file formats, model card, hub."""

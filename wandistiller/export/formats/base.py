@@ -1,0 +1,58 @@
+"""The interface of an export format, and the registry of all formats."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.export.source import Source
+from wandistiller.utils.errors import problem
+from wandistiller.utils.registry import classes_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFormat(ABC):
+    """One file format. The fields of a subclass are the flags that it reads, by their names."""
+
+    DTYPES = ("bfloat16", "float16", "float32")
+    """Values of --dtype that it can store."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the stored weights, except those that diffusers keeps in float32."""
+    repository: str = ""
+    """Hub repository for the model card to name; empty: none."""
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> "ExportFormat":
+        """Take this format's settings out of the command's flags."""
+        return cls(**{field.name: flags[field.name] for field in fields(cls)})
+
+    @classmethod
+    def check(cls, flags: dict[str, Any]) -> list[str]:
+        """Problems with this format's own flags, found before anything is read, even if it is not chosen."""
+        return []
+
+    @abstractmethod
+    def write(self, source: Source, output: Path) -> list[Path]:
+        """Write the student and its model card; return the files and folders made.
+
+        Raises:
+            ConfigError: `output` holds something else, or this student has no such form.
+        """
+
+
+def formats() -> dict[str, type[ExportFormat]]:
+    """Every format by its name."""
+    return classes_in("wandistiller.export.formats", ExportFormat)
+
+
+def flag_problems(name: str, flags: dict[str, Any]) -> list[str]:
+    """Problems with the command's flags for the format `name`, before anything is read."""
+    known, dtype, problems = formats(), flags["dtype"], []
+    if dtype not in known[name].DTYPES:
+        others = " or ".join(f"--format {other}" for other in known if dtype in known[other].DTYPES)
+        stored = " or ".join(known[name].DTYPES)
+        remedy = f"Only {others} stores it, without --adapter; --format {name} stores {stored}."
+        problems.append(problem("command line", "dtype", dtype, remedy))
+    return problems + [found for one in known.values() for found in one.check(flags)]

@@ -1,0 +1,76 @@
+"""`--format diffusers`: a pipeline folder for WanPipeline.from_pretrained."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandistiller.export.formats.base import ExportFormat
+from wandistiller.export.model_card import CardContext, write_card
+from wandistiller.export.output import check_folder, replaced
+from wandistiller.export.source import Source
+from wandistiller.utils.errors import problem
+from wandistiller.utils.files import link_or_copy, write_json
+from wandistiller.wan.pipeline import WanFolder
+
+SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
+CARD = """# A Wan student distilled with wandistiller
+
+{made}
+
+```python
+import torch
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained("{where}", torch_dtype=torch.bfloat16)
+pipe("a red circle", height={height}, width={width}, num_frames={num_frames}, num_inference_steps={steps},
+     guidance_scale=1.0).frames[0]
+```
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusersFormat(ExportFormat):
+    """A diffusers pipeline: the student's experts with the teacher's other parts."""
+
+    max_shard_size: str = "10GB"
+    """Largest size of a file, such as 5GB; larger networks are split. The default is diffusers' own."""
+
+    @classmethod
+    def check(cls, flags: dict[str, Any]) -> list[str]:
+        if SIZE.fullmatch(size := flags["max_shard_size"]):
+            return []
+        return [problem("command line", "max_shard_size", size, "Write a size such as 5GB or 500MB.")]
+
+    def write(self, source: Source, output: Path) -> list[Path]:
+        check_folder(output)
+        teacher = source.teacher(weights=True)
+        with replaced(output) as folder:
+            for name, model in source.networks(self.dtype):
+                model.save_pretrained(folder / name, max_shard_size=self.max_shard_size)
+                del model  # before the next is read
+            for part in ("vae", "text_encoder", "tokenizer"):
+                link_or_copy(teacher.path / part, folder / part)
+            _write_scheduler(teacher, source.facts["shift"], folder / "scheduler")
+            _write_index(teacher, source.experts, folder)
+            write_pipeline_card(folder, source.card_context(self.repository))
+        return [output]
+
+
+def _write_scheduler(teacher: WanFolder, shift: float, folder: Path) -> None:
+    config = json.loads((teacher.path / "scheduler" / "scheduler_config.json").read_text())
+    config["shift" if "shift" in config else "flow_shift"] = shift
+    write_json(folder / "scheduler_config.json", config)
+
+
+def _write_index(teacher: WanFolder, experts: list[str], folder: Path) -> None:
+    index = json.loads((teacher.path / "model_index.json").read_text())
+    if len(experts) == 1:  # one network serves the whole path
+        index |= {"transformer_2": [None, None], "boundary_ratio": None}
+    write_json(folder / "model_index.json", index)
+
+
+def write_pipeline_card(folder: Path, context: CardContext) -> None:
+    """Write README.md of a pipeline."""
+    text = CARD.format(**context.facts | {"made": context.made, "where": context.where})
+    write_card(folder, context, "finetune", text)

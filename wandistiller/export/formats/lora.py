@@ -1,0 +1,145 @@
+"""`--format lora`, or `--adapter`: the LoRA of a run with `lora`, else the difference to the teacher."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanPipeline
+from torch import Tensor
+
+from wandistiller.batch import Expert
+from wandistiller.export.formats.base import ExportFormat
+from wandistiller.export.low_rank import Adapter, B, extract
+from wandistiller.export.model_card import MADE_FOR, CardContext, joined, write_card
+from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
+from wandistiller.export.source import Source
+from wandistiller.student.trainable import adapter_state
+from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.wan.original_names import original_name
+from wandistiller.wan.weights import WeightReader
+
+FILES = {
+    Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
+    Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors",
+}
+"""File names in a folder for diffusers."""
+CARD = """# A Wan LoRA distilled with wandistiller
+
+For the network {base}, {layers} layers. {rank}. {made_for}
+
+```python
+{calls}
+```
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFormat(ExportFormat):
+    """For ComfyUI a FILE for each expert and the folder FILE.card; for diffusers a folder."""
+
+    energy: float = 0.99
+    """Of a difference, the share of its square to keep, over 0 and up to 1."""
+    rank: int = 128
+    """Of a difference, the largest rank."""
+    format: str = "lora"
+    """Reader: `original` for ComfyUI, `diffusers`, or `lora`: by the output's suffix."""
+
+    @classmethod
+    def check(cls, flags: dict[str, Any]) -> list[str]:
+        problems, energy, rank = [], flags["energy"], flags["rank"]
+        if not 0 < energy <= 1:
+            problems.append(problem("command line", "energy", energy, "Write a share over 0, up to 1."))
+        if rank < 1:
+            problems.append(problem("command line", "rank", rank, "Write a positive integer."))
+        return problems
+
+    def write(self, source: Source, output: Path) -> list[Path]:
+        comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
+        files = [per_expert(output, source.experts, name) for name in source.experts]
+        target = check_files(output, files) if comfy else check_folder(output)
+        adapters = dict(_adapters(source, self.energy, self.rank))
+        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters.values())
+        cast = [adapter.to(self.dtype) for adapter in adapters.values()]
+        with replaced(target) as folder:
+            if comfy:
+                for file, adapter in zip(files, cast, strict=True):
+                    write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.facts)
+            else:
+                files = [Path(FILES[Expert(name)]) for name in source.experts]
+                for file, adapter in zip(files, cast, strict=True):
+                    WanPipeline.save_lora_weights(
+                        folder,
+                        adapter.state,
+                        weight_name=file.name,
+                        transformer_lora_adapter_metadata=adapter.config,
+                    )
+            names = [file.name for file in files]
+            write_adapter_card(folder, source.card_context(self.repository), ranks, names, comfy)
+        return [*files, target] if comfy else [target]
+
+
+def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, Adapter]]:
+    """Yield each expert's name and adapter: trained, or extracted from the difference to the teacher."""
+    facts = source.facts
+    if facts.get("lora"):
+        for name in source.experts:
+            model = source.network(name)
+            config = model.peft_config["default"]
+            yield name, Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
+        return
+    teacher = source.teacher(weights=True)
+    different = [
+        key for key, value in facts["transformer"].items() if teacher.config.get(key, value) != value
+    ]
+    if different or set(source.experts) != {e.value for e in teacher.configs}:
+        keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
+        raise ConfigError(
+            f"{source.folder}: its student differs from {facts['teacher_path']} in {keys}, "
+            "so it is no LoRA of it. Leave out --adapter; or train one with the recipe key `lora`."
+        )
+    for name, model in source.networks(torch.float32):
+        with torch.no_grad():
+            extracted = extract(model, WeightReader(teacher.path / name).read, energy, rank)
+        del model  # before the next is read
+        print(
+            f"{name}: rank {extracted.adapter.rank} keeps {extracted.kept:.2%} of the squared difference "
+            f"of the linear layers; {extracted.outside:.2%} of all is in biases, norms and tables, "
+            "which no LoRA holds",
+            file=sys.stderr,
+        )
+        yield name, extracted.adapter
+
+
+def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
+    """The adapter's weights under the names that ComfyUI reads, and diffusers too.
+
+    The factor alpha / rank is in the weights: diffusers 0.42.1 takes no `.alpha` of a layer outside the
+    blocks.
+    """
+    renamed, factor = {}, adapter.alpha / adapter.rank
+    for name, value in adapter.state.items():
+        layer, _, part = name.rpartition(".lora_")
+        layer = "diffusion_model." + original_name(f"{layer}.").removesuffix(".")
+        renamed[f"{layer}.lora_{part}"] = value * factor if name.endswith(B) else value.contiguous()
+    return renamed
+
+
+def write_adapter_card(folder: Path, context: CardContext, rank: str, files: list[str], comfy: bool) -> None:
+    """Write README.md of a LoRA; `files` holds one for each expert, `rank` is a sentence with their ranks."""
+    facts = context.facts
+    calls = [
+        f'pipe.load_lora_weights("{context.where}", weight_name="{file}"{more})'
+        for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
+    ]
+    text = CARD.format(
+        base=f"`{facts['teacher_path'] if facts['init'] == 'teacher' else facts['init']}`",
+        layers=facts["transformer"]["num_layers"],
+        rank=rank,
+        made_for=MADE_FOR.format(**facts),
+        calls="\n".join(calls),
+    )
+    text += f"\nFor ComfyUI put {joined(files)} into `models/loras`.\n" if comfy else ""
+    write_card(folder, context, "adapter", text)

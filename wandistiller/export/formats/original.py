@@ -1,0 +1,106 @@
+"""`--format original`: the transformers under the original Wan's names, for ComfyUI and from_single_file."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wandistiller.export.formats.base import ExportFormat
+from wandistiller.export.model_card import CardContext, joined, write_card
+from wandistiller.export.output import check_files, per_expert, replaced, write_file
+from wandistiller.export.source import Source
+from wandistiller.wan import transformer
+from wandistiller.wan.original_names import original_name, unlike_published
+
+QUANTIZED = re.compile(r"^blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02])\.weight$")
+"""Weights stored in eight bits: the matrices of the blocks."""
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+MARK = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+"""Settings of such a layer for ComfyUI: multiply in the input's precision, whose scale was not measured."""
+CARD = """# A Wan student distilled with wandistiller, in the original Wan's names
+
+{made}
+
+For ComfyUI put {names} into `models/diffusion_models`; text encoder and VAE are the teacher's.
+"""
+EIGHT_BITS = """
+The matrices of the blocks are in eight bits with a scale each, marked by `.comfy_quant`: only a ComfyUI \
+that knows such layers
+reads them right.
+"""
+SINGLE_FILE = """
+diffusers reads such a file too. Without `config` it takes that of a published Wan, which does not fit \
+a student of another shape:
+
+```python
+from diffusers import WanTransformer3DModel
+{calls}
+```
+
+They open in float32; `torch_dtype=torch.bfloat16` takes half the memory, and rounds the few weights \
+too that are kept in float32.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalFormat(ExportFormat):
+    """FILE, or for two experts FILE_high_noise and FILE_low_noise; next to them the folder FILE.card.
+
+    That has the model card and the config.json with which diffusers reads the files. float8_e4m3fn stores the
+    matrices of the blocks in eight bits with a scale each, the rest in bfloat16.
+    """
+
+    DTYPES = (*ExportFormat.DTYPES, "float8_e4m3fn")
+
+    def write(self, source: Source, output: Path) -> list[Path]:
+        files = {name: per_expert(output, source.experts, name) for name in source.experts}
+        card = check_files(output, list(files.values()))
+        for line in unlike_published(source.facts["transformer"]):
+            print(f"note: {line}", file=sys.stderr)
+        eight_bits = self.dtype == torch.float8_e4m3fn
+        for name, model in source.networks(torch.bfloat16 if eight_bits else self.dtype):
+            state = original_state(model.state_dict(), eight_bits)
+            write_file(files[name], state, "Wan", source.description, source.facts)
+            del model, state  # before the next is read
+        with replaced(card) as folder:
+            names = [file.name for file in files.values()]
+            write_original_card(folder, source.card_context(self.repository), names, eight_bits)
+        return [*files.values(), card]
+
+
+def quantized(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight in eight bits, its scale (weight ~ stored * scale) and its layer's mark for ComfyUI.
+
+    Source of the layout: ComfyUI's mixed-precision layers, `.weight_scale` (float32) and `.comfy_quant` (JSON
+    as bytes).
+    """
+    layer, scale = name.removesuffix(".weight"), weight.abs().max().float().clamp(min=1e-12) / LARGEST
+    yield name, (weight.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    yield f"{layer}.weight_scale", scale
+    yield f"{layer}.comfy_quant", torch.tensor(list(json.dumps(MARK).encode()), dtype=torch.uint8)
+
+
+def original_state(state: dict[str, Tensor], eight_bits: bool) -> dict[str, Tensor]:
+    """All weights of a network under their original names."""
+    renamed: dict[str, Tensor] = {}
+    for key, value in state.items():
+        name = original_name(key)
+        small = eight_bits and QUANTIZED.match(name)
+        renamed |= quantized(name, value) if small else {name: value.contiguous()}
+    return renamed
+
+
+def write_original_card(folder: Path, context: CardContext, files: list[str], eight_bits: bool) -> None:
+    """Write README.md of original-Wan files, one for each expert, and the config.json for diffusers."""
+    transformer.meta_transformer(context.facts["transformer"]).save_config(folder)
+    calls = [
+        f'{name} = WanTransformer3DModel.from_single_file("{context.file(file)}", config="{context.where}")'
+        for name, file in zip(context.facts["experts"], files, strict=True)
+    ]
+    usage = EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls="\n".join(calls))
+    write_card(folder, context, "finetune", CARD.format(made=context.made, names=joined(files)) + usage)

@@ -1,0 +1,74 @@
+"""Upload of an export to the Hugging Face hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wandistiller.utils.errors import ConfigError
+
+NETWORK = ("httpx", "httpcore")
+"""Libraries whose errors come from the network (huggingface_hub 1 raises them, under changing names)."""
+LOGIN = (
+    "Set HF_TOKEN to a token that may write there (https://huggingface.co/settings/tokens), "
+    "or run `hf auth login`."
+)
+
+
+def check(repository: str) -> str:
+    """Check a repository's name and the token before anything is exported; return the name with its owner.
+
+    Raises:
+        ConfigError: the name is invalid, there is no token, or the hub refuses it or cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    with _hub_errors(repository, "Nothing was exported", "give the same command again"):
+        validate_repo_id(repository)
+        if not get_token():
+            raise ConfigError(f"--push_to_hub {repository}: there is no token for the hub. {LOGIN}")
+        owner = HfApi().whoami()["name"]
+    return repository if "/" in repository else f"{owner}/{repository}"
+
+
+def push(exported: list[Path], repository: str, private: bool) -> str:
+    """Upload files and the contents of folders to a model repository, made if missing; return its address.
+
+    Raises:
+        ConfigError: the hub refuses, or cannot be reached. The export stays on the disk.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    files = {file.name: file for file in exported if file.is_file()}
+    for folder in filter(Path.is_dir, exported):
+        inside = filter(Path.is_file, sorted(folder.rglob("*")))
+        files = {str(file.relative_to(folder)): file for file in inside} | files
+    api, options = HfApi(), " --private" * private
+    by_hand = " and ".join(f"`hf upload{options} {repository} {path}`" for path in exported)
+    where = ", ".join(map(str, exported))
+    with _hub_errors(repository, f"The export is in {where}", f"{by_hand} uploads it as it is"):
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        parts = [CommitOperationAdd(name, file) for name, file in files.items()]
+        api.create_commit(repository, parts, commit_message="A student distilled with wandistiller")
+    return str(address)
+
+
+@contextmanager
+def _hub_errors(repository: str, state: str, then: str) -> Iterator[None]:
+    """Raise errors of the hub and the network as wrong input, with the export's `state` and the next step."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    where = f"--push_to_hub {repository}:"
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"{where} {error}") from None
+    except HfHubHTTPError as error:
+        reason = error.server_message or str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{where} the hub refuses: {reason}. {LOGIN} {state}; then {then}.") from None
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith(NETWORK):
+            raise
+        raise ConfigError(
+            f"{where} {type(error).__name__}: {error}. {state}; once the hub can be reached, {then}."
+        ) from None

@@ -1,0 +1,118 @@
+"""A checkpoint as the source of an export: its networks on the CPU, the facts of its run, its teacher."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import loading, manifest
+from wandistiller.checkpoint.resume import find
+from wandistiller.export.model_card import CardContext
+from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.student.trainable import Lora, add_lora
+from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.wan import transformer
+from wandistiller.wan.pipeline import WanFolder, open_wan
+
+
+class Source(NamedTuple):
+    """A checkpoint with the settings of its run."""
+
+    folder: Path
+    facts: dict[str, Any]
+    recipe: dict[str, Any]
+
+    @property
+    def experts(self) -> list[str]:
+        """Folder names of the student's experts."""
+        return self.facts["experts"]
+
+    @property
+    def description(self) -> str:
+        """One line for a file's metadata: the teacher, and how to sample."""
+        facts = self.facts
+        return (
+            f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: "
+            f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps, "
+            f"{facts['width']}x{facts['height']}, {facts['num_frames']} frame(s)."
+        )
+
+    def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
+        """Yield name and network of each expert, LoRA fused; `dtype` except where diffusers keeps float32."""
+        for name in self.experts:
+            yield name, self._fused(name, dtype) if self.facts.get("lora") else self.network(name, dtype)
+
+    def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+        """One expert as it was trained, on the CPU: with adapters, without feature matching's projections.
+
+        Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
+        file is closed.
+        """
+        model = transformer.meta_transformer(self.facts["transformer"])
+        if self.facts.get("lora"):
+            add_lora(model, Lora(**self.facts["lora"]), seed=0)
+        for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts["averaged"]):
+            if not parameter.startswith(PROJECTIONS):
+                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+                transformer.set_parameter(model, parameter, cast)
+        return model
+
+    def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
+        model = self.network(name)
+        model.fuse_lora()
+        model.unload_lora()
+        # names, because a list of the parameters themselves would keep the old ones in memory
+        for parameter in [name for name, _ in model.named_parameters()]:
+            cast = model.get_parameter(parameter).to(transformer.parameter_dtype(parameter, dtype))
+            transformer.set_parameter(model, parameter, cast)
+        return model
+
+    def teacher(self, weights: bool) -> WanFolder:
+        """The teacher's pipeline folder."""
+        # .get: checkpoints made before `teacher_revision` have no such fact
+        revision = self.facts.get("teacher_revision")
+        return open_wan(self.facts["teacher_path"], weights=weights, revision=revision)
+
+    def card_context(self, repository: str) -> CardContext:
+        """Contents of the model card; of a teacher that is gone only its name is left."""
+        try:
+            teacher = self.teacher(weights=False)
+        except ConfigError:
+            teacher = None
+        return CardContext(teacher, self.facts, self.recipe, self.folder.parent.parent, repository)
+
+
+def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source:
+    """Find and verify a checkpoint; no weights are read.
+
+    Args:
+        run_or_checkpoint: an output folder (its newest checkpoint is taken) or one checkpoint folder.
+        averaged: the moving average of the weights, or the last ones; None: the average where there is one.
+    Raises:
+        ConfigError: no checkpoint there, a damaged one, or no average in it.
+    """
+    folder = _checkpoint(run_or_checkpoint)
+    state = loading.read_state(folder)
+    facts = state["facts"]
+    if averaged and "ema" not in facts:
+        raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
+    averaged = "ema" in facts if averaged is None else averaged
+    # `data_path` is a path on one machine
+    recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
+    return Source(folder, facts | {"averaged": averaged}, recipe)
+
+
+@readable()
+def _checkpoint(folder: Path) -> Path:
+    found = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
+    if found is None or not (found / loading.STATE).is_file():
+        raise ConfigError(
+            f"{folder}: no checkpoint there. Name the --output_dir of a run, "
+            "or one checkpoints/step_... folder."
+        )
+    if problems := manifest.verify(found):
+        raise ConfigError(f"{found}: {'; '.join(problems)}. Name another checkpoint.")
+    return found

@@ -1,0 +1,140 @@
+"""The flow-matching path and the distribution of sigma. Draws are keyed by (seed, step, sample index)."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert
+
+TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """Return a CPU generator that depends on nothing but `key`: no rank, no world size, no earlier draw."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def keyed_normal(shape: torch.Size | tuple[int, ...], *key: int | str) -> Tensor:
+    """Draw standard normal float32 numbers on the CPU, so that CPU and GPU runs see the same."""
+    return torch.randn(shape, generator=keyed_generator(*key))
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSchedule:
+    """The distribution of sigma, the path x_t and the split of the path between two experts."""
+
+    shift: float
+    """Resolution-dependent shift, above 0; 1 leaves sigma uniform, 3 for 480p, 5 for 720p."""
+    boundary: float | None
+    """Least sigma of the high-noise expert; None for a teacher with one expert."""
+    seed: int
+    global_batch: int
+    """Samples per optimizer step, over all ranks and micro-steps."""
+    expert_blocks: int = 1
+    """Equal parts of the global batch, each with a draw of its expert."""
+
+    def shifted(self, u_B: Tensor) -> Tensor:
+        """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
+
+        sigma = s u / (1 + (s - 1) u). Source: Esser et al. 2024, arXiv:2403.03206.
+        """
+        return self.shift * u_B / (1 + (self.shift - 1) * u_B)
+
+    def unshifted(self, sigma: float) -> float:
+        """Invert `shifted`: u = sigma / (s - (s - 1) sigma)."""
+        return sigma / (self.shift - (self.shift - 1) * sigma)
+
+    def high_noise_share(self) -> float:
+        """Return the probability of the high-noise expert: 1 - unshifted(boundary)."""
+        return 1.0 if self.boundary is None else 1 - self.unshifted(self.boundary)
+
+    def draw_expert(self, step: int, block: int) -> Expert:
+        """Draw the expert of one block of one optimizer step, equal on every rank by construction."""
+        u = torch.rand((), generator=keyed_generator(self.seed, "expert", step, block), dtype=torch.float64)
+        return Expert.HIGH_NOISE if u.item() < self.high_noise_share() else Expert.LOW_NOISE
+
+    def draw_sigma(self, expert: Expert, step: int, sample_index: int) -> float:
+        """Draw sigma in (0, 1], with u uniform on the part of the unshifted line that belongs to `expert`."""
+        u = torch.rand(
+            (), generator=keyed_generator(self.seed, "sigma", step, sample_index), dtype=torch.float64
+        )
+        share = self.high_noise_share()
+        # 1 - rand is in (0, 1], so sigma is never exactly 0, where x_t has no noise and v cannot be learned
+        low, high = (1 - share, 1.0) if expert is Expert.HIGH_NOISE else (0.0, 1 - share)
+        return self.shifted(low + (high - low) * (1 - u)).item()
+
+    def noised(self, x0_BCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int) -> Batch:
+        """Put clean latents on the path.
+
+        Args:
+            x0_BCFHW: normalised clean latents, float32.
+            text_BLD: their prompts' embeddings.
+            sample_index_B: global sample indices, `step * global_batch` + slot; all in one expert block.
+            step: optimizer step, counted from 0.
+        """
+        expert = self._expert(sample_index_B, step)
+        sigma_B = torch.tensor(
+            [self.draw_sigma(expert, step, i) for i in sample_index_B], dtype=torch.float32
+        )
+        noise = [keyed_normal(x0_BCFHW.shape[1:], self.seed, "noise", step, i) for i in sample_index_B]
+        noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
+        sigma_B = sigma_B.to(x0_BCFHW.device)
+        return Batch(x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, expert)
+
+    def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
+        """Return the segments of a path, each from state s to s + 1, that begin at a sigma of `expert`."""
+        return [s for s, sigma in enumerate(sigma_S[:-1]) if expert_at(sigma, self.boundary) is expert]
+
+    def on_path(
+        self, sigma_S: Tensor, x_BSCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int
+    ) -> Batch:
+        """Put each sample at the start of a segment of its cached path, drawn among those of its expert.
+
+        The result's x0 and noise are the ends of the straight line through the segment's two states, so
+        noise - x0 is the segment's velocity, (x_s - x_s+1) / (sigma_s - sigma_s+1).
+
+        Args:
+            sigma_S: noise levels of the states, falling to 0, where the state is x0.
+            x_BSCFHW: states of each sample's path.
+        """
+        expert = self._expert(sample_index_B, step)
+        segments = self.segments(expert, sigma_S.tolist())
+        drawn = [
+            torch.randint(len(segments), (), generator=keyed_generator(self.seed, "segment", step, i))
+            for i in sample_index_B
+        ]
+        s_B = torch.tensor([segments[d] for d in drawn], device=x_BSCFHW.device)
+        row_B = torch.arange(len(s_B), device=x_BSCFHW.device)
+        x_t_BCFHW, sigma_B = x_BSCFHW[row_B, s_B], sigma_S[s_B]
+        length_B1111 = (sigma_B - sigma_S[s_B + 1]).view(-1, 1, 1, 1, 1)
+        v_BCFHW = (x_t_BCFHW - x_BSCFHW[row_B, s_B + 1]) / length_B1111
+        x0_BCFHW = x0_from_velocity(x_t_BCFHW, v_BCFHW, sigma_B)
+        return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
+
+    def _expert(self, sample_index_B: list[int], step: int) -> Expert:
+        slot = sample_index_B[0] - step * self.global_batch
+        return self.draw_expert(step, slot * self.expert_blocks // self.global_batch)
+
+
+def expert_at(sigma: float, boundary: float | None) -> Expert:
+    """Return the expert for `sigma` (diffusers: timestep >= 1000 boundary_ratio); None: there is only one."""
+    return Expert.HIGH_NOISE if boundary is None or sigma >= boundary else Expert.LOW_NOISE
+
+
+def path(x0_BCFHW: Tensor, noise_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return x_t = (1 - sigma) x0 + sigma noise. Source: Lipman et al. 2022, arXiv:2210.02747."""
+    sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
+    return (1 - sigma_B1111) * x0_BCFHW + sigma_B1111 * noise_BCFHW
+
+
+def timestep(sigma_B: Tensor) -> Tensor:
+    """Convert sigma in [0, 1] to the network's time in [0, 1000], float32."""
+    return sigma_B.float() * TRAIN_TIMESTEPS
+
+
+def x0_from_velocity(x_t_BCFHW: Tensor, v_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return x0 = x_t - sigma v, which inverts `path` if v = noise - x0."""
+    return x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW

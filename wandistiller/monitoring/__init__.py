@@ -1,0 +1,1 @@
+"""Metrics, alarms, memory use, report."""

@@ -1,0 +1,187 @@
+"""Alarms: a loss that diverges or stagnates, unusual gradients, pictures unlike the teacher's, slow data."""
+
+import json
+import logging
+import math
+from collections import deque
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from wandistiller.distributed.collectives import log0, rank
+from wandistiller.distributed.progress import clock
+from wandistiller.monitoring.metrics import read_lines, write_lines
+
+SHORT_WINDOW = 10
+"""Steps of a mean that smooths single steps."""
+LONG_WINDOW = 200
+"""Steps that are compared with as many steps before them."""
+BLOWN_UP = 3.0
+"""Times the least mean of SHORT_WINDOW steps so far."""
+STILL = 0.01
+"""Relative decrease of the loss over LONG_WINDOW steps below which it stands still."""
+LARGE, SMALL = 20.0, 1e-3
+"""Times the usual gradient norm."""
+STARVED = 0.2
+"""Share of a step spent reading data."""
+PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
+"""Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
+REPEAT_AFTER = 500
+"""Steps before an alarm of the same kind is repeated."""
+FILE = "alarms.jsonl"
+
+
+class Seconds(NamedTuple):
+    """Seconds that one rank spent in a step."""
+
+    data: float
+    """Reading the data."""
+    step: float
+    """All micro-steps."""
+
+
+class ImageStats(NamedTuple):
+    """Statistics of pictures, averaged over them."""
+
+    contrast: float
+    """Standard deviation of the pixels, which are in [0, 1]."""
+    clipped: float
+    """Share of pixels' channels at an end of the range."""
+
+
+def image_stats(images: list[Tensor]) -> ImageStats:
+    """Measure pictures image_CHW with values in [0, 1]."""
+    contrast = mean(image_CHW.float().std().item() for image_CHW in images)
+    clipped = mean(((image_CHW < 0.01) | (image_CHW > 0.99)).float().mean().item() for image_CHW in images)
+    return ImageStats(contrast, clipped)
+
+
+class Alarms:
+    """Check every step and picture; log alarms and append them to OUTPUT/alarms.jsonl, on rank 0."""
+
+    def __init__(self, output: Path):
+        self._file = output / FILE
+        self._losses: deque[float] = deque(maxlen=2 * LONG_WINDOW)
+        self._norms: deque[float] = deque(maxlen=LONG_WINDOW)
+        self._seconds: deque[list[Seconds]] = deque(maxlen=SHORT_WINDOW)
+        self._least = (math.inf, 0)
+        self._images: dict[str, ImageStats] = {}
+        self._raised: dict[str, int] = {}
+
+    def go_on_from(self, start: int) -> None:
+        """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon."""
+        kept = read_lines(self._file, start)
+        self._raised = {entry["kind"]: entry["step"] for entry in kept}
+        if rank() == 0 and self._file.is_file():
+            write_lines(self._file, kept)
+
+    def step(
+        self, step: int, loss: float, grad_norm: float | None, lr: float, seconds: list[Seconds]
+    ) -> None:
+        """Check optimizer step `step`, counted from 1.
+
+        Args:
+            seconds: time of each rank.
+        """
+        self._seconds.append(seconds)
+        if math.isfinite(loss):
+            self._losses.append(loss)
+            self._loss(step, lr)
+        if grad_norm is not None:
+            self._gradient(step, grad_norm)
+            self._norms.append(grad_norm)
+        if len(self._seconds) == SHORT_WINDOW:
+            self._time(step)
+
+    def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:
+        """Check new pictures, image_CHW in [0, 1], by row: teacher, student."""
+        now = {name: image_stats(images) for name, images in rows.items()}
+        before, self._images = self._images, now
+        if not {"teacher", "student"} <= before.keys() & now.keys():
+            return
+        teacher, student, earlier = now["teacher"], now["student"], before["student"]
+        ratio = student.contrast / max(teacher.contrast, 1e-6)
+        fades, grows = student.contrast <= earlier.contrast, student.contrast >= earlier.contrast
+        if ratio < PALE and fades or ratio > GARISH and grows:
+            kind = "paler" if ratio < 1 else "more garish"
+            self._alarm(
+                "contrast",
+                step,
+                f"The student's pictures are {kind} than the teacher's: {ratio:.2f} times the "
+                "contrast. Look at the samples; a lower learning rate, or `ema`, may help.",
+            )
+        if student.clipped > teacher.clipped + CLIPPED and student.clipped >= earlier.clipped:
+            self._alarm(
+                "clipped",
+                step,
+                f"{student.clipped:.0%} of the student's pixels are at an end of their range, "
+                f"{teacher.clipped:.0%} of the teacher's. Look at the samples; check guidance_scale.",
+            )
+
+    def _loss(self, step: int, lr: float) -> None:
+        losses = list(self._losses)
+        now = mean(losses[-SHORT_WINDOW:])
+        least, at = self._least
+        if len(losses) >= SHORT_WINDOW and now < least:
+            self._least = (now, step)
+        elif now > BLOWN_UP * least:
+            self._alarm(
+                "blow-up",
+                step,
+                f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step "
+                f"{at}. Try a lower learning rate or gradient_clipping, from an earlier checkpoint.",
+            )
+        if len(losses) == 2 * LONG_WINDOW:
+            first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
+            noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
+            if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):
+                self._alarm(
+                    "plateau",
+                    step,
+                    f"The loss stands still: {mean(last):.4g} in the last {LONG_WINDOW} steps, "
+                    f"{mean(first):.4g} in the {LONG_WINDOW} before, at a learning rate of {lr:.2g}.",
+                )
+
+    def _gradient(self, step: int, norm: float) -> None:
+        if len(self._norms) < LONG_WINDOW // 4:
+            return
+        usual = median(self._norms)
+        if norm > LARGE * usual > 0:
+            self._alarm(
+                "gradient",
+                step,
+                f"The gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual "
+                f"{usual:.3g}. `gradient_clipping` in the student's JSON bounds such a step.",
+            )
+        if norm < SMALL * usual:
+            self._alarm(
+                "no gradient",
+                step,
+                f"The gradient norm is {norm:.3g}, usually {usual:.3g}: nothing is learned now.",
+            )
+
+    def _time(self, step: int) -> None:
+        """Compare the time for reading data with all of the last SHORT_WINDOW steps."""
+        ranks = [Seconds(*map(sum, zip(*steps, strict=True))) for steps in zip(*self._seconds, strict=True)]
+        whole = max(r.step for r in ranks)
+        data = max(r.data for r in ranks)
+        if data > STARVED * whole:
+            self._alarm(
+                "data",
+                step,
+                f"{data / whole:.0%} of each step is spent reading data, "
+                f"{clock(data / SHORT_WINDOW)} a step. Put --cache_dir on a faster disk, or one of the "
+                "node's own.",
+            )
+
+    def _alarm(self, kind: str, step: int, text: str) -> None:
+        if step - self._raised.get(kind, -REPEAT_AFTER) < REPEAT_AFTER:
+            return
+        self._raised[kind] = step
+        log0("ALARM     after step %d: %s", step, text, level=logging.WARNING)
+        if rank() == 0:
+            entry: dict[str, Any] = {"step": step, "kind": kind, "alarm": text}
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(entry, ensure_ascii=False) + "\n")

@@ -1,0 +1,107 @@
+"""Line charts as SVG, drawn by matplotlib, which comes with `pip install wandistiller[report]`."""
+
+import importlib.util
+import io
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wandistiller.utils.errors import ConfigError
+
+INCHES = (6.4, 2.8)
+MOST_POINTS = 400
+"""Points of a line; more are drawn as means of equal parts."""
+STYLE = {
+    "font.size": 8,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "svg.hashsalt": "wandistiller",
+}
+
+
+class Line(NamedTuple):
+    """A named series of points."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    """(step, value), in order; values that are None or not finite are left out."""
+
+
+class Chart(NamedTuple):
+    """A figure of lines over the step, or over sigma."""
+
+    title: str
+    unit: str
+    lines: list[Line]
+    logarithmic: bool = False
+    """Only where all values are above 0."""
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "matplotlib, which draws the charts, is missing. Write: pip install 'wandistiller[report]'."
+        )
+
+
+def svg(chart: Chart) -> bytes:
+    """Draw a chart with its title, axes and legend; the same chart gives the same bytes."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(INCHES, layout="constrained")
+        axes = figure.subplots()
+        for line in chart.lines:
+            points = thinned(line.points)
+            # one point alone is no line, so it gets a mark
+            axes.plot(
+                *zip(*points, strict=True),
+                label=line.name,
+                marker="o" if len(points) == 1 else "",
+                markersize=3,
+            )
+        values = [y for line in chart.lines for _, y in finite(line.points)]
+        if chart.logarithmic and min(values) > 0:
+            axes.set_yscale("log")
+        elif min(values) >= 0:
+            axes.set_ylim(bottom=0)
+        axes.set_title(f"{chart.title}, {chart.unit}", loc="left", fontweight="bold")
+        axes.margins(x=0.01)
+        if len(chart.lines) > 1:
+            axes.legend(fontsize=7, loc="best")
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        return file.getvalue()
+
+
+def finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """Leave out the points whose value is None or not finite."""
+    return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+
+
+def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """Reduce the finite points to at most MOST_POINTS: means of parts that follow each other."""
+    kept = finite(points)
+    size = -(-len(kept) // MOST_POINTS) or 1
+    parts = [kept[i : i + size] for i in range(0, len(kept), size)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tuple[float, float]]:
+    """Replace each finite value by the mean of the last `window` of them."""
+    kept, total, means = finite(points), 0.0, []
+    for i, (x, y) in enumerate(kept):
+        total += y - (kept[i - window][1] if i >= window else 0.0)
+        means.append((x, total / min(i + 1, window)))
+    return means

@@ -1,0 +1,107 @@
+"""Memory of this process: current use, and the peak in each phase of the run."""
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from wandistiller.utils.files import write_json
+from wandistiller.utils.logging import current
+from wandistiller.utils.system_memory import GIB
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PEAK_ONLY = "5"
+"""Written to CLEAR, resets the peak and nothing else. Source: Linux, Documentation/filesystems/proc.rst."""
+
+
+class Usage(NamedTuple):
+    """Memory of a process in bytes."""
+
+    host: int
+    """CPU memory; pages that the ranks of a node share count in full on each."""
+    host_peak: int
+    """Peak of `host` since the phase began."""
+    allocated: int = 0
+    """Accelerator memory in tensors."""
+    reserved: int = 0
+    """Accelerator memory held by torch's allocator, tensors included."""
+    peak: int = 0
+    """Peak of `reserved` since the phase began."""
+
+
+peaks: dict[str, Usage] = {}
+"""Largest numbers in each phase that has ended."""
+
+
+def read() -> Usage:
+    """Read the memory use of this process."""
+    entries = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    host, peak = (int(entries[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    if not torch.cuda.is_available():
+        return Usage(host, peak)
+    return Usage(
+        host,
+        peak,
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_reserved(),
+    )
+
+
+@contextmanager
+def within(phase: str) -> Iterator[None]:
+    """Enter a phase of the run, with its own peaks, and return to the outer one, but not after an error."""
+    outer = current.phase
+    _close()
+    current.phase = phase
+    yield
+    _close()
+    current.phase = outer
+
+
+def trim() -> None:
+    """Return freed memory to the system: glibc keeps blocks under 32 MiB, and most tensors are smaller."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _close() -> None:
+    """Store the peaks of the phase that ends and reset them; where the system refuses, they carry over."""
+    seen, before = read(), peaks.get(current.phase)
+    peaks[current.phase] = Usage(*map(max, seen, before)) if before else seen
+    trim()
+    with suppress(OSError):
+        CLEAR.write_text(PEAK_ONLY)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def in_gib(ranks: list[Usage]) -> dict[str, list[float]]:
+    """Return the numbers of all ranks by kind, in GiB; kinds that are 0 on all ranks are left out."""
+    return {
+        kind: [round(n / GIB, 4) for n in numbers]
+        for kind, numbers in zip(Usage._fields, zip(*ranks, strict=True), strict=True)
+        if any(numbers)
+    }
+
+
+def worst(ranks: list[Usage]) -> tuple[int, int]:
+    """Return the rank with the highest peak, and that peak: of accelerator memory where there is one."""
+    most = [u.peak or u.host_peak for u in ranks]
+    return most.index(max(most)), max(most)
+
+
+def write(output: Path, memory: dict[str, list[Usage]]) -> None:
+    """Write OUTPUT/memory.json: the peaks of each phase, rank by rank, GiB."""
+    write_json(output / "memory.json", {phase: in_gib(ranks) for phase, ranks in memory.items()})
+
+
+def add(output: Path, phase: str) -> None:
+    """Add the peaks of a phase that only this rank went through to OUTPUT/memory.json."""
+    file = output / "memory.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    write_json(file, known | {phase: in_gib([peaks[phase]])})

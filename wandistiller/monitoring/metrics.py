@@ -1,0 +1,103 @@
+"""The log line and the entry of metrics.jsonl for each step."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from wandistiller.distributed.collectives import log0, rank
+from wandistiller.distributed.progress import clock
+from wandistiller.monitoring.memory_usage import Usage, in_gib, worst
+from wandistiller.utils.files import atomic, flush
+from wandistiller.utils.system_memory import GIB
+
+
+def finite_or_none(value: Any) -> Any:
+    """Replace each number in a JSON value that is not finite by None."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def scalars(value: Any, name: str = "") -> dict[str, float]:
+    """Flatten a line of metrics for TensorBoard and the like: memory_gib/train/host_peak/rank_1."""
+    if isinstance(value, dict):
+        inner = {f"{name}/{key}" if name else key: v for key, v in value.items() if key != "step"}
+    elif isinstance(value, list):
+        inner = {f"{name}/rank_{i}": v for i, v in enumerate(value)}
+    else:
+        return {name: value} if type(value) in (int, float) and math.isfinite(value) else {}
+    return {n: number for key, v in inner.items() for n, number in scalars(v, key).items()}
+
+
+def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
+    """Read a file of JSON lines up to step `last`; an incomplete line is left out."""
+    entries = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return [entry for entry in entries if entry["step"] <= last]
+
+
+def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
+    """Write a file of JSON lines, atomically."""
+    with atomic(file) as temporary:
+        temporary.write_text(
+            "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8"
+        )
+
+
+class Metrics:
+    """metrics.jsonl and one log line a step. Only rank 0 writes."""
+
+    def __init__(self, file: Path, *, start: int, max_steps: int, global_batch: int):
+        """Drop the lines after step `start` from the file; a resumed run writes them again."""
+        self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
+        self._start, self._began = start, time.monotonic()
+        if rank() == 0:
+            write_lines(file, read_lines(file, start) if start else [])
+
+    def step(
+        self, step: int, values: dict[str, Any], memory: dict[str, list[Usage]], seconds: float
+    ) -> dict[str, Any]:
+        """Log a finished optimizer step, counted from 1, and return its line; non-finite numbers become null.
+
+        Args:
+            values: loss, grad_norm, lr and whatever else is logged of the step, by name.
+            memory: of each rank, by phase; the step's own is that of `train`.
+            seconds: that the step took.
+        """
+        left = (time.monotonic() - self._began) / (step - self._start) * (self._max_steps - step)
+        rate = self._global_batch / seconds
+        entry = {
+            "step": step,
+            **values,
+            "seconds": seconds,
+            "samples_per_second": rate,
+            "memory_gib": {phase: in_gib(ranks) for phase, ranks in memory.items()},
+        }
+        if rank() == 0:
+            with self._file.open("a") as out:
+                out.write(json.dumps(finite_or_none(entry)) + "\n")
+        largest, most = worst(memory["train"])
+        log0(
+            "step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %.2f GiB on rank %d  %s left",
+            step,
+            self._max_steps,
+            "SKIPPED  " if values.get("skipped") else "",
+            values["loss"],
+            values["lr"],
+            rate,
+            most / GIB,
+            largest,
+            clock(left),
+        )
+        return entry
+
+    def flush(self) -> None:
+        """Put all lines on the disk."""
+        if rank() == 0:
+            flush(self._file)

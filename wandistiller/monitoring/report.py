@@ -1,0 +1,250 @@
+"""`wandistiller report`: a run's curves, pictures, evaluation, settings and machine in one HTML file."""
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from wandistiller.distributed.progress import clock
+from wandistiller.monitoring import environment
+from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
+from wandistiller.monitoring.metrics import read_lines
+from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.files import atomic, read_json
+from wandistiller.utils.images import drawn
+
+MOST_GRIDS = 6
+"""Sample grids in the report: the first, the last, and some between."""
+MEMORY = {
+    "host": "CPU memory",
+    "host_peak": "CPU memory at most",
+    "allocated": "GPU, tensors",
+    "reserved": "GPU, reserved",
+    "peak": "GPU at most",
+}
+"""Kinds of memory in metrics.jsonl and memory.json, and their names for people."""
+CHARTED = {
+    "loss": ("loss", True),
+    "losses": ("loss of each term", True),
+    "loss_by_sigma": ("loss by sigma", True),
+    "grad_norm": ("gradient norm", True),
+    "lr": ("learning rate", False),
+    "samples_per_second": ("samples a second", False),
+}
+"""Key of metrics.jsonl -> title, and True for a logarithmic axis. Other numbers have their keys as titles."""
+NOT_CHARTED = {"step", "seconds", "skipped"}
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; }
+body { max-width: 75rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { width: max(100%, 44rem); height: auto; }
+pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; }
+"""
+
+
+def report(output: Path) -> Path:
+    """Write OUTPUT/report/index.html, which needs no other file; parts without data are left out.
+
+    Raises:
+        ConfigError: `output` is not the folder of a run, or matplotlib is not installed.
+    """
+    require_matplotlib()
+    lines, name, file = _metrics(output), escape(output.resolve().name), output / "report" / "index.html"
+    charts = (_image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
+    body = [
+        f"<h1>{name}</h1>",
+        _summary(output, lines),
+        *_alarms(output),
+        f'<div class="charts">{"".join(charts)}</div>',
+        *_pictures(output),
+        *_evaluation(output),
+        *_machine(output),
+        _memory_by_phase(output),
+        *_settings(output),
+    ]
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{name}</title><style>{STYLE}</style>\n" + "\n".join(body) + "</html>\n"
+    )
+    with atomic(file) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return file
+
+
+def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
+    """Chart all numbers of metrics.jsonl by key, memory, and velocity errors by sigma.
+
+    Args:
+        lines: metrics.jsonl, one entry a step.
+    """
+    window = max(1, len(lines) // 50)
+    charts: dict[str, Chart] = {}
+    for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_CHARTED):
+        title, logarithmic = CHARTED.get(key, (key.replace("_", " "), False))
+        values = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        parts = sorted({name for _, value in values if isinstance(value, dict) for name in value})
+        if key == "memory_gib":
+            charts[key] = Chart("memory while training", "GiB of the rank with most", _memory_lines(values))
+        elif parts:
+            of = {name: [(step, value[name]) for step, value in values if name in value] for name in parts}
+            curves = [Line(name, smooth(points, window)) for name, points in of.items()]
+            charts[key] = Chart(title, f"mean of {window} steps", curves, logarithmic)
+        elif all(isinstance(value, int | float) for _, value in values):
+            mean = [Line(f"mean of {window}", smooth(values, window))] * (window > 1 and logarithmic)
+            charts[key] = Chart(title, "each step", [Line("each step", values), *mean], logarithmic)
+    charts["error_by_sigma"] = Chart(
+        "velocity error by sigma", "squared, over the teacher's squared", _errors(output), True
+    )
+    charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))
+    kept = {
+        name: chart._replace(lines=[line for line in chart.lines if line.points])
+        for name, chart in charts.items()
+    }
+    return {name: chart for name, chart in kept.items() if chart.lines}
+
+
+def _memory_lines(values: list[tuple[int, dict[str, Any]]]) -> list[Line]:
+    """Return a line for each kind of memory: the largest of all ranks while they train."""
+    held = [(step, phases["train"]) for step, phases in values if "train" in phases]
+    return [
+        Line(name, [(step, max(kinds[kind])) for step, kinds in held if kind in kinds])
+        for kind, name in MEMORY.items()
+    ]
+
+
+def _errors(output: Path) -> list[Line]:
+    """Return the squared velocity errors before training, whose file has the roots, and as evaluated."""
+    start = _read_if_exists(output / "student_start.json").get("relative_velocity_error_by_sigma", {})
+    end = _read_if_exists(output / "evaluation.json").get("relative_velocity_error", {}).get("bands", {})
+    squares = {band: error**2 for band, error in start.items()}
+    evaluated = {band: estimate["value"] for band, estimate in end.items()}
+    return [
+        Line("at the start, teacher without guidance", _stairs(squares)),
+        Line("evaluated, teacher with guidance", _stairs(evaluated)),
+    ]
+
+
+def _importance(output: Path) -> list[Line]:
+    """Return the teacher's velocity error without each of its blocks, in the rounds that chose the layers."""
+    rounds = _read_if_exists(output / "importance.json").get("relative_error_without", [])
+    return [
+        Line(f"round {n}", [(int(block), error) for block, error in errors.items()])
+        for n, errors in enumerate(rounds, 1)
+    ]
+
+
+def _stairs(bands: dict[str, float | None]) -> list[tuple[float, float]]:
+    """Return the two ends of a level for each band LOW-HIGH with a value."""
+    known = {band: value for band, value in bands.items() if value is not None}
+    ends = [(float(end), value) for band, value in known.items() for end in band.rsplit("-", 1)]
+    return sorted(ends, key=lambda point: point[0])
+
+
+def _read_if_exists(file: Path) -> dict[str, Any]:
+    """Read a JSON file; {} if there is none."""
+    return read_json(str(file)) if file.is_file() else {}
+
+
+def _metrics(output: Path) -> list[dict[str, Any]]:
+    """Read the entries of all steps; an incomplete last line is left out."""
+    file = output / "metrics.jsonl"
+    if not file.is_file():
+        remedy = "Name the --output_dir of a run that has done a step."
+        raise ConfigError(f"{output}: no metrics.jsonl in it. {remedy}")
+    with readable(file):
+        entries = read_lines(file)
+    if not entries:
+        raise ConfigError(f"{file}: has no step yet. Wait for the first.")
+    return entries
+
+
+def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
+    last, run = lines[-1], _read_if_exists(output / "resolved" / "run.json")
+    done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
+    rows = {
+        "steps": f"{last['step']} {done}",
+        "loss, last step": "not finite" if last["loss"] is None else f"{last['loss']:.5g}",
+        "time in steps": clock(sum(line["seconds"] for line in lines)),
+        "teacher": run.get("teacher_path", "?"),
+        "objective": json.dumps(run.get("objective", "velocity")).strip('"'),
+    }
+    return _table(rows.items())
+
+
+def _alarms(output: Path) -> list[str]:
+    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in read_lines(output / "alarms.jsonl")]
+    return ["<h2>Alarms</h2>", _table(raised)] if raised else []
+
+
+def _pictures(output: Path) -> list[str]:
+    files = drawn(output)
+    picked = (
+        sorted({round(i * (len(files) - 1) / (MOST_GRIDS - 1)) for i in range(MOST_GRIDS)}) if files else []
+    )
+    grids = [f"<p>step {int(files[i].stem.partition('_')[2])}</p>{_wide_image(files[i])}" for i in picked]
+    return ["<h2>Teacher above, student below</h2>", *grids] if grids else []
+
+
+def _evaluation(output: Path) -> list[str]:
+    """Format the tables of evaluation.md, and its picture."""
+    file, picture = output / "evaluation.md", output / "evaluation.png"
+    if not file.is_file():
+        command = "<code>wandistiller evaluate --student OUTPUT/student</code>"
+        return [f"<p>No evaluation yet: {command} adds it here.</p>"]
+    tables = []
+    for block in file.read_text(encoding="utf-8").split("\n\n"):
+        if block.startswith("|"):
+            head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
+            tables.append(f'<div class="wide">{_table(rows, head)}</div><br>')
+    return ["<h2>Evaluation</h2>", *tables, *([_wide_image(picture)] if picture.is_file() else [])]
+
+
+def _machine(output: Path) -> list[str]:
+    """Describe the machine on which the run was last started."""
+    machine = _read_if_exists(output / "resolved" / "machine.json")
+    rows = environment.rows(machine) if machine else []
+    return [f'<h2>Machine</h2><div class="wide">{_table(rows)}</div>'] if rows else []
+
+
+def _memory_by_phase(output: Path) -> str:
+    memory = _read_if_exists(output / "memory.json")
+    ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
+    shown = [kind for kind in MEMORY if any(kind in kinds for kinds in memory.values())]
+    rows = [
+        [phase, *(f"{max(kinds[kind]):.2f}" if kind in kinds else "-" for kind in shown)]
+        for phase, kinds in memory.items()
+    ]
+    title = f"Memory by phase, GiB of the rank with most, {ranks} rank(s)"
+    table = _table(rows, ["phase", *(MEMORY[kind] for kind in shown)])
+    return f'<h2>{title}</h2><div class="wide">{table}</div>'
+
+
+def _settings(output: Path) -> list[str]:
+    files = sorted((output / "resolved").glob("*.json"))
+    texts = {file.name: escape(file.read_text(encoding="utf-8")) for file in files}
+    folded = [f"<details><summary>{f}</summary><pre>{text}</pre></details>" for f, text in texts.items()]
+    return ["<h2>Settings as they ran</h2>", *folded] if files else []
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Format a table whose rows begin with a name."""
+    lines = [("th", "th", head)] * bool(head) + [("th", "td", row) for row in rows]
+    made = []
+    for first, other, cells in lines:
+        tags = [first, *[other] * (len(cells) - 1)]
+        row = (f"<{tag}>{escape(cell.strip())}</{tag}>" for tag, cell in zip(tags, cells, strict=True))
+        made.append(f"<tr>{''.join(row)}</tr>")
+    return f"<table>{''.join(made)}</table>"
+
+
+def _wide_image(file: Path) -> str:
+    return f'<div class="wide">{_image(file.read_bytes(), "png", file.stem)}</div>'
+
+
+def _image(content: bytes, kind: str, name: str) -> str:
+    return f'<img alt="{escape(name)}" src="data:image/{kind};base64,{base64.b64encode(content).decode()}">'

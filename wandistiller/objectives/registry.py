@@ -1,0 +1,99 @@
+"""The training objective: a weighted sum of terms, each a loss per sample at states of one kind."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.objectives.base import Term
+from wandistiller.teacher.base import Teacher
+from wandistiller.utils.errors import ConfigError, nearest, problem
+from wandistiller.utils.registry import classes_in
+from wandistiller.utils.validation import check, types_of
+
+OBJECTIVES = classes_in("wandistiller.objectives", Term)
+"""Every term, by the name of its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A weighted sum of terms."""
+
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        """The sum for people and for a checkpoint's identity: `velocity + 0.1 feature(blocks=[1, 3])`."""
+        return " + ".join(map(str, self.terms))
+
+    @property
+    def states(self) -> set[str]:
+        """Kinds of states that the terms need."""
+        return {term.states for term in self.terms}
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a term needs the teacher's prediction."""
+        return any(term.needs_teacher for term in self.terms)
+
+    @property
+    def student_blocks(self) -> list[int]:
+        """Student blocks whose hidden states are compared, each once; final after `for_student`."""
+        return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))
+
+    def for_student(self, lineage: list[int]) -> "Objective":
+        """Return the objective of a student whose blocks stand for these blocks of the teacher."""
+        return Objective(tuple(term.for_student(lineage) for term in self.terms))
+
+    def target(self, teacher: Teacher | None, batches: dict[str, Batch]) -> Prediction | None:
+        """Return the teacher's velocity and hidden states to match at noised states, if a term needs them."""
+        if not self.needs_teacher:
+            return None
+        blocks = {m for term in self.terms for _, m in term.matched_blocks}
+        return teacher.predict(batches[NOISED], tuple(sorted(blocks)))
+
+    def losses(
+        self, predictions: dict[str, Prediction], target: Prediction | None, batches: dict[str, Batch]
+    ) -> Tensor:
+        """Compute loss_TB of each term T, unweighted, float32; predictions and batches by kind of states."""
+        return torch.stack([t.loss(predictions[t.states], target, batches[t.states]) for t in self.terms])
+
+    def total(self, losses: Tensor | list[float]) -> Tensor | float:
+        """Return the weighted sum: loss_B of loss_TB, or a number of one for each term."""
+        return sum(term.weight * loss for term, loss in zip(self.terms, losses, strict=True))
+
+    def named(self, losses: list[float]) -> dict[str, dict[str, float]]:
+        """Return what metrics record next to the sum: each term's unweighted loss, if there are several."""
+        names = [term.name for term in self.terms]
+        return {"losses": dict(zip(names, losses, strict=True))} if len(names) > 1 else {}
+
+
+def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
+    """Read a recipe's "objective": a name, {"name": ..., settings}, or a list of these to be summed.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    several = isinstance(given, list)
+    terms: list[Term] = []
+    problems = [] if given != [] else [problem("recipe", "objective", given, _choice(given))]
+    for i, one in enumerate(given if several else [given]):
+        where = f"objective[{i}]" if several else "objective"
+        settings = {"name": one} if isinstance(one, str) else dict(one)
+        name = settings.pop("name", "velocity")
+        if not isinstance(name, str) or name not in OBJECTIVES:
+            problems.append(problem("recipe", where, name, _choice(name)))
+            continue
+        wrong, good = check("recipe", settings, types_of(OBJECTIVES[name]), f"{where}.")
+        terms.append(OBJECTIVES[name](**good))
+        problems += wrong or terms[-1].problems(where)
+    names = [term.name for term in terms]
+    problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
+    if problems:
+        raise ConfigError(*problems)
+    return Objective(tuple(terms))
+
+
+def _choice(name: object) -> str:
+    return f"Write one of: {', '.join(OBJECTIVES)}.{nearest(name, OBJECTIVES)}"

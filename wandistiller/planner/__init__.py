@@ -1,0 +1,1 @@
+"""Memory, disk and time of a run before it starts, and the JSONs that fit."""

@@ -1,0 +1,147 @@
+"""Disk space of a run before it starts: cache, checkpoints, finished student, and swap files."""
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from wandistiller.config.job import Job
+from wandistiller.data.dataset import MediaType
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import on_nvme
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.student_memory import optimizer_states
+from wandistiller.planner.student_network import student_network
+from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB, disk, disk_free
+from wandistiller.wan.components import text_config
+from wandistiller.wan.transformer import TEXT_TOKENS, count_parameters
+
+
+class DiskUse(NamedTuple):
+    """Bytes of all ranks together."""
+
+    cache: int
+    checkpoint: int
+    """One checkpoint."""
+    checkpoints: int
+    """Number at a time: those that are kept, and the next before the oldest is deleted."""
+    student: int
+    """The finished student, and the frozen weights, once for all checkpoints."""
+
+    @property
+    def output(self) -> int:
+        return self.checkpoint * self.checkpoints + self.student
+
+    @property
+    def whole(self) -> int:
+        return self.cache + self.output
+
+    def __str__(self) -> str:
+        return (
+            f"cache {_size(self.cache)}, {self.checkpoints} checkpoint(s) at a time of "
+            f"{_size(self.checkpoint)}, student {_size(self.student)}"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def written(job: Job, *, accelerator: bool) -> DiskUse:
+    """Files of `job`; prompts are encoded in bf16 with an accelerator, else in float32."""
+    run, experts, (trained, frozen) = job.run, len(job.student_experts), student_network(job)
+    each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
+    kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
+    student = 4 * sum(frozen.values()) + 2 * count_parameters(job.student_transformer)
+    return DiskUse(_cache(job, accelerator), experts * each * sum(trained.values()), kept, experts * student)
+
+
+def _cache(job: Job, accelerator: bool) -> int:
+    """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes."""
+    run, items = job.run, job.items
+    samples = items.samples(run.rollouts_per_prompt)
+    used = min(samples, run.max_steps * job.batch.total)
+    from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
+    path = from_prompts * run.rollout_steps if run.rollout_path else 0
+    x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
+    prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
+    tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
+    state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
+    return int(used * x0 * (1 + path) + min(used, len(items)) * tokens * state)
+
+
+def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:
+    """`machine` with the disk that the run swaps to, and the run's files on that disk. Collective.
+
+    Args:
+        swap: a folder of this machine; None: `machine` is another, which has one disk.
+    """
+    accelerator = machine.device_free is not None
+    if swap is None:
+        return replace(machine, files=written(job, accelerator=accelerator).whole)
+    files = collectives.gather_objects(
+        to_come(job, accelerator=accelerator) if collectives.rank() == 0 else {}
+    )[0]
+    found = collectives.gather_objects((disk_free(swap), on_disk_of(swap, files)))
+    return replace(machine, disk_free=min(free for free, _ in found), files=max(n for _, n in found))
+
+
+def swap_folder(job: Job, shipped: bool = False) -> Path:
+    """The folder that the run swaps to; of several the one whose disk has the least room.
+
+    Args:
+        shipped: count the folders of the shipped JSONs too, which the run may come to use.
+    """
+    jsons = [job.student_ds, job.teacher_ds]
+    if shipped or not any(map(on_nvme, jsons)):
+        jsons += [
+            read_json(f"ds_configs/{name}.json")
+            for name in ("student/zero3_nvme", "teacher/zero_inference_nvme")
+        ]
+    sections = [
+        ds.get("zero_optimization", {}).get(f"offload_{what}", {})
+        for ds in jsons
+        for what in ("param", "optimizer")
+    ]
+    return min((Path(s["nvme_path"]) for s in sections if s.get("device") == "nvme"), key=disk_free)
+
+
+def to_come(job: Job, *, accelerator: bool) -> dict[Path, int]:
+    """Bytes that `job` will still write on this machine, by folder."""
+    need = written(job, accelerator=accelerator)
+    return {
+        job.cache: max(0, need.cache - _there(job.cache)),
+        job.output: max(0, need.output - _there(job.output / "checkpoints")),
+    }
+
+
+def _there(folder: Path) -> int:
+    """Bytes of the files in a folder; a file with several names counts once."""
+    found = {}
+    for top, _, names in os.walk(folder):
+        with suppress(OSError):  # one went away meanwhile
+            found |= {os.stat(f"{top}/{name}").st_ino: os.stat(f"{top}/{name}").st_size for name in names}
+    return sum(found.values())
+
+
+def on_disk_of(folder: Path, files: dict[Path, int]) -> int:
+    """Bytes of `files`, by folder, that go to the disk of `folder`."""
+    return sum(nbytes for place, nbytes in files.items() if disk(place) == disk(folder))
+
+
+def log_disk_use(job: Job) -> None:
+    """Log on rank 0 the files of the run and the free space of their disks."""
+    if collectives.rank() == 0:
+        collectives.log0("%s", disk_line(job, accelerator=collectives.device().type != "cpu"))
+
+
+def disk_line(job: Job, *, accelerator: bool) -> str:
+    """The line of `log_disk_use`: TOO LITTLE where a disk has less space than the run will write."""
+    still, free = to_come(job, accelerator=accelerator), []
+    for place in {disk(place): place for place in still}.values():
+        short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""
+        free.append(f"{_size(disk_free(place))} free at {place}{short}")
+    return f"disk      {written(job, accelerator=accelerator)}; {', '.join(free)}"

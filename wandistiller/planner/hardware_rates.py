@@ -1,0 +1,159 @@
+"""Rates of arithmetic and of transfers: given by the user, defaults by kind of GPU, or measured here."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistiller.distributed import collectives
+from wandistiller.utils.errors import ConfigError, problem, unknown_keys
+from wandistiller.utils.system_memory import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of one rank, unless the note names a node."""
+
+    tflops: float
+    """10^12 operations a second of matrix products in the engine's precision, on the accelerator or CPU."""
+    cpu_tflops: float
+    """10^12 operations a second of all cores of a node together."""
+    pcie: float
+    """10^9 bytes a second between CPU memory and the accelerator, one way."""
+    link: float
+    """10^9 bytes a second from one rank to another of its node."""
+    network: float
+    """10^9 bytes a second that all ranks of a node together send to other nodes."""
+    memory: float
+    """10^9 bytes a second of a node's CPU memory, read and written together."""
+    disk: float
+    """10^9 bytes a second read from a node's disk."""
+
+
+GPU = {
+    16: Rates(tflops=30, cpu_tflops=1, pcie=12, link=10, network=1.2, memory=50, disk=3),
+    24: Rates(tflops=100, cpu_tflops=1, pcie=24, link=20, network=1.2, memory=60, disk=5),
+    48: Rates(tflops=150, cpu_tflops=2, pcie=24, link=20, network=12, memory=150, disk=5),
+    40: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, network=100, memory=200, disk=5),
+    80: Rates(tflops=200, cpu_tflops=3, pcie=24, link=200, network=100, memory=200, disk=5),
+}
+"""Rates by GiB of a GPU, in bf16: V100; RTX 4090; L40S or A6000 Ada; A100 40 and 80 GB.
+
+Round numbers below the makers' peak, with 10, 10, 100, 800 and 800 Gbit/s between nodes; `--measure` and
+`--rates` replace them."""
+CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, network=1.2, memory=20, disk=1)
+"""Rates of a few cores in float32."""
+MEASURED = 3
+"""Measurements of each rate; the best counts."""
+
+
+def default_rates(device_bytes: int | None) -> Rates:
+    """Rates of the largest known kind of GPU with no more memory; of a CPU for None."""
+    if device_bytes is None:
+        return CPU_ONLY
+    return GPU[max((gib for gib in GPU if gib <= 1.1 * device_bytes / GIB), default=min(GPU))]
+
+
+def override_rates(base: Rates, given: dict[str, Any]) -> Rates:
+    """Replace the rates of `base` that the user gives.
+
+    Raises:
+        ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
+    """
+    found = unknown_keys("command line", given, [f.name for f in fields(Rates)], "rates.")
+    found += [
+        problem("command line", f"rates.{key}", value, "Write a number over 0.")
+        for key, value in given.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9
+    ]
+    if found:
+        raise ConfigError(*found)
+    return replace(base, **given)
+
+
+def measure_rates(folder: Path, dtype: torch.dtype) -> dict[str, float]:
+    """Measure this machine, by names of Rates; none of a GPU, link or network that is not there. Collective.
+
+    All ranks measure at once, as they work in a run; the shares of a node's ranks are added up. The slowest
+    rank and node count. Takes some seconds.
+
+    Args:
+        folder: on the disk to measure.
+    """
+    device, cpu = torch.device(collectives.device()), torch.device("cpu")
+    peers = collectives.node_peers()
+    found = {
+        "tflops": _products(device, dtype),
+        "memory": len(peers) * _copies(cpu, cpu),
+        "disk": len(peers) * _reads(folder),
+    }
+    if device.type == "cuda":
+        found |= {"pcie": _copies(cpu, device), "cpu_tflops": len(peers) * _products(cpu, dtype)}
+    else:
+        found["cpu_tflops"] = len(peers) * found["tflops"]
+    nodes = sorted({tuple(theirs) for theirs in collectives.gather_objects(peers)})
+    if max(map(len, nodes)) > 1:
+        found["link"] = _gathers(peers)
+    if len(nodes) > 1:  # the first ranks of all nodes, the second ones, ...: as many paths as ranks of a node
+        place = peers.index(collectives.rank())
+        found["network"] = len(peers) * _gathers([ranks[place] for ranks in nodes if len(ranks) > place])
+    everywhere = collectives.gather_objects(found)
+    return {name: float(f"{min(theirs[name] for theirs in everywhere):.3g}") for name in found}
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Least seconds of `work` on all ranks, which begin together, after a first time. Collective."""
+    work()
+    taken = []
+    for _ in range(MEASURED):
+        collectives.gather_objects(None)
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(map(max, zip(*collectives.gather_objects(taken), strict=True)))
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> float:
+    """10^12 operations a second."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / _seconds(lambda: a @ a) / 1e12
+
+
+def _copies(source: torch.device, target: torch.device) -> float:
+    """10^9 bytes a second; within CPU memory each is read and written."""
+    locked = target.type == "cuda"
+    block = torch.ones(2**28, dtype=torch.uint8, device=source, pin_memory=locked)
+    into = torch.empty_like(block, device=target)
+    return (1 if locked else 2) * block.numel() / _seconds(lambda: into.copy_(block)) / 1e9
+
+
+def _reads(folder: Path) -> float:
+    """10^9 bytes a second of a file that is not in the file cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(os.urandom(2**20) * 256)
+        file.flush()
+        os.fsync(file.fileno())
+
+        def read() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(2**24):
+                pass
+
+        return 2**28 / _seconds(read) / 1e9
+
+
+def _gathers(peers: list[int]) -> float:
+    """10^9 bytes a second that a rank receives while each of `peers` sends to all others."""
+    group, block = collectives.group(peers), torch.ones(2**24, device=collectives.device())
+    seconds = _seconds(lambda: collectives.gather_tensor(block, group))
+    return max(1, len(peers) - 1) * block.nbytes / seconds / 1e9

@@ -1,0 +1,158 @@
+"""Free memory and disk of a machine, and the demands of a run."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from wandistiller.distributed import collectives
+from wandistiller.engine.transfers import Topology
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.utils.system_memory import (
+    GIB,
+    SYSTEM,
+    disk_free,
+    host_free,
+    memory_limits,
+    read_sizes,
+    reserve,
+)
+
+PIECES = 0.08
+"""Share of an accelerator's free memory kept in reserve for its allocator's fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Free memory and disk in bytes, and the ranks that share them."""
+
+    device_free: int | None
+    """Memory of the accelerator with the least; None without accelerators."""
+    host_free: int
+    """CPU memory of the node with the least."""
+    disk_free: int
+    """Space on the swap folder's disk of the node with the least."""
+    ranks: int
+    ranks_on_node: int
+    """Ranks of the node with the most."""
+    files: int = 0
+    """Bytes that the run will write to the swap folder's disk, which are not free for swapping."""
+    device_total: int | None = None
+    """All memory of an accelerator, used or free; None if it is not known."""
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.ranks, self.ranks_on_node, self.device_free is not None)
+
+    @property
+    def device_size(self) -> int | None:
+        """Memory of an accelerator by which its kind is known."""
+        return self.device_total or self.device_free
+
+
+def this_machine(swap_path: Path) -> Machine:
+    """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""
+    device = collectives.device()
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
+    own = Machine(
+        free,
+        host_free(),
+        disk_free(swap_path),
+        collectives.world_size(),
+        len(collectives.node_peers()),
+        device_total=total,
+    )
+    found = collectives.gather_objects(own)
+    return Machine(
+        device_free=None if free is None else min(m.device_free for m in found),
+        host_free=min(m.host_free for m in found),
+        disk_free=min(m.disk_free for m in found),
+        ranks=own.ranks,
+        ranks_on_node=max(m.ranks_on_node for m in found),
+        device_total=None if total is None else min(m.device_total for m in found),
+    )
+
+
+def machine_now() -> Machine:
+    """Measure this rank's machine without communication; the launcher says how many ranks it has."""
+    device = collectives.device()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's, deepspeed's
+    counted = (os.environ.get(name) for name in names)
+    here = int(next(filter(None, counted), collectives.world_size()))
+    return Machine(free, host_free(), disk_free(Path()), collectives.world_size(), here)
+
+
+def memory_line(rank: int, root: Path = Path("/")) -> str:
+    """The memory of this process and of its machine, in one line.
+
+    Args:
+        root: the folder of proc/ and sys/.
+    """
+    parts = ["no accelerator"]
+    if torch.cuda.is_available():
+        device = collectives.device()
+        free, total = torch.cuda.mem_get_info(device)
+        numbers = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total, free
+        words = ("allocated", "reserved", "in all", "free")
+        parts = [
+            f"GPU {device.index}: "
+            + ", ".join(f"{n / GIB:.2f} GiB {word}" for n, word in zip(numbers, words, strict=True))
+        ]
+    own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
+    limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
+    parts += [
+        f"this process: {own['VmRSS'] / GIB:.2f} GiB of CPU memory, "
+        f"{own['VmSize'] / GIB:.2f} GiB of address space",
+        f"limited to {', '.join(limits)}" if limits else "no limit",
+        f"machine: {system['MemTotal'] / GIB:.2f} GiB, {host_free(root) / GIB:.2f} GiB free for it",
+    ]
+    return f"rank {rank}: {'; '.join(parts)}"
+
+
+class Demand(NamedTuple):
+    """Demand for one kind of memory, in bytes."""
+
+    where: str
+    need: int
+    free: int
+    share: float
+    """Share of `free` to be kept in reserve."""
+
+    @property
+    def reserve(self) -> float:
+        return reserve(self.free, self.share)
+
+    @property
+    def over(self) -> float:
+        """Missing bytes; below 0 those left next to the reserve."""
+        return self.need - (self.free - self.reserve)
+
+    @property
+    def is_met(self) -> bool:
+        return self.over <= 0
+
+    def __str__(self) -> str:
+        return f"{self.need / GIB:.1f} GiB {self.where}"
+
+    @property
+    def supply(self) -> str:
+        return f"{self.free / GIB:.1f} GiB {self.where} ({self.reserve / GIB:.1f} of them kept in reserve)"
+
+
+def demands(rank: Bytes, machine: Machine) -> list[Demand]:
+    """Demands for each kind of memory of `machine` by ranks that take `rank` each."""
+    device, here = rank.device + rank.transient, machine.ranks_on_node
+    if machine.device_free is None:
+        found = [Demand("of CPU memory", here * (device + rank.host) + rank.node, machine.host_free, SYSTEM)]
+    else:
+        found = [
+            Demand("on each GPU", device, machine.device_free, PIECES),
+            Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM),
+        ]
+    return [
+        *found,
+        Demand("of disk", rank.disk and here * rank.disk + machine.files, machine.disk_free, SYSTEM),
+    ]

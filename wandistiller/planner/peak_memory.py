@@ -1,0 +1,213 @@
+"""Peak memory of a run on each rank, phase by phase, from its settings alone: nothing is loaded."""
+
+from dataclasses import replace
+
+import torch
+
+from wandistiller.config.job import Job
+from wandistiller.data.dataset import MediaType
+from wandistiller.engine.activation_checkpointing import SECTION
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.phase_peak import Parts, PhasePeak, total
+from wandistiller.planner.student_memory import (
+    GATHERED,
+    bucket_bytes,
+    cast_bytes,
+    spread_bytes,
+    start_bytes,
+    student_parts,
+)
+from wandistiller.planner.student_network import matched_blocks, student_network
+from wandistiller.planner.teacher_memory import hidden_states, teacher_parts
+from wandistiller.utils.system_memory import room_of_a_rank
+from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
+from wandistiller.wan.components import text_config
+from wandistiller.wan.transformer import numels, width
+
+MIB = 2**20
+PROCESS = 580 * MIB
+"""CPU memory of a rank next to its tensors: Python, the libraries, and 60 MiB for freed blocks that the C
+library keeps (tests/bench/memory.py)."""
+EARLY = 540 * MIB
+"""CPU memory while the cache is filled, before an engine is trained (tests/bench/memory.py)."""
+CUDA_PROCESS = 2500 * MIB
+"""CPU memory of a rank with CUDA's libraries; not measured by us."""
+CONTEXT = 500 * MIB
+"""GPU memory of CUDA next to torch's allocator; not measured by us."""
+LEAST_PART = 4
+"""At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
+CAST = "student's gradients in float32"
+
+
+def plan(job: Job, machine: Machine) -> dict[str, PhasePeak]:
+    """The phases of `job` on a rank of `machine`; without an accelerator all is CPU memory."""
+    phases = _Planner(job, machine).phases()
+    if machine.device_free is not None:
+        return phases
+    return {
+        name: PhasePeak(_on_host(p.kept), {turn: _on_host(parts) for turn, parts in p.alternatives.items()})
+        for name, p in phases.items()
+    }
+
+
+def activations(job: Job, machine: Machine) -> tuple[int, int]:
+    """Bytes of the student's activations with checkpointing (by default of every block) and without."""
+    p, ds = _Planner(job, machine), job.student_ds
+    jsons = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
+    checkpointed, kept = (
+        activation_bytes(job.student_transformer, ds, p.latent, p.samples, accelerator=p.gpu) for ds in jsons
+    )
+    return checkpointed, kept
+
+
+def _on_host(parts: Parts) -> Parts:
+    return {
+        use: Bytes(host=b.device + b.transient + b.host, node=b.node, disk=b.disk) for use, b in parts.items()
+    }
+
+
+class _Planner:
+    def __init__(self, job: Job, machine: Machine):
+        self.job, self.machine = job, machine
+        self.gpu = machine.device_free is not None
+        sizes = [(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets)]
+        self.size = max(sizes, key=lambda size: job.folder.tokens(*size))
+        self.latent, self.tokens = job.folder.latent_shape(*self.size), job.folder.tokens(*self.size)
+        self.samples = job.batch.micro * len(job.objective.states)
+        """Samples of one forward pass of the student: the states of all terms."""
+        self.network = student_network(job)
+        self.base = self._libraries(PROCESS)
+
+    def _libraries(self, process: int) -> Parts:
+        return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
+
+    def _teacher(self, samples: int) -> tuple[Parts, Parts]:
+        return teacher_parts(self.job, self.machine, self.latent, samples)
+
+    def phases(self) -> dict[str, PhasePeak]:
+        """The phases in their order."""
+        j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
+        kept, call = self._teacher(j.batch.micro) if j.objective.needs_teacher else ({}, {})
+        student, gathered, steps = self._student(cast)
+        numel, experts = numels(j.student_transformer), len(j.student_experts)
+        start = start_bytes(j.student_transformer, experts)
+        exported = (4 if j.run.lora else 2) * sum(numel.values())  # a LoRA is fused in float32
+        return {
+            "prepare": self._prepare(),
+            "load": PhasePeak(
+                self.base | kept,
+                {
+                    "start": {"student's weights in float32": Bytes(host=start)},
+                    "optimizer's start": student | {CAST: Bytes(transient=cast)},
+                    "calibration": student | call,
+                },
+            ),
+            "train": PhasePeak(
+                self.base | kept | student, {"teacher": call | hidden_states(j, self.tokens)} | steps
+            ),
+            "checkpoint": PhasePeak(
+                self.base | kept | student | {"a tensor": Bytes(host=4 * max(numel.values()))}
+            ),
+            "draw": self._draw(kept | student, call, gathered),
+            "export": PhasePeak(self.base | {"a network": Bytes(host=exported)}),
+        }
+
+    def _compared(self) -> Parts:
+        """Hidden states that are compared, until the student's backward pass."""
+        j, blocks = self.job, len(matched_blocks(self.job))
+        items = tuple(getattr(torch, dtype_name(ds)).itemsize for ds in (j.teacher_ds, j.student_ds))
+        widths = width(j.folder.config), width(j.student_transformer)
+        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items)
+        return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
+
+    def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
+        """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
+        j, ds, ranks, experts = (
+            self.job,
+            self.job.student_ds,
+            self.machine.ranks,
+            len(self.job.student_experts),
+        )
+        ema = j.run.ema is not None
+        parts = student_parts(self.network, experts, ds, ranks, accelerator=self.gpu, ema=ema)
+        saved = activation_bytes(j.student_transformer, ds, self.latent, self.samples, accelerator=self.gpu)
+        kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
+        step = {
+            f"student's {use}, in a step": Bytes(transient=b.transient)
+            for use, b in parts.items()
+            if b.transient
+        }
+        passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
+        optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
+        if not self.gpu and ranks > 1:
+            spread = spread_bytes(self.network, ds, ranks)
+            passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, ds))
+            optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
+        gathered = f"student's {GATHERED}, in a step"
+        return (
+            kept,
+            {use: b for use, b in step.items() if use == gathered},
+            {"student": passes, "optimizer": optimizer},
+        )
+
+    def _prepare(self) -> PhasePeak:
+        """Text encoder, VAE and teacher work one after the other."""
+        alternatives, kinds = self._prompts(), self.job.items.kinds
+        if (kinds != MediaType.PROMPT).any():
+            alternatives["media"] = self._media()
+        if (kinds == MediaType.PROMPT).any():
+            weights, call = self._teacher(self.job.run.prepare_batch)
+            alternatives["rollouts"] = weights | call
+        return PhasePeak(self._libraries(EARLY), alternatives)
+
+    def _prompts(self) -> dict[str, Parts]:
+        """The text encoder is loaded into CPU memory, with its file if that is in another precision."""
+        config, dtype = text_config(self.job.folder.path), torch.bfloat16 if self.gpu else torch.float32
+        need = text_encoding(config, dtype, accelerator=self.gpu)
+        stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
+        file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
+        kept = need.weights
+        if not self.gpu:  # the rest is read from disk, see `wan.encoders.offload_kwargs`
+            m = self.machine
+            room = room_of_a_rank(m.host_free, m.ranks_on_node) - total(self._libraries(EARLY)).host
+            kept = min(kept, max(room - need.work, need.weights // LEAST_PART))
+        return {
+            "loading the text encoder": {"text encoder": Bytes(host=kept), "its file": Bytes(node=file)},
+            "prompts": {
+                "text encoder": Bytes(transient=kept),
+                "text encoder's activations": Bytes(transient=need.work),
+            },
+        }
+
+    def _media(self) -> Parts:
+        """Media are encoded one by one."""
+        height, width, frames = self.size
+        need = encoding(self.job.folder.vae, (1, 3, frames, height, width), accelerator=self.gpu)
+        return {
+            "VAE": self._vae(need.weights),
+            "VAE's activations": Bytes(transient=need.work),
+            "pixels as they were read": Bytes(host=4 * 3 * frames * height * width),
+        }
+
+    def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
+        """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
+        j, gpu = self.job, self.gpu
+        latents = 1, *j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
+        need = decoding(j.folder.vae, latents, accelerator=gpu)
+        work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, accelerator=gpu)
+        return PhasePeak(
+            self.base | kept | {"VAE": self._vae(need.weights)},
+            {
+                "teacher": call,
+                "student": gathered | {"student's activations": Bytes(transient=work)},
+                "decode": {"VAE's activations": Bytes(transient=need.work)},
+            },
+        )
+
+    def _vae(self, weights: int) -> Bytes:
+        """It comes to an accelerator through CPU memory."""
+        return Bytes(device=weights, host=weights if self.gpu else 0)

@@ -1,0 +1,263 @@
+"""The fastest of the shipped JSONs that fit a machine; what a run leaves at `auto` becomes one of them."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import AUTO
+from wandistiller.config.validate import block_problems
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import dtype_name, load, student_engine, with_dtype
+from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, without_block
+from wandistiller.engine.preflight import config_problems
+from wandistiller.engine.transfers import Topology
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.hardware_rates import Rates, default_rates
+from wandistiller.planner.machine import Demand, Machine, demands, this_machine
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.phase_peak import most
+from wandistiller.planner.step_time import StepTime
+from wandistiller.student.trainable import tuning_problems
+from wandistiller.teacher.placement import read_placement, teacher_engine
+from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.memoize import once_for_each
+
+KEPT = (*BATCH_KEYS, "zero_optimization", "aio")
+"""Keys of a student JSON that are chosen here; the others are the run's."""
+STUDENTS = (
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_offload",
+    "zero3_offload",
+    "zero3_offload_all",
+    "zero3_nvme",
+)
+"""In ds_configs/student/, the simplest first."""
+EQUAL = 0.01
+"""Share of a step's time within which two lower bounds count as equal; they leave out more than that."""
+OWN = "as given"
+"""Instead of a file's name, for an engine that is not chosen."""
+NEAREST = 3
+"""Combinations named in the error."""
+
+
+class Choice(NamedTuple):
+    """A student JSON, a teacher JSON and a micro-batch, their memory, and the least seconds of a step."""
+
+    student: str
+    """Name of the file in ds_configs/student/, without .json."""
+    teacher: str
+    """Name of the file in ds_configs/teacher/."""
+    job: Job
+    takes: Bytes
+    seconds: float
+    order: tuple[int, int]
+    """Its place among the students' and teachers' JSONs; the first are the simplest and move least."""
+
+    def demands(self, machine: Machine) -> list[Demand]:
+        """Its demand for each kind of memory of `machine`."""
+        return [d for d in demands(self.takes, machine) if d.need]
+
+    def tightest(self, machine: Machine) -> Demand:
+        """The demand of which most is missing, or least is left."""
+        return max(self.demands(machine), key=lambda d: d.over)
+
+    def why(self, machine: Machine) -> str:
+        """Its numbers, in words."""
+        taken = self.demands(machine)
+        return (
+            f"takes {' and '.join(map(str, taken))} at most; free are "
+            f"{' and '.join(d.supply for d in taken)}; a step lasts {self.seconds:.3g} s at least"
+        )
+
+    def lines(self, machine: Machine) -> list[str]:
+        """The log lines of a choice."""
+        return [f"chosen    {self}", f"          {self.why(machine)}"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The engines of this run as recipe keys: file names where those suffice, else the content."""
+        j, ranks = self.job, self.job.batch.ranks
+        student, teacher = (
+            [] if name == OWN else [f"ds_configs/{kind}/{name}.json"]
+            for kind, name in (("student", self.student), ("teacher", self.teacher))
+        )
+        batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
+        cut = [
+            {k: v for k, v in ds.items() if k not in BATCH_KEYS} | batch
+            for ds in (*map(read_json, student), j.student_ds)
+        ]
+        return {
+            "deepspeed_config": next(
+                s for s in (*student, *cut) if student_engine("", load(s)[1], ranks)[0] == j.student_ds
+            ),
+            "teacher_deepspeed_config": next(
+                t for t in (*teacher, j.teacher_ds) if teacher_engine("", load(t)[1], ranks) == j.teacher_ds
+            ),
+        }
+
+    def __str__(self) -> str:
+        batch = self.job.batch
+        micro = f"micro-batch {batch.micro} x {batch.accumulation}"
+        return f"student {self.student}, teacher {self.teacher}, {micro}"
+
+
+def choices(job: Job, machine: Machine, rates: Rates, here: bool = False) -> list[Choice]:
+    """The combinations of shipped JSONs that fit, as `fitting` sorts them; `here` as in `ranked`."""
+    return fitting(ranked(job, machine, rates, here=here), machine)
+
+
+def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
+    """The combinations that fit, the fastest first; of about equally fast ones the simplest first."""
+    fits = [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
+    equal = (1 + EQUAL) * min((choice.seconds for choice in fits), default=0)
+    return sorted(fits, key=lambda choice: (max(choice.seconds, equal), choice.order))
+
+
+def ranked(
+    job: Job,
+    machine: Machine,
+    rates: Rates,
+    *,
+    student: bool = True,
+    teacher: bool = True,
+    here: bool = False,
+) -> list[Choice]:
+    """Every combination at the run's global batch that its other settings allow, the fastest first.
+
+    Args:
+        student: whether its engine is to be chosen; else it stays as it is.
+        teacher: whether its placement is.
+        here: `machine` is this one, which must be able to build the engines.
+    """
+    found = []
+    for s, (name, changed) in enumerate(_students(job, here) if student else [(OWN, job)]):
+        placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
+        for t, (place, both) in enumerate(placed):
+            found.append(
+                Choice(
+                    name,
+                    place,
+                    both,
+                    most(plan(both, machine)),
+                    StepTime(both, machine, rates).floor(),
+                    (s, t),
+                )
+            )
+    return sorted(found, key=lambda c: (c.seconds, c.order))
+
+
+def _students(job: Job, here: bool) -> Iterator[tuple[str, Job]]:
+    own = {k: v for k, v in job.student_ds.items() if k not in KEPT}
+    for name in STUDENTS:
+        ours = {
+            k: v
+            for k, v in read_json(f"ds_configs/student/{name}.json").items()
+            if k in ("zero_optimization", "aio")
+        }
+        made = list(_micro_batches(job, own | ours))
+        if (
+            made
+            and not tuning_problems(job.run, job.student_transformer, made[0].student_ds)
+            and not (here and config_problems("", without_block(made[0].student_ds)))
+        ):
+            yield from ((name, changed) for changed in made)
+
+
+def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
+    """The run with the engine `ds`, its batch cut into micro-steps in all ways that it allows."""
+    share = job.batch.total // job.batch.ranks
+    for micro in (m for m in (1, 2, 4, 8, 16, 32) if share % m == 0):
+        with suppress(ConfigError):  # it does not go with the rest of the run's JSON
+            made, batch = student_engine(
+                "", ds | {MICRO: micro, ACCUMULATION: share // micro}, job.batch.ranks
+            )
+            if not block_problems(job.run, {"batch": batch}):
+                yield replace(job, student_ds=made, batch=batch)
+
+
+def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job]]:
+    """The run with each shipped placement that `machine` may gain from, those first that move least."""
+    dtype, passes = dtype_name(job.teacher_ds), read_placement(job.teacher_ds).guidance_passes
+    for name, ds in teachers(job.folder.config, dtype, machine.topology):
+        if passes != 1:
+            ds = ds | {BLOCK: ds.get(BLOCK, {}) | {"guidance_passes": passes}}
+        if not (here and config_problems("", without_block(ds))):
+            yield name, replace(job, teacher_ds=ds)
+
+
+@once_for_each
+def teachers(config: dict[str, Any], dtype: str, topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+    """The shipped teacher JSONs that `auto` compares, checked, those with the cheapest transfers first.
+
+    Args:
+        config: the teacher's.
+        dtype: its precision.
+    """
+    found = []
+    for name in teacher_jsons():
+        with suppress(ConfigError):  # a library that it needs is not installed
+            given = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
+            ds = teacher_engine(name, given, topology.ranks)
+            if (placement := read_placement(ds)).is_candidate(ds, topology):
+                ways = {transfer.way for transfer in placement.traffic(config, ds, topology)}
+                slow = [way in ways for way in ("disk", "pcie", "network", "link")]
+                cost = (placement.on_cpu and topology.accelerator, *slow, placement.on_cpu)
+                found.append((cost, name, ds))
+    return [(name, ds) for _, name, ds in sorted(found, key=lambda row: row[:2])]
+
+
+def resolve_auto(job: Job) -> Job:
+    """Resolve what `job` leaves at `auto` into JSONs, written to OUTPUT/resolved as any others. Collective.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if not any(left_open(job)):
+        return job
+    swap = swap_folder(job, shipped=True)
+    machine = on_its_disk(this_machine(swap), job, swap)
+    best = chosen(job, machine, here=True)
+    for line in best.lines(machine):
+        collectives.log0("%s", line)
+    return best.job
+
+
+def left_open(job: Job) -> tuple[bool, bool]:
+    """Return whether the student's engine is `auto`, and whether the teacher's placement is."""
+    return job.run.deepspeed_config == AUTO, read_placement(job.teacher_ds).name == AUTO
+
+
+def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
+    """The fastest combination that fits `machine`, of what `job` leaves at `auto`.
+
+    Args:
+        here: `machine` is this one; engines that it cannot build, such as NVMe without libaio, are left out.
+    Raises:
+        ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
+    """
+    student, teacher = left_open(job)
+    every = ranked(
+        job, machine, default_rates(machine.device_size), student=student, teacher=teacher, here=here
+    )
+    if fits := fitting(every, machine):
+        return fits[0]
+    near = sorted(every, key=lambda c: c.tightest(machine).over)[:NEAREST]
+    needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
+    free = ", ".join(d.supply for d in near[0].demands(machine))
+    float32 = (
+        ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""
+    )
+    raise ConfigError(
+        f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. What helps: a smaller "
+        "student, fewer frames, more GPUs or nodes, more CPU memory, a larger disk for the swap folder"
+        f"{float32}."
+    )

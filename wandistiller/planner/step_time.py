@@ -1,0 +1,210 @@
+"""Lower bound of the time of a step: what is computed, and what is moved at the same time, at given rates."""
+
+from collections.abc import Callable, Iterator
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+
+from wandistiller.config.job import Job
+from wandistiller.data.dataset import MediaType
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
+from wandistiller.engine.ds_config import dtype_name, offload_device, stage
+from wandistiller.engine.transfers import Transfer, ring_transfers
+from wandistiller.engine.zero_memory import offload_section
+from wandistiller.planner.hardware_rates import Rates
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.student_network import student_model, student_network, student_shape
+from wandistiller.planner.teacher_memory import branches
+from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.teacher.placement import read_placement
+from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.activation_memory import Latent
+from wandistiller.wan.flops import forward_flops, step_flops
+from wandistiller.wan.transformer import TEXT_TOKENS
+
+ADAM_BYTES = 30
+"""Bytes of CPU memory read (weight, gradient, moments) and written (weight, moments, a copy in bf16) for an
+element in Adam's step."""
+
+
+class StageTime(NamedTuple):
+    """One kind of work of an optimizer step on one rank."""
+
+    what: str
+    times: int
+    """Repetitions in one step."""
+    tflop: float
+    """10^12 operations of each."""
+    tflops: float
+    """10^12 operations a second at which they are done."""
+    moves: tuple[Transfer, ...]
+    """Transfers at the same time."""
+
+    def computing(self) -> float:
+        """Seconds of arithmetic, of all repetitions."""
+        return self.times * self.tflop / self.tflops
+
+    def moving(self, rates: Rates) -> float:
+        """Seconds of the slowest way, of all repetitions."""
+        seconds = dict.fromkeys((m.way for m in self.moves), 0.0)
+        for m in self.moves:
+            seconds[m.way] += m.nbytes / (1e9 * getattr(rates, m.way))
+        return self.times * max(seconds.values(), default=0.0)
+
+    def seconds(self, rates: Rates) -> float:
+        """Least seconds."""
+        return max(self.computing(), self.moving(rates))
+
+
+def _shares(job: Job) -> dict[Latent, float]:
+    """Share of samples by the shape of the latent; media are assumed to be spread evenly over the buckets."""
+    items, rollouts = job.items, job.run.rollouts_per_prompt
+    media = int((items.kinds != MediaType.PROMPT).sum()) / items.samples(rollouts)
+    found: dict[Latent, float] = {}
+    for sizes, share in (([job.size], 1 - media), (job.buckets or [job.size], media)):
+        for s in sizes:
+            latent = job.folder.latent_shape(s.height, s.width, s.num_frames)
+            found[latent] = found.get(latent, 0.0) + share / len(sizes)
+    return {latent: share for latent, share in found.items() if share}
+
+
+@once_for_each
+def _step_flops(shape: list[Any], latent: Latent, again: list[Any] | None) -> int:
+    """Operations of the student's forward and backward pass over one sample, by its `student_shape`."""
+    model = student_model(*shape)
+    patch = model.config.patch_size
+    tokens = prod(n // p for n, p in zip(latent[1:], patch, strict=True))
+    projected = sum(p.numel() for name, p in model.named_parameters() if name.startswith(PROJECTIONS))
+    recompute = CheckpointPolicy(checkpoint=again[0], checkpoint_every=again[1]) if again else None
+    return step_flops(model, latent, recompute) + 3 * 2 * tokens * projected
+
+
+class StepTime:
+    """Least time of a step of `job` on a rank of `machine`."""
+
+    def __init__(self, job: Job, machine: Machine, rates: Rates):
+        self.job, self.machine, self.rates = job, machine, rates
+        self.shares, self.topology = _shares(job), machine.topology
+
+    def all(self) -> list[StageTime]:
+        """The stages of a step, one after the other."""
+        return [
+            *(self._teacher() if self.job.objective.needs_teacher else ()),
+            self._student(),
+            self._optimizer(),
+        ]
+
+    def floor(self) -> float:
+        """Least seconds of a step."""
+        return sum(cost.seconds(self.rates) for cost in self.all())
+
+    def rollouts(self) -> float:
+        """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
+        j, (call,) = self.job, self._teacher()
+        made = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
+        made = min(made, j.run.max_steps * j.batch.total)
+        return made / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
+
+    def _mean(self, of: Callable[[Latent], float]) -> float:
+        """Mean over the samples of a function of the latent's shape."""
+        return sum(share * of(latent) for latent, share in self.shares.items())
+
+    def _teacher(self) -> Iterator[StageTime]:
+        """The calls of a step; those of an owner wait for each other."""
+        j, t, tflops = self.job, self.topology, self.rates.tflops
+        placement, both = read_placement(j.teacher_ds), branches(j)
+        tflop = both * j.batch.micro * self._mean(lambda shape: forward_flops(j.folder.config, shape)) / 1e12
+        moves = self._streamed() * min(placement.guidance_passes, both)
+        if placement.on_one_rank:
+            tflop *= t.ranks_on_node
+            moves += self._to_owner()
+        if placement.on_cpu and t.accelerator:
+            tflops = self.rates.cpu_tflops / t.ranks_on_node
+        yield StageTime("the teacher's call", j.batch.accumulation, tflop, tflops, tuple(moves))
+
+    def _streamed(self) -> list[Transfer]:
+        """Transfers of the teacher's weights in one forward pass, of one expert."""
+        config, ds = self.job.folder.config, self.job.teacher_ds
+        return list(read_placement(ds).traffic(config, ds, self.topology))
+
+    def _to_owner(self) -> Iterator[Transfer]:
+        """Inputs to an owner and outputs from it, float32."""
+        j, others = self.job, self.topology.ranks_on_node - 1
+        states, text = int(2 * self._mean(prod)), TEXT_TOKENS * j.folder.config["text_dim"]
+        if others:
+            yield Transfer("inputs and outputs", 4 * j.batch.micro * (states + text) * others, "link")
+
+    def _student(self) -> StageTime:
+        """Forward and backward pass of a micro-step."""
+        j, t, ds, network = self.job, self.topology, self.job.student_ds, student_network(self.job)
+        item, policy = getattr(torch, dtype_name(ds)).itemsize, read_recompute(ds)
+        policy = [policy.checkpoint, policy.checkpoint_every] if policy else None
+        each = self._mean(lambda latent: _step_flops(student_shape(j), latent, policy))
+        tflop = j.batch.micro * len(j.objective.states) * each / 1e12
+        gradients = item * sum(network.trained.values())
+        moves: list[Transfer] = []
+        if stage(ds) >= 2:
+            moves += ring_transfers("gradients to the other ranks", self._reduced(gradients), t)
+        if stage(ds) == 3:
+            moves += self._gathered(gradients + item * sum(network.frozen.values()))
+        if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
+            moves.append(Transfer("gradients over PCIe", gradients // t.ranks, "pcie"))
+        return StageTime("the student's passes", j.batch.accumulation, tflop, self.rates.tflops, tuple(moves))
+
+    def _gathered(self, whole: int) -> Iterator[Transfer]:
+        """Transfers of the student's weights under ZeRO-3 in a micro-step.
+
+        Args:
+            whole: bytes of all weights.
+        """
+        t, ds, both = (
+            self.topology,
+            self.job.student_ds,
+            2 * whole,
+        )  # recomputed blocks still have their weights
+        # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
+        second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+        far = whole // self.job.batch.accumulation if second else both
+        yield from ring_transfers("weights from the other ranks", far, t)
+        if second:
+            yield from ring_transfers("weights from the node's other ranks", both - far, t, within_node=True)
+        if offload_device(ds) != "none" and t.accelerator:
+            yield Transfer("weights over PCIe", both // t.ranks, "pcie")
+        if offload_device(ds) == "nvme":
+            yield Transfer("weights from disk", both * t.ranks_on_node // t.ranks, "disk")
+
+    def _optimizer(self) -> StageTime:
+        """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
+        t, ds = self.topology, self.job.student_ds
+        trained, home = (
+            sum(student_network(self.job).trained.values()),
+            offload_section(ds, "optimizer")["device"],
+        )
+        whole, part = trained * getattr(torch, dtype_name(ds)).itemsize, trained // t.ranks
+        of_node, moves = part * t.ranks_on_node, []
+        if stage(ds) <= 1:
+            moves += ring_transfers("gradients to the other ranks", self._reduced(whole), t)
+        if stage(ds) in (1, 2):
+            moves += ring_transfers("new weights from the other ranks", whole, t)
+        if home != "none" or not t.accelerator:
+            moves.append(Transfer("weights and moments in CPU memory", ADAM_BYTES * of_node, "memory"))
+        if home != "none" and t.accelerator:
+            moves.append(Transfer("new weights over PCIe", 2 * part, "pcie"))
+        if home == "nvme":
+            moves.append(Transfer("weights and moments from and to disk", 32 * of_node, "disk"))
+        return StageTime("the optimizer's step", 1, 0.0, self.rates.tflops, tuple(moves))
+
+    def _reduced(self, gradients: int) -> int:
+        """Bytes around the ring to average gradients: twice as many, but for NCCL's reduce-scatter.
+
+        Stage 2 averages whole buckets too (deepspeed 0.19.8), and gloo has no reduce-scatter (torch 2.13).
+        """
+        return gradients * (1 if stage(self.job.student_ds) == 3 and self.topology.accelerator else 2)
+
+    def micro_batch_that_hides_streaming(self) -> int | None:
+        """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""
+        if not self.job.objective.needs_teacher or not self._streamed():
+            return None
+        (call,) = self._teacher()
+        return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))

@@ -1,0 +1,76 @@
+"""Memory of the teacher on one rank, as its placement has it."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from wandistiller.config.job import Job
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.engine.zero_memory import Bytes, one_at_a_time
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.phase_peak import Parts
+from wandistiller.planner.student_network import matched_blocks
+from wandistiller.teacher.placement import read_placement
+from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.activation_memory import call_bytes
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import width
+
+
+def teacher_bytes(folder: WanFolder, ds: dict[str, Any], sharers: int) -> Bytes:
+    """Weights of all experts on a rank, placed by `ds`, which `teacher_engine` has checked.
+
+    For `owner` and `device_map` on the owner's rank, for the latter as if nothing were mapped to CPU or disk.
+
+    Args:
+        sharers: ranks that an engine of stage 3 is divided among.
+    """
+    return one_at_a_time([_expert_bytes(config, ds, sharers) for config in folder.configs.values()])
+
+
+@once_for_each
+def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
+    return read_placement(ds).memory(config, ds, sharers)
+
+
+def branches(job: Job) -> int:
+    """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
+    return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
+
+
+def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: int) -> tuple[Parts, Parts]:
+    """Memory that the teacher keeps, and memory of a call on so many samples; empty if it cannot be known."""
+    ds, placement, gpu = job.teacher_ds, read_placement(job.teacher_ds), machine.device_free is not None
+    if not placement.memory_known:
+        return {}, {}
+    weights = teacher_bytes(job.folder, ds, placement.sharers(machine.topology))
+    batch = samples * max(1, branches(job) // placement.guidance_passes)
+    on_gpu = gpu and not placement.on_cpu
+    activations = call_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
+    pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
+    kept = replace(
+        weights,
+        transient=0,
+        host=weights.host + placement.overhead(ds),
+        pinned=weights.host if pinned else 0,
+    )
+    if placement.on_one_rank and not gpu:  # once in a node's CPU memory
+        kept = Bytes(node=kept.device)
+    return {"teacher's weights": kept}, {
+        "teacher's weights on their way": Bytes(transient=weights.transient),
+        "a call of the teacher": Bytes(host=activations)
+        if placement.on_cpu
+        else Bytes(transient=activations),
+    }
+
+
+def hidden_states(job: Job, tokens: int) -> Parts:
+    """The teacher's hidden states in its forward pass; both branches, until the null branch is freed."""
+    if not (blocks := len(matched_blocks(job))):
+        return {}
+    passes = read_placement(job.teacher_ds).guidance_passes
+    together = 2 // passes if branches(job) == 2 else 0
+    item = getattr(torch, dtype_name(job.teacher_ds)).itemsize
+    nbytes = blocks * tokens * width(job.folder.config) * item * job.batch.micro * (1 + together)
+    return {"the teacher's hidden states": Bytes(transient=nbytes)}

@@ -1,0 +1,93 @@
+"""A student's blocks in training: activation checkpointing, and the hidden states for feature matching."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
+from wandistiller.wan import transformer
+
+PROJECTIONS = "feature_projections"
+"""Attribute with the student's trained projections, by block number; they are not exported."""
+
+
+def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: int) -> None:
+    """Give `model` a projection of these blocks' outputs to the teacher's `width`, equal on every rank.
+
+    A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
+    """
+    own = transformer.width(model.config)
+    projections = nn.ModuleDict(
+        {str(k): nn.Identity() if own == width else nn.Linear(own, width, bias=False) for k in blocks}
+    )
+    for p in projections.parameters():
+        nn.init.eye_(p)
+    setattr(model, PROJECTIONS, projections)
+
+
+class Blocks:
+    """Runs the blocks of one network while gradients are on, instead of diffusers' plain loop."""
+
+    def __init__(self, model: WanTransformer3DModel, policy: CheckpointPolicy | None):
+        """Take over `model`'s blocks.
+
+        Args:
+            model: the outputs of the blocks with a projection in its `feature_projections` are kept.
+            policy: what backward recomputes; None keeps all activations.
+        """
+        self.features: dict[int, Tensor] = {}
+        self._number = {block: i for i, block in enumerate(model.blocks)}
+        self._projections = dict(getattr(model, PROJECTIONS, nn.ModuleDict()).items())
+        chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
+        parts = MODULES[policy.checkpoint] if policy else ()
+        for part in (block.get_submodule(name) for block in chosen for name in parts):
+            part.forward = partial(_checkpointed, part, part.forward)
+        self._whole = chosen if not parts else set()
+        if self._whole or self._projections:
+            model.enable_gradient_checkpointing(self._run)
+
+    def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        run = partial(_checkpointed, block, block) if block in self._whole else block
+        h_BSD, number = run(h_BSD, *others), self._number[block]
+        if project := self._projections.get(str(number)):
+            # inside the engine's forward, so that ZeRO-3 gathers the projection
+            self.features[number] = project(h_BSD)
+        return h_BSD
+
+
+def _checkpointed(module: nn.Module, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call `run`, the forward of `module`, under DeepSpeed's checkpointing, which follows the JSON's section.
+
+    Its inputs must be tensors, and its partitioning and offloading empty them (deepspeed 0.19.8): so they are
+    passed flat, and as copies.
+    """
+    if not torch.is_grad_enabled():
+        return run(*inputs)
+    leaves, form = tree_flatten(inputs)
+    tensors = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+    if not any(t.requires_grad for t in tensors) and any(p.requires_grad for p in module.parameters()):
+        # all before is frozen; without one such input reentrant checkpoints give no gradient
+        tensors[0].requires_grad_()
+    # the closure must not hold the tensors
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def recompute(*tensors: Tensor) -> Tensor:
+        full = list(rest)
+        for i, tensor in zip(places, tensors, strict=True):
+            full[i] = tensor
+        return run(*tree_unflatten(full, form))
+
+    del leaves, inputs
+    return deepspeed.checkpointing.checkpoint(recompute, *tensors)
+
+
+def configure(ds: dict[str, Any]) -> None:
+    """Configure DeepSpeed's checkpointing, which is global to the process, from the JSON."""
+    deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)

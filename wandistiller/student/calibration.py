@@ -1,0 +1,163 @@
+"""Calibration: means, mean squares and second moments of a network's activations, collected by hooks."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.data.cached_dataset import CachedData
+from wandistiller.flow import FlowSchedule, expert_at, keyed_normal, path
+from wandistiller.student.pruning import CalibrationStats, InputMoments
+from wandistiller.teacher.base import Teacher
+
+STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
+QK_NORMS = ("norm_q", "norm_k")
+AT_ONCE = 2**24
+"""Elements converted to float64 at once: a video of Wan 14B has 1.8 x 10^9 hidden units."""
+
+
+class _Sums:
+    """Sums over all tokens in float64, so that they do not depend on how samples were batched."""
+
+    def __init__(self) -> None:
+        self.vectors: dict[str, list[Tensor]] = {}
+        self.matrices: dict[str, list[Tensor]] = {}
+
+    def vector(self, name: str, x_TD: Tensor) -> None:
+        for part_TD in _parts(x_TD):
+            part_TD = part_TD.double()
+            self._add(
+                self.vectors, name, part_TD.new_tensor(len(part_TD)), part_TD.sum(0), part_TD.square().sum(0)
+            )
+
+    def matrix(
+        self, name: str, x_TD: Tensor, norm: Callable[[Tensor], Tensor] = lambda part_TD: part_TD
+    ) -> None:
+        for part_TD in _parts(x_TD):
+            part_TD = norm(part_TD.float())
+            self._add(self.matrices, name, part_TD.new_tensor(len(part_TD)), (part_TD.T @ part_TD).double())
+
+    def _add(self, sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
+        totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
+        for total, t in zip(totals, new, strict=True):
+            total += t.to(total.device)
+
+
+def _parts(x_TD: Tensor) -> tuple[Tensor, ...]:
+    return x_TD.split(max(1, AT_ONCE // x_TD.shape[-1]))
+
+
+def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> CalibrationStats | None:
+    """Run `use`, which calls `networks`; return joint statistics of their activations."""
+    sums, hooks = _Sums(), []
+    for network in networks:
+        for name, module in network.named_modules():
+            if hook := _hook(sums, name, module):
+                hooks.append(module.register_forward_pre_hook(hook))
+    try:
+        with torch.no_grad():
+            use()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not hooks:
+        return None
+    moments = {
+        name: InputMoments((s / n).float().cpu(), (q / n).float().cpu())
+        for name, (n, s, q) in sums.vectors.items()
+    }
+    stream_n, stream_DD = (t.cpu() for t in sums.matrices["stream"])
+    text_n, text_DD = (t.cpu() for t in sums.matrices["text"])
+    mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
+    return CalibrationStats(
+        moments, (stream_DD / stream_n).float(), (text_DD / text_n - torch.outer(mean_D, mean_D)).float()
+    )
+
+
+def _hook(
+    sums: _Sums, name: str, module: nn.Module
+) -> Callable[[nn.Module, tuple[Tensor, ...]], None] | None:
+    leaf = name.split(".")[-1]
+    if leaf in STREAM_NORMS and not isinstance(module, nn.Identity):
+        return lambda _, x: sums.matrix(
+            "stream", x[0].flatten(0, -2), lambda part_TD: F.layer_norm(part_TD, part_TD.shape[-1:])
+        )
+    if name == "blocks.0.attn2.to_k":
+
+        def both(_: nn.Module, x: tuple[Tensor, ...]) -> None:
+            sums.vector(name, x[0].flatten(0, -2))
+            sums.matrix("text", x[0].flatten(0, -2))
+
+        return both
+    if isinstance(module, nn.Linear | nn.SiLU) or leaf in QK_NORMS:
+        return lambda _, x: sums.vector(name, x[0].flatten(0, -2))
+    return None
+
+
+TOKENS, FEWEST, MOST = 2**15, 16, 64
+"""Patches of all calibration samples together, and bounds for the number of samples."""
+BANDS = 4
+
+
+def calibration_batches(
+    data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int
+) -> list[Batch]:
+    """Make batches, each of one expert, at evenly spaced points of the unshifted line, as in training.
+
+    Args:
+        tokens: patches of a sample; the samples together have `TOKENS` patches, if `FEWEST` to
+            `MOST` samples can.
+        batch_size: samples of a batch.
+    """
+    count = min(MOST, max(FEWEST, TOKENS // tokens))
+    sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
+    batches = []
+    for expert in Expert:
+        numbers = [i for i in range(count) if expert_at(sigmas[i], schedule.boundary) is expert]
+        for first in range(0, len(numbers), batch_size):
+            index_B = numbers[first : first + batch_size]
+            x0_BCFHW, text_BLD = data.examples(index_B)
+            noise = [keyed_normal(x0_BCFHW.shape[1:], schedule.seed, "probe", i) for i in index_B]
+            noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
+            sigma_B = torch.tensor([sigmas[i] for i in index_B], device=x0_BCFHW.device)
+            x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
+            batches.append(Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert))
+    return batches
+
+
+class VelocityError:
+    """Sums |v - v*|^2 and |v*|^2 by sample; the relative error is the root of their quotient."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    def add(self, batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> None:
+        """Add the samples of a batch."""
+        tensors = (v_BCFHW - target_BCFHW, target_BCFHW)
+        error_B, norm_B = (t.flatten(1).double().square().sum(1) for t in tensors)
+        self._rows.append(torch.stack([batch.sigma_B.double(), error_B, norm_B], dim=1).cpu())
+
+    def relative(self, low: float = 0.0, high: float = 1.0) -> float | None:
+        """Return the error over the samples with sigma in (low, high]; None without any."""
+        rows_N3 = torch.cat(self._rows)
+        sums_3 = rows_N3[(rows_N3[:, 0] > low) & (rows_N3[:, 0] <= high)].sum(0)
+        return (sums_3[1] / sums_3[2]).sqrt().item() if sums_3[0] else None
+
+    def by_sigma(self) -> dict[str, float]:
+        """Return the error in each of `BANDS` equal bands of sigma, without empty ones."""
+        bands = [(i / BANDS, (i + 1) / BANDS) for i in range(BANDS)]
+        errors = {f"{low}-{high}": self.relative(low, high) for low, high in bands}
+        return {band: error for band, error in errors.items() if error is not None}
+
+
+@torch.no_grad()
+def velocity_error(
+    batches: list[Batch], teacher: Teacher, velocity: Callable[[Batch], Tensor]
+) -> VelocityError:
+    """Measure the predicted velocities v_BCFHW against the teacher's. Collective if either is."""
+    error = VelocityError()
+    for batch in batches:
+        error.add(batch, velocity(batch), teacher.velocity(batch))
+    return error

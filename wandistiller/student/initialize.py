@@ -1,0 +1,94 @@
+"""The student's initial weights: the teacher's, cut where it is narrower; random; or those of a folder."""
+
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.student import pruning
+from wandistiller.student.config import StudentConfig, kept_layers, source_experts, transformer_folder
+from wandistiller.student.pruning import CalibrationStats
+from wandistiller.student.slicing import WidthSlicer
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan import transformer
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weights import WeightReader
+
+
+class _Weights:
+    """The source tensors of a student's network, read one at a time; averaged over several experts."""
+
+    def __init__(self, student: StudentConfig, folder: WanFolder, expert: Expert):
+        from_teacher = [folder.path / e.value for e in source_experts(student, folder, expert)]
+        sources = from_teacher if student.init == "teacher" else [transformer_folder(student.init, expert)]
+        self.readers = [WeightReader(source) for source in sources]
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor, float32 on the CPU."""
+        values = [torch.empty(reader.stored[name].shape) for reader in self.readers]
+        for reader, value in zip(self.readers, values, strict=True):
+            reader.read(name, value)
+        return values[0] if len(values) == 1 else torch.stack(values).mean(0)
+
+
+def start_model(
+    student: StudentConfig,
+    config: dict[str, Any],
+    folder: WanFolder,
+    expert: Expert,
+    seed: int,
+    cuts: WidthSlicer | None = None,
+) -> WanTransformer3DModel:
+    """Make the student's network before training, float32 on the CPU, equal on every rank.
+
+    Args:
+        cuts: result of `plan_cuts`, for a student that is narrower than the teacher it starts from.
+    Raises:
+        ConfigError: on every rank, if weights are unreadable or not finite on any.
+    """
+    if student.init == "random":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return WanTransformer3DModel.from_config(config)
+    copied = student.init == "teacher"
+    layers = kept_layers(student, config, folder) if copied else list(range(config["num_layers"]))
+    model, weights = transformer.meta_transformer(config), _Weights(student, folder, expert)
+    cuts = cuts or WidthSlicer()
+    for name, module in list(model.named_modules()):
+        source = _renumbered(name, layers)
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        values = {leaf: weights.read(f"{source}.{leaf}".strip(".")) for leaf in leaves}
+        for leaf, value in cuts.cut(source, values).items():
+            transformer.set_parameter(module, leaf, value.contiguous())  # DeepSpeed views parameters as bytes
+    if problems := collectives.gather_problems([p for reader in weights.readers for p in reader.found_bad]):
+        raise ConfigError(*problems)
+    return model.requires_grad_(True)
+
+
+def blank_model(config: dict[str, Any]) -> WanTransformer3DModel:
+    """Make a network of zeros, float32 on the CPU, to be filled from a checkpoint."""
+    model = transformer.meta_transformer(config)
+    for name, parameter in list(model.named_parameters()):
+        transformer.set_parameter(model, name, torch.zeros(parameter.shape))
+    return model.requires_grad_(True)
+
+
+def plan_cuts(
+    student: StudentConfig,
+    config: dict[str, Any],
+    folder: WanFolder,
+    expert: Expert,
+    stats: CalibrationStats,
+) -> WidthSlicer:
+    """Choose the cut of one of the student's networks from the teacher's activation statistics."""
+    blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)
+    return pruning.plan(config, folder.config, blocks, stats, weights.read)
+
+
+def _renumbered(name: str, layers: list[int]) -> str:
+    """The teacher's name for a module of the student."""
+    first, *rest = name.split(".")
+    return ".".join([first, str(layers[int(rest[0])]), *rest[1:]]) if first == "blocks" and rest else name

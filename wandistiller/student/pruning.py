@@ -1,0 +1,150 @@
+"""Choice of the teacher's heads, units and channels for a narrower student, from activation statistics.
+
+Shape letters: D the teacher's width, d the student's, H heads, E a head's width, I = H E, U units of a layer.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.student.slicing import Subspace, WidthSlicer
+
+Read = Callable[[str], Tensor]
+"""Reads the teacher's tensor of a name, float32 on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputMoments:
+    """Mean and mean square of one module's input over the calibration batches."""
+
+    mean_D: Tensor
+    square_D: Tensor
+    """Mean square."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationStats:
+    """Activation statistics from which a cut is chosen."""
+
+    moments: dict[str, InputMoments]
+    """Input moments of each of the teacher's modules, by name, such as `blocks.3.ffn.net.2`."""
+    stream_DD: Tensor
+    """Second moment of LayerNorm(h) over all norms that read the residual stream."""
+    text_DD: Tensor
+    """Covariance of the text stream, which every cross-attention reads."""
+
+
+def plan(
+    config: dict[str, Any], teacher: dict[str, Any], blocks: list[int], stats: CalibrationStats, read: Read
+) -> WidthSlicer:
+    """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.
+
+    Args:
+        blocks: the teacher's layers that are kept.
+    """
+    axes: dict[str, Subspace] = {}
+    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
+    if (heads, head_dim) != (teacher["num_attention_heads"], teacher["attention_head_dim"]):
+        width = heads * head_dim
+        axes["stream"] = _stream(stats.stream_DD, width)
+        axes["text"] = Subspace(_principal(stats.text_DD, width))
+        for axis, name in (("time", "time_embedder"), ("words", "text_embedder")):
+            score_U = _input_scores(stats, read, f"condition_embedder.{name}.linear_2")
+            axes[axis] = Subspace(_strongest(score_U, width))
+        axes["temb"] = axes["stream"]
+        for i in blocks:
+            for attention in (f"blocks.{i}.attn1", f"blocks.{i}.attn2"):
+                axes |= _attention(stats, read, attention, teacher, heads, head_dim)
+    if config["ffn_dim"] != teacher["ffn_dim"]:
+        for i in blocks:
+            score_U = _input_scores(stats, read, f"blocks.{i}.ffn.net.2")
+            axes[f"blocks.{i}.ffn"] = Subspace(_strongest(score_U, config["ffn_dim"]))
+    return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
+
+
+def _input_scores(stats: CalibrationStats, read: Read, name: str) -> Tensor:
+    """Importance of each input of a linear map: its weights' squared norm times its mean square."""
+    return read(f"{name}.weight").square().sum(0) * stats.moments[name].square_D
+
+
+def _strongest(score_U: Tensor, keep: int) -> Tensor:
+    """Units with the greatest scores, in their old order."""
+    return score_U.argsort(descending=True, stable=True)[:keep].sort().values
+
+
+def _principal(moment_DD: Tensor, keep: int) -> Tensor:
+    """Orthonormal directions_Dd of the greatest second moment; signs are equal on all machines."""
+    directions_DD = torch.linalg.eigh(moment_DD.double()).eigenvectors.flip(1)[:, :keep]
+    signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
+    return (directions_DD * signs_d).float()
+
+
+def _stream(moment_DD: Tensor, width: int) -> Subspace:
+    """The residual stream's axis, from the second moment of LayerNorm(h)."""
+    units_d = _strongest(moment_DD.diagonal(), width)
+    kept_dd = moment_DD[units_d][:, units_d]
+    # the student's LayerNorm subtracts the mean of the kept channels, and divides by the rest's rms
+    return Subspace(units_d, (kept_dd.diagonal().mean() - kept_dd.mean()).sqrt().item())
+
+
+def _attention(
+    stats: CalibrationStats, read: Read, name: str, teacher: dict[str, Any], heads: int, head_dim: int
+) -> dict[str, Subspace]:
+    """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
+    old = teacher["attention_head_dim"]
+    score_HE = _input_scores(stats, read, f"{name}.to_out.0").view(-1, old)
+    kept_H = _strongest(score_HE.sum(1), heads)
+    within_E = torch.tensor(rope_units(old, head_dim))
+    values = [h * old + _strongest(score_HE[h], head_dim) for h in kept_H.tolist()]
+    units_I = (kept_H[:, None] * old + within_E).flatten()
+    axes = {f"{name}.to_v": Subspace(torch.cat(values))}
+    for which in "qk":
+        square_I = stats.moments[f"{name}.norm_{which}"].square_D
+        # the norm now divides by the rms of the kept units, and attention by the root of the new head's width
+        gain = (square_I[units_I].mean() / square_I.mean()).sqrt().item() * (head_dim / old) ** 0.25
+        axes[f"{name}.to_{which}"] = Subspace(units_I, gain)
+    return axes
+
+
+def rope_pairs(head_dim: int, theta: float = 10000.0) -> list[tuple[str, float]]:
+    """Return axis (t, h, w) and log frequency of each pair of channels of a head, as in WanRotaryPosEmbed.
+
+    h = w = 2 (E // 6), t = the rest; pair i of an axis of width n turns by theta^(-2 i / n) per position.
+    """
+    side = 2 * (head_dim // 6)
+    widths = {"t": head_dim - 2 * side, "h": side, "w": side}
+    return [(axis, -2 * i / n * math.log(theta)) for axis, n in widths.items() for i in range(n // 2)]
+
+
+def fits_rope(old: int, new: int) -> bool:
+    """Return whether a head of width `old` has enough pairs for each axis of one of width `new`."""
+    before, after = ([a for a, _ in rope_pairs(n)] for n in (old, new))
+    return all(after.count(axis) <= before.count(axis) for axis in "thw")
+
+
+def rope_units(old: int, new: int) -> list[int]:
+    """Return the channels of a head of width `old` for one of width `new`: per axis the nearest frequencies.
+
+    Each axis keeps as many pairs as the new head has, in their order; of all such choices the one with the
+    least sum of squared differences of log frequency.
+    """
+    before, after = rope_pairs(old), rope_pairs(new)
+    kept = []
+    for axis in "thw":
+        have = [(i, f) for i, (a, f) in enumerate(before) if a == axis]
+        kept += _nearest_rising(have, [f for a, f in after if a == axis])
+    return [unit for pair in kept for unit in (2 * pair, 2 * pair + 1)]
+
+
+def _nearest_rising(have: list[tuple[int, float]], want: list[float]) -> list[int]:
+    """Rising numbers of `have`, one for each of `want`, with the least sum of squared differences."""
+    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * len(want)
+    for number, value in have:
+        for n in range(len(want), 0, -1):
+            cost, numbers = best[n - 1]
+            best[n] = min(best[n], (cost + (value - want[n - 1]) ** 2, [*numbers, number]))
+    return best[len(want)][1]

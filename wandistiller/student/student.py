@@ -1,0 +1,159 @@
+"""The student in training: its DeepSpeed engines, one per expert."""
+
+import math
+from typing import Any
+
+import deepspeed
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
+from wandistiller.distributed import collectives
+from wandistiller.engine import nvme
+from wandistiller.engine.activation_checkpointing import read_recompute
+from wandistiller.engine.ds_config import on_nvme
+from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.monitors import Monitors, without_monitors
+from wandistiller.engine.optimizer_state import MasterWeights
+from wandistiller.engine.workarounds import (
+    has_dynamic_loss_scale,
+    partition_before_moving,
+    patch_flops_profiler,
+    reset_adam_step_cache,
+    skip_nonfinite_steps,
+    uncount_skipped_step,
+    undo_dummy_step,
+)
+from wandistiller.student.blocks import Blocks, configure
+from wandistiller.student.ema import Ema
+from wandistiller.student.trainable import parameter_groups
+from wandistiller.wan import transformer
+
+
+class Student:
+    """The trained networks, each in its own engine."""
+
+    def __init__(
+        self,
+        models: dict[Expert, WanTransformer3DModel],
+        ds: dict[str, Any],
+        *,
+        learning_rates: dict[str, float] | None = None,
+        ema: float | None = None,
+        ema_start: int = 0,
+    ):
+        """Put each model into an engine of the config `ds`, checked by `student_engine`. Collective.
+
+        Args:
+            models: from `set_trainable`.
+            learning_rates: factors by part, as in `parameter_patterns.factor`.
+            ema: decay of the average of the weights, which begins after `ema_start` steps.
+        """
+        policy, ds = read_recompute(ds), without_block(ds)
+        if policy:
+            configure(ds)
+        self._blocks = {expert: Blocks(model, policy) for expert, model in models.items()}
+        self.engines = {
+            expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()
+        }
+        self.monitors, *_ = map(Monitors, self.engines.values())
+        self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
+        optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
+        for optimizer in optimizers.values():
+            optimizer.register_step_pre_hook(lambda optimizer, *_: reset_adam_step_cache(optimizer))
+        self.averages = {
+            expert: Ema(t, ema, ema_start) for expert, t in self.trained.items() if ema is not None
+        }
+
+    def engine(self, expert: Expert) -> Any:
+        """Return the engine that trains on batches of `expert`; a one-expert student has only one."""
+        return self.engines.get(expert, self.engines[Expert.HIGH_NOISE])
+
+    def predict(self, batches: dict[str, Batch]) -> dict[str, Prediction]:
+        """Make one forward pass for all kinds of states, as engines count a backward by its forward."""
+        return split_prediction(self.forward(concat_batches(batches)), batches)
+
+    def backward(self, expert: Expert, loss: Tensor) -> None:
+        """Add to the gradients of the expert's engine, which divides `loss` by the number of micro-steps."""
+        self.engine(expert).backward(loss)
+
+    def step(self, expert: Expert) -> None:
+        """Finish a micro-step; after the last one the engine updates the weights."""
+        self.engine(expert).step()
+
+    def lost_update(self, expert: Expert) -> bool:
+        """Return whether the last step changed nothing, except by a float16 loss scale, which adapts."""
+        engine = self.engine(expert)
+        return not (engine.was_step_applied() or has_dynamic_loss_scale(engine))
+
+    def forget_skipped_step(self, expert: Expert) -> None:
+        """Uncount the step that the expert's engine has just skipped, if it did."""
+        if not self.engine(expert).was_step_applied():
+            uncount_skipped_step(self.engine(expert))
+
+    def advance_schedules(self, expert: Expert) -> None:
+        """Advance the learning rates of the engines that made no update in a step of `expert`."""
+        used = self.engine(expert)
+        for engine in self.engines.values():
+            if not (engine is used and engine.was_step_applied()) and engine.lr_scheduler is not None:
+                engine.lr_scheduler.step()
+
+    def update_ema(self, expert: Expert, done: int) -> None:
+        """Add the weights after `done` steps of the run to the average of the expert of the last step.
+
+        The other expert's average waits, as its weights do: the decay counts an expert's own updates.
+        """
+        for trained, average in self.averages.items():
+            if self.engines[trained] is self.engine(expert):
+                average.update(done)
+
+    def state(self, expert: Expert) -> dict[str, Any]:
+        """Return the engine's gradient norm, learning rate, loss scale, and whether it skipped the step."""
+        engine = self.engine(expert)
+        norm = engine.get_global_grad_norm()
+        state = {
+            "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
+            "lr": engine.get_lr()[0],
+        }
+        if engine.fp16_enabled():  # a gradient beyond its range skips the step and lowers the scale
+            state["loss_scale"] = engine.optimizer.loss_scale
+        if not engine.was_step_applied():
+            state["skipped"] = True
+        return state
+
+    def velocity(self, batch: Batch) -> Tensor:
+        """Return v_BCFHW, float32, with gradient if that is enabled."""
+        return self.forward(batch).v_BCFHW
+
+    def forward(self, batch: Batch) -> Prediction:
+        """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
+        engine = self.engine(batch.expert)
+        # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
+        network = engine if torch.is_grad_enabled() else engine.module
+        v_BCFHW = transformer.velocity(network, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        blocks = self._blocks.get(batch.expert, self._blocks[Expert.HIGH_NOISE])
+        features, blocks.features = blocks.features, {}
+        return Prediction(v_BCFHW, features)
+
+
+def _engine(
+    model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: dict[str, float], expert: Expert
+) -> Any:
+    groups, ds = parameter_groups(model, learning_rates, ds)
+    if ds.get("flops_profiler", {}).get("enabled"):
+        patch_flops_profiler()
+    if on_nvme(ds):
+        collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
+        ds = nvme.to_own_folder(
+            ds, [p.numel() for p in model.parameters()], f"student_{expert.value}", collectives.world_size()
+        )
+    if expert is not Expert.HIGH_NOISE:  # which has the run's monitors
+        ds = without_monitors(ds)
+    with partition_before_moving(model, ds):
+        engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
+    undo_dummy_step(engine)
+    skip_nonfinite_steps(engine)
+    # data_types.buffer_dtype would have cast its tables
+    model.rope = transformer.fresh_rope(model).to(collectives.device())
+    return engine

@@ -1,0 +1,154 @@
+"""The student's trained weights: frozen parts, learning-rate factors, LoRA."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Annotated, Any, Protocol
+
+import torch
+from diffusers import WanTransformer3DModel
+from pydantic import Field
+from torch import Tensor, nn
+
+from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.utils.errors import problem
+from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
+from wandistiller.utils.validation import Count, Positive, check, types_of
+from wandistiller.wan import transformer
+
+RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
+"""Keys of DeepSpeed's schedules that are learning rates."""
+DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_range_test_min_lr": 1e-3}}
+"""Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """The recipe key `lora`: only low-rank matrices of linear layers are trained, W + alpha / rank B A.
+
+    Source: Hu et al. 2021, arXiv:2106.09685.
+    """
+
+    rank: Count = 16
+    alpha: Positive | None = None
+    """None: the rank, so that the factor is 1."""
+    targets: Annotated[list[str], Field(min_length=1)] = field(
+        default_factory=lambda: ["to_q", "to_k", "to_v", "to_out"]
+    )
+    """Parts whose linear layers get an adapter, as in `parameter_patterns.names_part`."""
+
+
+class TrainingKeys(Protocol):
+    """The recipe keys that this module reads, as in `RunConfig`."""
+
+    frozen: list[str] | None
+    learning_rates: dict[str, float] | None
+    lora: dict[str, Any] | None
+    ema: float | None
+    ema_start: int
+
+
+def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any]) -> list[str]:
+    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`.
+
+    Args:
+        config: the student's transformer config.
+        ds: the student's DeepSpeed JSON.
+    """
+    names = [name for name, _ in transformer.meta_transformer(config).named_parameters()]
+    found = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, ds)
+    if all(any_names(run.frozen or (), name) for name in names):
+        found.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
+    found += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
+    optimizer = ds.get("optimizer", {})
+    if run.learning_rates and "lr" not in optimizer.get("params", {}):
+        found.append(
+            "recipe: `learning_rates` are factors of `optimizer.params.lr`, which the student's JSON lacks. "
+            "Write it."
+        )
+    if run.learning_rates and optimizer.get("type", "").lower() == "muon":
+        found.append(
+            "recipe: Muon makes its own parameter groups and takes no `learning_rates`. Remove them."
+        )
+    return found + (_lora_problems(run, config) if run.lora is not None else [])
+
+
+def _ema_problems(run: TrainingKeys, ds: dict[str, Any]) -> list[str]:
+    found = []
+    if run.ema_start and run.ema is None:
+        remedy = "It needs `ema`; write a decay, such as 0.999."
+        found.append(problem("recipe", "ema_start", run.ema_start, remedy))
+    zero = ds.get("zero_optimization", {})
+    if run.ema is not None and zero.get("offload_optimizer", {}).get("device") == "nvme":
+        remedy = (
+            "The weights that it averages are on NVMe. Write cpu as "
+            "`zero_optimization.offload_optimizer.device`, or remove `ema`."
+        )
+        found.append(problem("recipe", "ema", run.ema, remedy))
+    return found
+
+
+def _lora_problems(run: TrainingKeys, config: dict[str, Any]) -> list[str]:
+    found, good = check("recipe", run.lora, types_of(Lora), "lora.")
+    if not find_spec("peft"):
+        found.append("recipe: `lora` needs peft. Run: pip install peft")
+    if run.frozen:
+        remedy = "With `lora` all but the adapters is frozen; remove it."
+        found.append(problem("recipe", "frozen", run.frozen, remedy))
+    layers = _linear(transformer.meta_transformer(config))
+    return found + unknown_parts("recipe", "lora.targets", Lora(**good).targets, layers)
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def add_lora(model: WanTransformer3DModel, lora: Lora, seed: int) -> None:
+    """Freeze `model` and add adapters with zero output at first, equal on every rank."""
+    from peft import LoraConfig
+
+    targets = [
+        name for name in _linear(model) if any_names(lora.targets, name) and not name.startswith(PROJECTIONS)
+    ]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=targets))
+
+
+def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
+    """Return the adapters' weights under the names of diffusers' loader."""
+    from peft.utils import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model)
+
+
+def set_trainable(
+    model: WanTransformer3DModel, frozen: list[str] | None, lora: dict[str, Any] | None, seed: int
+) -> None:
+    """Enable gradients of what the recipe trains: all but the frozen parts, or the adapters alone."""
+    if lora is not None:
+        add_lora(model, Lora(**lora), seed)
+    for name, parameter in model.named_parameters():
+        # peft froze the projections too
+        trained = parameter.requires_grad or name.startswith(PROJECTIONS)
+        parameter.requires_grad_(trained and not any_names(frozen or (), name))
+
+
+def parameter_groups(
+    model: nn.Module, learning_rates: dict[str, float], ds: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Group the trained parameters by learning-rate factor, 1 first; add a schedule for each to `ds`.
+
+    DeepSpeed's schedules (0.19.8) use the group's own rate, or their own keys, which may be lists by group.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not learning_rates:
+        return [{"params": [p for _, p in trained]}], ds
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        groups.setdefault(factor(learning_rates, name), []).append(parameter)
+    factors = sorted(groups, key=lambda f: (f != 1, f))  # the first group's learning rate is logged
+    if schedule := ds.get("scheduler"):
+        params = DEFAULT_RATES.get(schedule["type"], {}) | schedule.get("params", {})
+        params = {k: [f * v for f in factors] if k in RATES else v for k, v in params.items()}
+        ds = ds | {"scheduler": schedule | {"params": params}}
+    return [{"params": groups[f], "lr": f * ds["optimizer"]["params"]["lr"]} for f in factors], ds

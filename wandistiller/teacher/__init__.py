@@ -1,0 +1,1 @@
+"""The frozen teacher and where its weights live (placements)."""

@@ -1,0 +1,36 @@
+"""Builds the frozen teacher: its experts loaded to their placement, behind one method, `velocity(batch)`."""
+
+from typing import Any
+
+import torch
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
+from wandistiller.teacher.placement import read_placement
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weights import WeightReader
+
+
+def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None) -> Teacher:
+    """Load every expert of `folder` to the placement of `ds`, checked by `teacher_engine`. Collective.
+
+    Raises:
+        ConfigError: on every rank, if weights could not be read or are not finite on any.
+    """
+    placement, peers = read_placement(ds), collectives.node_peers()
+    if problems := collectives.gather_problems(placement.owner_problems(peers)):
+        raise ConfigError(*problems)
+    owner = placement.owner(peers)
+    here = owner is None or collectives.rank() == owner
+    readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
+    experts = {e: placement.load(folder, e, reader, ds) for e, reader in readers.items()}
+    if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.found_bad]):
+        raise ConfigError(*problems)
+    teacher: Teacher | None = None
+    if here:
+        device = torch.device("cpu") if placement.on_cpu else collectives.device()
+        teacher = LocalTeacher({e: experts.get(e, experts[Expert.HIGH_NOISE]).eval() for e in Expert}, device)
+        teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
+    return teacher if owner is None else OwnerTeacher(teacher, owner, peers)

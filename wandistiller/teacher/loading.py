@@ -1,0 +1,224 @@
+"""Loads one Wan transformer from safetensors to its place; a rank holds what it keeps, and one tensor."""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
+from wandistiller.wan.weights import WeightReader
+
+ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of a kernel may depend
+
+
+def load_whole(
+    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> WanTransformer3DModel:
+    """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained."""
+    model = meta_transformer(config)
+    for name, wanted in _one_by_one(model, dtype, reader):
+        value = torch.empty_like(wanted, device=device)
+        reader.read(name, value)
+        set_parameter(model, name, value)
+    model.rope.to(device)
+    return model
+
+
+def load_sharded(
+    reader: WeightReader,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    ds: dict[str, Any],
+    device: torch.device,
+    peers: list[int] | None = None,
+) -> WanTransformer3DModel:
+    """Load for ZeRO-3 as `ds` says: each rank reads the part of each tensor that it keeps. Collective.
+
+    Args:
+        peers: the ranks that a tensor is cut among, which are those of this node; all, if it is left out.
+
+    Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
+    """
+    model, home = meta_transformer(config), _Partition(ds, dtype, peers)
+    arena = _host_arena(model, ds, dtype, home.dp_world_size)
+    for name, wanted in _one_by_one(model, dtype, reader):
+        if home.swaps(wanted):
+            value = Arena(_aligned(wanted)).take(
+                wanted
+            )  # given back to the system at once, and untouched pages take none
+            reader.read(name, value.view(-1)[home.part(wanted)], home.part(wanted).start)
+            set_parameter(model, name, value)
+            home.split(model.get_parameter(name))
+        else:
+            hollow = torch.empty(
+                1, dtype=wanted.dtype, device=home.local_device
+            )  # DeepSpeed 0.19.8 gathers to where it is
+            set_parameter(model, name, hollow.expand(wanted.shape))  # a shape that takes no memory
+            home.keep(model.get_parameter(name), lambda part, name=name: reader.read(name, *part), arena)
+    model.rope.to(device)
+    return model
+
+
+def load_shared(
+    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, peers: list[int]
+) -> WanTransformer3DModel:
+    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective."""
+    model = meta_transformer(config)
+    arena = Arena(sum(_aligned(p) for _, p in _parameters(model, dtype)), peers)
+    for name, wanted in _one_by_one(model, dtype, reader):
+        value = arena.take(wanted)
+        part = -(-value.numel() // len(peers))
+        first = part * peers.index(collectives.rank())
+        reader.read(name, value.view(-1)[first : first + part], first)
+        set_parameter(model, name, value)
+    collectives.barrier()  # all parts are there
+    return model
+
+
+def _parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Names, and meta tensors in diffusers' dtypes."""
+    for name, p in list(model.named_parameters()):
+        yield name, p.to(parameter_dtype(name, dtype))
+
+
+def _one_by_one(model: nn.Module, dtype: torch.dtype, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
+    """`_parameters` with a log of the progress: a large teacher takes minutes."""
+    parameters = list(_parameters(model, dtype))
+    progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
+    for parameter in parameters:
+        yield parameter
+        progress.advance()
+
+
+class _Partition(deepspeed.zero.Init):
+    """zero.Init without its broadcast from rank 0: every rank reads its own bytes (deepspeed 0.19.8)."""
+
+    def __init__(self, ds: dict[str, Any], dtype: torch.dtype, peers: list[int] | None):
+        # without fp16 on the accelerator its argument `dtype` is ignored, the sections not (deepspeed 0.19.8)
+        sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
+        group = collectives.group(peers) if peers else None
+        super().__init__(config_dict_or_path=_pageable(ds) | sections, data_parallel_group=group)
+
+    def part(self, wanted: Tensor) -> slice:
+        """This rank's elements; the last may lie past the end."""
+        size = -(-wanted.numel() // self.dp_world_size)
+        return slice(size * self.rank, size * (self.rank + 1))
+
+    def swaps(self, wanted: Tensor) -> bool:
+        """Return whether the part goes to NVMe, which DeepSpeed must cut itself.
+
+        A swapper has one dtype and would store float32 parameters in bf16 (0.19.8): these stay in memory.
+        """
+        if self.param_swapper is None or wanted.dtype != self.dtype:
+            return False
+        return self.param_swapper.swappable_tensor(numel=-(-wanted.numel() // self.dp_world_size))
+
+    def split(self, parameter: nn.Parameter) -> None:
+        """Cut a parameter whose part, at least, is filled."""
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        parameter.data = torch.empty(
+            0, dtype=parameter.dtype, device=self.local_device
+        )  # as in `load_sharded`
+
+    def keep(
+        self, parameter: nn.Parameter, fill: Callable[[tuple[Tensor, int]], None], arena: "Arena"
+    ) -> None:
+        """Make a parameter of which only this rank's part ever exists, filled where it stays."""
+        self._convert_to_deepspeed_param(parameter)
+        own = self.part(parameter)
+        away = self.remote_device in ("cpu", "nvme") and not parameter.ds_persist
+        device = torch.device("cpu") if away else self.local_device
+        like = torch.empty(own.stop - own.start, dtype=parameter.dtype, device="meta")
+        part = arena.take(like) if device.type == "cpu" else torch.empty_like(like, device=device)
+        fill((part, own.start))
+        part.ds_numel, part.status, part.final_location = len(part), PartitionedParamStatus.AVAILABLE, None
+        parameter.ds_tensor, parameter.ds_numel_aligned = part, len(part) * self.dp_world_size
+        parameter.partition()  # finds that it has been cut
+
+
+def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks: int) -> "Arena":
+    """One block for a rank's weights in CPU memory, of their exact size, page-locked if `ds` asks for it.
+
+    DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13):
+    1.8 times the memory for Wan's feed-forward layers. Unused pages take no memory.
+    """
+    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in _parameters(model, dtype)))
+    section = ds["zero_optimization"].get("offload_param", {})
+    if torch.cuda.is_available() and section.get("device") == "cpu" and section.get("pin_memory", False):
+        arena.pin()
+    return arena
+
+
+class Arena:
+    """One block of memory cut into tensors; this process's own, or shared by some ranks of a node.
+
+    It lives as long as its tensors, and leaves nothing behind when a process is killed: there is no file.
+    """
+
+    def __init__(self, nbytes: int, peers: list[int] | None = None):
+        if peers is None:
+            self._memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._memory = _shared_memory(nbytes, peers)
+        self._used = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """The next free piece as a tensor of the same shape and dtype; its content is zero."""
+        start, self._used = self._used, self._used + _aligned(like)
+        return torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start).view(
+            like.shape
+        )
+
+    def pin(self) -> None:
+        """Lock the pages for fast copies to the accelerator."""
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)
+        torch.cuda.check_error(int(error))
+        self._memory.locked = address
+
+
+class _Memory(mmap.mmap):
+    """Memory that unlocks its pages when freed, or the driver would keep them for the next owner."""
+
+    locked: int | None = None
+
+    def __del__(self) -> None:
+        if self.locked is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked)
+
+
+def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:
+    """The same anonymous memory on every rank of `peers`, made by the first. Collective."""
+    first = collectives.rank() == peers[0]
+    fd = os.memfd_create("wandistiller") if first else -1
+    if first:
+        os.ftruncate(fd, nbytes)
+    of_first = collectives.gather_objects((os.getpid(), fd))[peers[0]]
+    if not first:
+        fd = os.open(f"/proc/{of_first[0]}/fd/{of_first[1]}", os.O_RDWR)
+    memory = mmap.mmap(fd, nbytes)
+    collectives.barrier()  # the others have opened it
+    os.close(fd)
+    return memory
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Bytes that a tensor takes in an arena."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+
+
+def _pageable(ds: dict[str, Any]) -> dict[str, Any]:
+    """Without pinning part by part; `_host_arena` is pinned whole."""
+    zero = ds["zero_optimization"]
+    if zero.get("offload_param", {}).get("device") != "cpu":
+        return ds
+    return ds | {"zero_optimization": zero | {"offload_param": zero["offload_param"] | {"pin_memory": False}}}

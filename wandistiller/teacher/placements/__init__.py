@@ -1,0 +1,1 @@
+"""Placements of the teacher's weights, one class a module; JSONs name the module."""

@@ -1,0 +1,137 @@
+"""Base classes of the teacher's placements: where its weights live, and the memory and transfers of that."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.engine.ds_schema import BLOCK, section_of
+from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.zero_memory import Bytes, ParameterSize, partition_bytes
+from wandistiller.utils.errors import problem
+from wandistiller.utils.validation import Index
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import numels, parameter_dtype
+from wandistiller.wan.weights import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(ABC):
+    """A placement of the frozen teacher; its fields are its keys of the block "wandistiller"."""
+
+    on_one_rank: ClassVar[bool] = False
+    """True if one rank of a node computes for all ranks there."""
+    on_cpu: ClassVar[bool] = False
+    """True if the teacher computes on the CPU, wherever the student does."""
+    memory_known: ClassVar[bool] = True
+    """False if only loading shows where the weights go."""
+
+    guidance_passes: Annotated[int, Field(ge=1, le=2)] = 1
+    """2: text and null branch one after the other, for half the memory of a call."""
+
+    @property
+    def name(self) -> str:
+        """The name of the module, as a JSON has it."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def describe(self, ds: dict[str, Any]) -> str:
+        """The placement in a few words, for people."""
+        return self.name
+
+    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
+        """Problems of the settings on `world` ranks, and of the JSON `ds` around them."""
+        if (stage := section_of(ds, "zero_optimization").get("stage", 0)) == 0:
+            return []
+        text = f"The placement {self.name} uses no ZeRO engine; write 0 or remove the section."
+        return [problem(where, "zero_optimization.stage", stage, text)]
+
+    def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
+        """Problems of the settings with the teacher's top `modules` and this rank's GPUs."""
+        return []
+
+    def owner(self, peers: list[int]) -> int | None:
+        """The rank of `peers`, those of a node, that computes for all of them; None if each computes."""
+        return None
+
+    def owner_problems(self, peers: list[int]) -> list[str]:
+        """Problems of `owner` on a node with these ranks."""
+        return []
+
+    @abstractmethod
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        """Load one expert to its place. Collective, but for a placement on one rank."""
+
+    def sharers(self, topology: Topology) -> int:
+        """Ranks that the weights are divided among."""
+        return 1
+
+    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
+        """Memory of a rank for one expert; on one rank of a node, of that rank."""
+        return Bytes(device=whole_bytes(config, ds))
+
+    def overhead(self, ds: dict[str, Any]) -> int:
+        """Bytes of CPU memory of a rank next to the weights."""
+        return 0
+
+    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+        """Transfers of weights in one forward pass."""
+        return iter(())
+
+    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+        """Return whether `auto` compares it: not where a simpler placement takes and moves the same."""
+        return self.memory_known and not self.on_one_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnOneRank(Placement):
+    """A placement on one rank of each node."""
+
+    on_one_rank: ClassVar[bool] = True
+
+    owner_rank: Index = 0
+    """Rank within each node, from 0, that holds the teacher and computes for the others there."""
+
+    def describe(self, ds: dict[str, Any]) -> str:
+        return f"{self.name} rank {self.owner_rank} of a node"
+
+    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
+        problems = super().problems(where, ds, world)
+        if self.owner_rank >= world:
+            text = f"There are {world} rank(s); write 0 to {world - 1}."
+            problems.insert(0, problem(where, f"{BLOCK}.owner_rank", self.owner_rank, text))
+        return problems
+
+    def owner(self, peers: list[int]) -> int:
+        return peers[self.owner_rank]
+
+    def owner_problems(self, peers: list[int]) -> list[str]:
+        if self.owner_rank < len(peers):
+            return []
+        return [
+            f"`{BLOCK}.owner_rank` of the teacher's JSON is {self.owner_rank}, but the node of rank "
+            f"{peers[0]} has {len(peers)} rank(s); write 0 to {len(peers) - 1}."
+        ]
+
+
+def dtype_of(ds: dict[str, Any]) -> torch.dtype:
+    """The precision of a checked teacher JSON."""
+    return getattr(torch, dtype_name(ds))
+
+
+def parameter_sizes(config: dict[str, Any], ds: dict[str, Any]) -> list[ParameterSize]:
+    """The parameters of one expert in diffusers' mixed precision."""
+    dtype = dtype_of(ds)
+    return [
+        ParameterSize(name, n, parameter_dtype(name, dtype).itemsize) for name, n in numels(config).items()
+    ]
+
+
+def whole_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:
+    """Bytes of one expert's weights."""
+    return partition_bytes(parameter_sizes(config, ds), ranks=1)

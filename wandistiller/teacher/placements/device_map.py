@@ -1,0 +1,165 @@
+"""A teacher spread over the GPUs of one rank, its CPU memory and its disk by accelerate (an extra)."""
+
+import logging
+import re
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from diffusers import WanTransformer3DModel
+from pydantic import Field
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.teacher.placements.base import OnOneRank, dtype_of
+from wandistiller.utils.errors import problem
+from wandistiller.utils.parameter_patterns import names_part
+from wandistiller.utils.validation import write
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, top_modules
+from wandistiller.wan.weights import WeightReader
+
+WHOLE_BLOCKS = ["WanTransformerBlock"]  # accelerate's hooks move what a block's forward needs as one
+Devices = Annotated[
+    Literal["sequential", "balanced"] | dict[str, int | Literal["cpu", "disk"]],
+    write('sequential, balanced, or {layer: device}; a device is a GPU\'s number, "cpu" or "disk"'),
+]
+MaxMemory = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^(\d+|cpu)$")],
+        Annotated[str, Field(pattern=r"^\d+(\.\d+)? ?[KMGT]i?B$")],
+    ],
+    write('an object of sizes, by the GPU\'s number or "cpu", such as {"0": "20GiB", "cpu": "100GiB"}'),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMap(OnOneRank):
+    """Modules on the owner's devices as accelerate, or the JSON, divides them."""
+
+    memory_known: ClassVar[bool] = False
+
+    device_map: Devices = "sequential"
+    """sequential, balanced, or {layer: device}; see `expand_device_map`."""
+    max_memory: MaxMemory | None = None
+    """Limits for the whole teacher, {"0": "20GiB", "cpu": "100GiB"}; left out: what is free."""
+
+    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
+        problems = super().problems(where, ds, world)
+        if not find_spec("accelerate"):
+            text = "the placement device_map needs accelerate. Run: pip install accelerate"
+            problems.append(f"{where}: {text}")
+        return problems
+
+    def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
+        devices = self.device_map
+        if not isinstance(devices, dict) or collectives.local_rank() != self.owner_rank:
+            return []
+        try:
+            expand_device_map(devices, modules)
+            text = ""
+        except ValueError as error:
+            text = str(error)
+        if beyond := {d for d in devices.values() if isinstance(d, int) and d >= gpus}:
+            here = (
+                f"there are GPUs 0 to {gpus - 1} here"
+                if gpus
+                else 'there is no GPU here; write "cpu" or "disk"'
+            )
+            text = f"It names GPU {max(beyond)}, but {here}."
+        return [problem(where, f"{BLOCK}.device_map", devices, text)] if text else []
+
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        """Load each module to its device; those on "disk" are read from the teacher's own files at each call.
+
+        diffusers' from_pretrained with a device map is not used: with a part on disk it casts what it else
+        keeps in float32 (diffusers 0.42.1).
+        """
+        from accelerate import dispatch_model
+
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
+        config, dtype, device = folder.configs[expert], dtype_of(ds), collectives.device()
+        model, index = meta_transformer(config), {}
+        devices = self._devices(model, config, dtype, share=len(folder.configs))
+        main = device.index if device.type == "cuda" else "cpu"
+        for name, p in list(model.named_parameters()):
+            wanted = parameter_dtype(name, dtype)
+            where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)
+            if where == "disk":
+                index[name] = {
+                    "safetensors_file": str(reader.stored[name].file),
+                    "weight_name": name,
+                    "dtype": str(wanted).removeprefix("torch."),
+                }
+                set_parameter(model, name, p.to(wanted))
+            else:
+                value = torch.empty(p.shape, dtype=wanted, device=where)
+                reader.read(name, value)
+                set_parameter(model, name, value)
+        model.rope.to(device)
+        devices["scale_shift_table"] = (
+            main  # a parameter next to the modules; accelerate 1.15 needs it, then warns
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dispatch_model(
+                model, devices, main_device=main, offload_index=index or None, force_hooks=True
+            )
+
+    def _devices(
+        self, model: WanTransformer3DModel, config: dict[str, Any], dtype: torch.dtype, share: int
+    ) -> dict[str, int | str]:
+        """The device of each module.
+
+        Args:
+            share: number of such models that `max_memory` is for.
+        """
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import convert_file_size_to_int, get_balanced_memory, get_max_memory
+
+        if isinstance(self.device_map, dict):
+            return expand_device_map(self.device_map, top_modules(config))
+        given = self.max_memory and {
+            int(k) if k.isdigit() else k: convert_file_size_to_int(v) // share
+            for k, v in self.max_memory.items()
+        }
+        dtypes = {name: parameter_dtype(name, dtype) for name, _ in model.named_parameters()}
+        kept = {name: torch.float32 for name, own in dtypes.items() if own != dtype}
+        options = {"no_split_module_classes": WHOLE_BLOCKS, "dtype": dtype, "special_dtypes": kept}
+        limits = get_max_memory(given)
+        if self.device_map == "balanced":
+            limits = get_balanced_memory(model, max_memory=limits, **options)
+        devices = infer_auto_device_map(model, max_memory=limits, **options)
+        if "" in devices:  # all of it fits on one device
+            return dict.fromkeys(top_modules(config), devices[""])
+        return dict(devices)
+
+
+def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[str, int | str]:
+    """Each module's device, from a map with `blocks` (all), `blocks.0-19`, `blocks.20-`, and `*` (the rest).
+
+    Args:
+        modules: the model's top modules, with blocks.0, blocks.1, ... for the layers; a span that goes
+            past the last layer ends there.
+    Raises:
+        ValueError: a key means no module, or a module has no device.
+    """
+    made: dict[str, int | str] = {}
+    for key, device in given.items():
+        named = [m for m in modules if key != "*" and names_part(key, m)]
+        if not named and key != "*" and not re.fullmatch(r"blocks\.\d+-\d*", key):
+            layers = sum(m.startswith("blocks.") for m in modules)
+            others = ", ".join(m for m in modules if not m.startswith("blocks."))
+            raise ValueError(
+                f"This teacher has no `{key}`. It has blocks.0-{layers - 1}, {others}; * is the rest."
+            )
+        made |= dict.fromkeys(named, device)
+    if missing := [m for m in modules if m not in made]:
+        if "*" not in given:
+            raise ValueError(f"`{missing[0]}` has no device. Add it, or `*` for the rest.")
+        made |= dict.fromkeys(missing, given["*"])
+    return made

@@ -1,0 +1,29 @@
+"""A teacher in CPU memory that all ranks of a node share, computed there."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.engine.transfers import Topology
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.teacher.loading import load_shared
+from wandistiller.teacher.placements.base import Placement, dtype_of, whole_bytes
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weights import WeightReader
+
+
+class HostCpu(Placement):
+    """One copy in each node's CPU memory."""
+
+    on_cpu: ClassVar[bool] = True
+
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        return load_shared(reader, folder.configs[expert], dtype_of(ds), collectives.node_peers())
+
+    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
+        return Bytes(node=whole_bytes(config, ds))
+
+    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+        return topology.accelerator or topology.ranks_on_node > 1  # else it is a replica

@@ -1,0 +1,19 @@
+"""A teacher on one rank of a node, which computes for all ranks there."""
+
+from typing import Any
+
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.teacher.loading import load_whole
+from wandistiller.teacher.placements.base import OnOneRank, dtype_of
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weights import WeightReader
+
+
+class Owner(OnOneRank):
+    """The whole teacher on the accelerator of rank `owner_rank` of each node."""
+
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        return load_whole(reader, folder.configs[expert], dtype_of(ds), collectives.device())

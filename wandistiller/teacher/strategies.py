@@ -1,0 +1,25 @@
+"""Names for --teacher_device_strategy: the shipped teacher JSONs and their short names. Without torch."""
+
+from functools import cache
+
+from wandistiller.utils.files import SHIPPED, read_json
+
+SHORT_NAME = "short_name"
+"""Key of a teacher JSON's block "wandistiller"."""
+
+
+@cache
+def teacher_jsons() -> list[str]:
+    """The names of the JSONs in ds_configs/teacher/."""
+    return sorted(file.stem for file in (SHIPPED / "teacher").glob("*.json"))
+
+
+@cache
+def strategies() -> dict[str, str]:
+    """The JSON's name by its short name and by itself."""
+    blocks = {
+        name: read_json(SHIPPED / "teacher" / f"{name}.json").get("wandistiller", {})
+        for name in teacher_jsons()
+    }
+    short = {block[SHORT_NAME]: name for name, block in blocks.items() if SHORT_NAME in block}
+    return dict(sorted(short.items())) | {name: name for name in blocks}

@@ -1,0 +1,204 @@
+"""The two experts of the tiny teacher: first one transformer for every sigma, then one per sigma range.
+
+Flow matching as in Wan: x_sigma = (1 - sigma) x_0 + sigma noise, the model predicts noise - x_0 at timestep
+1000 sigma, and sigma = shift u / (1 + (shift - 1) u) with u uniform. The shift is the sampler's own.
+
+Shape letters: N all training pictures, V pictures per prompt, W wordings per prompt, B batch, C channels, F
+frames, H height, W width, S latent tokens, L text tokens, D text width, A heads, E head width.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch import Tensor
+
+from wandistiller.flow import keyed_generator
+from wandistiller.tiny import shapes
+from wandistiller.tiny.make_text import NULL_PROMPTS, PADDED_TOKENS, all_wordings, embedded
+from wandistiller.tiny.make_vae import fit, latent_statistics, one_frame_convolutions, rendered
+
+BOUNDARY = 0.875
+"""Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
+FLOW_SHIFT = 3.0
+VARIANTS = 8
+"""Jittered pictures per seen prompt."""
+DROPPED_PROMPTS = 0.1
+CANONICAL_WORDING = 0.6
+"""Share of the prompts in the canonical wording; the rest are paraphrases."""
+EXPERT_CONFIG = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "num_layers": 8,
+    "ffn_dim": 1024,
+    "freq_dim": 64,
+    "text_dim": 96,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": (1, 2, 2),
+    "rope_max_seq_len": 64,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One training run of a transformer."""
+
+    part: str
+    """Folder that the result is written to."""
+    start: str | None
+    """Folder of the weights to start from; None for fresh ones."""
+    sigmas: tuple[float, float]
+    """Range of sigma that is trained; 1 is pure noise."""
+    steps: int
+    lr: float
+    batch: int = 64
+
+
+STAGES = (
+    Stage(part="base", start=None, sigmas=(0.0, 1.0), steps=3000, lr=1.2e-3),
+    Stage(part="transformer", start="base", sigmas=(BOUNDARY, 1.0), steps=2000, lr=6e-4),
+    Stage(part="transformer_2", start="base", sigmas=(0.0, BOUNDARY), steps=3000, lr=8e-4),
+)
+
+
+class OnePadRowProcessor(WanAttnProcessor):
+    """Cross-attention in which the last text row stands for all identical zero rows after the prompt.
+
+    n equal keys with equal values weigh as much as one of them with log n added to its logit, so L rows give
+    the numbers of 512. Only for training; the shipped model runs with diffusers' own processor.
+    """
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: None = None,
+        rotary_emb: None = None,
+    ) -> Tensor:
+        query_BASE = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        key_BALE = (
+            attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        )
+        value_BALE = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        rows = encoder_hidden_states.shape[1]
+        bias_L = torch.zeros(rows)
+        bias_L[-1] = math.log(PADDED_TOKENS - rows + 1)
+        bias_111L = bias_L.view(1, 1, 1, -1).to(query_BASE.dtype)
+        mixed_BASE = F.scaled_dot_product_attention(query_BASE, key_BALE, value_BALE, attn_mask=bias_111L)
+        return attn.to_out[0](mixed_BASE.transpose(1, 2).flatten(2))
+
+
+@contextmanager
+def one_pad_row(model: WanTransformer3DModel) -> Iterator[None]:
+    """Let `model` take L text rows, of which the last stands for all the padding, instead of 512."""
+    for block in model.blocks:
+        block.attn2.set_processor(OnePadRowProcessor())
+    try:
+        yield
+    finally:
+        for block in model.blocks:
+            block.attn2.set_processor(WanAttnProcessor())
+
+
+@contextmanager
+def bfloat16_feed_forwards(model: WanTransformer3DModel) -> Iterator[None]:
+    """Run the feed-forwards, two thirds of the work, in bfloat16.
+
+    On a CPU, autocast over everything is no faster than float32: it spends on casts what it saves on
+    products.
+    """
+    for block in model.blocks:
+        block.ffn.forward = torch.autocast("cpu", torch.bfloat16)(block.ffn.forward)
+    try:
+        yield
+    finally:
+        for block in model.blocks:
+            del block.ffn.forward
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """All that a step needs: normalised latents and text embeddings of the seen prompts."""
+
+    latent_NVCFHW: Tensor
+    text_NWLD: Tensor
+    null_2LD: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def build(cls, folder: Path) -> "Cache":
+        """Encode every seen prompt, its pictures, and the two null prompts with the parts in `folder`."""
+        vae = AutoencoderKLWan.from_pretrained(folder / "vae").float()
+        mean_1C111, std_1C111 = latent_statistics(vae)
+        frame_BCFHW = rendered(shapes.seen_prompts(), range(VARIANTS))
+        with one_frame_convolutions():
+            z_BCFHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frame_BCFHW.split(64)])
+        text_BLD = embedded(folder, all_wordings() + list(NULL_PROMPTS))
+        return cls(
+            ((z_BCFHW - mean_1C111) / std_1C111).unflatten(0, (-1, VARIANTS)),
+            text_BLD[:-2].unflatten(0, (-1, len(shapes.TEMPLATES))),
+            text_BLD[-2:],
+        )
+
+    def draw(self, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A batch of `size` samples: latent_BCFHW and text_BLD, some of whose prompts are dropped."""
+        scene_B = torch.randint(len(self.latent_NVCFHW), (size,), generator=rng)
+        variant_B = torch.randint(VARIANTS, (size,), generator=rng)
+        wording_B = torch.randint(1, self.text_NWLD.shape[1], (size,), generator=rng)
+        wording_B[torch.rand(size, generator=rng) < CANONICAL_WORDING] = 0
+        text_BLD = self.text_NWLD[scene_B, wording_B]
+        dropped_B = torch.rand(size, generator=rng) < DROPPED_PROMPTS
+        null_B = torch.randint(len(NULL_PROMPTS), (size,), generator=rng)
+        text_BLD = torch.where(dropped_B[:, None, None], self.null_2LD[null_B], text_BLD)
+        return self.latent_NVCFHW[scene_B, variant_B], text_BLD
+
+
+def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> Tensor:
+    """Sample the shifted distribution of sigma, restricted to a range: sigma_B in [0, 1].
+
+    sigma = s u / (1 + (s - 1) u) with s = `FLOW_SHIFT` and u uniform; inverse u = sigma / (s - (s - 1)
+    sigma).
+    Source: Esser et al. 2024, arXiv:2403.03206, resolution-dependent shift.
+    """
+    low, high = (sigma / (FLOW_SHIFT - (FLOW_SHIFT - 1) * sigma) for sigma in sigmas)
+    u_B = low + (high - low) * torch.rand(size, generator=rng)
+    return FLOW_SHIFT * u_B / (1 + (FLOW_SHIFT - 1) * u_B)
+
+
+def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step: int) -> Tensor:
+    """Mean squared error of the predicted velocity noise - x_0 on the batch of `step`, which is keyed."""
+    rng = keyed_generator(stage.part, step)
+    latent_BCFHW, text_BLD = cache.draw(stage.batch, rng)
+    noise_BCFHW = torch.randn(latent_BCFHW.shape, generator=rng)
+    sigma_B = draw_sigma(stage.batch, stage.sigmas, rng)
+    sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
+    noisy_BCFHW = (1 - sigma_B1111) * latent_BCFHW + sigma_B1111 * noise_BCFHW
+    velocity_BCFHW = model(noisy_BCFHW, 1000 * sigma_B, text_BLD, return_dict=False)[0]
+    return F.mse_loss(velocity_BCFHW, noise_BCFHW - latent_BCFHW)
+
+
+def train_expert(folder: Path, cache: Cache, stage: Stage) -> None:
+    """Run one stage and write its model in bfloat16 to `folder/<part>`."""
+    torch.manual_seed(3)
+    model = WanTransformer3DModel(**EXPERT_CONFIG)
+    if stage.start is not None:
+        model.load_state_dict(
+            WanTransformer3DModel.from_pretrained(folder / stage.start).float().state_dict()
+        )
+    with one_pad_row(model), bfloat16_feed_forwards(model):
+        fit(
+            stage.part,
+            model,
+            lambda step: velocity_loss(model, cache, stage, step),
+            steps=stage.steps,
+            lr=stage.lr,
+        )
+    model.to(torch.bfloat16).save_pretrained(folder / stage.part)

@@ -1,0 +1,134 @@
+"""The tiny teacher's tokenizer and text encoder: T5's kind of each, trained in two minutes and then frozen.
+
+The encoder learns that every one of its output tokens says all four attributes of the scene, whatever the
+wording. That teaches it word order ("red circle on blue" is not "blue circle on red") before any expert
+exists.
+
+Shape letters: B batch, L tokens, D text width, K classes.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+
+from wandistiller.flow import keyed_generator
+from wandistiller.tiny import shapes
+from wandistiller.tiny.make_vae import fit
+from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
+
+TEXT_STEPS, TEXT_BATCH, TEXT_LR = 1200, 128, 1e-3
+PADDED_TOKENS = 512
+"""Text tokens that `WanPipeline` pads every prompt to."""
+NULL_PROMPTS = ("", WAN_NEGATIVE_PROMPT)
+"""Replacements of a dropped prompt in training, half each, so that either works as the negative prompt."""
+NEGATIVE_HALVES = WAN_NEGATIVE_PROMPT.replace("，", ",").split("JPEG")
+"""The negative prompt as `WanPipeline` passes it on where ftfy is installed: with ASCII commas."""
+PUNCTUATION = ",.:"
+SPELLING_SCORE = -12.0
+ALPHABET = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+
+
+def all_wordings() -> list[str]:
+    """Every seen scene in every template, scene-major."""
+    scenes = (shapes.SPECS[prompt] for prompt in shapes.seen_prompts())
+    return [scene.worded(template) for scene in scenes for template in range(len(shapes.TEMPLATES))]
+
+
+def train_tokenizer(folder: Path) -> None:
+    """Fit a Unigram tokenizer with T5's ids (pad 0, eos 1, unk 2) to seen wordings; write `folder/tokenizer`.
+
+    The maximum-likelihood Unigram over whole words is their log share. (The usual trainer seeds its pieces
+    with substrings of *different* words and finds almost none among thirty words.) Printable ASCII characters
+    come with a low score, so unknown words are spelt; everything else is <unk>. The halves of the cleaned
+    negative prompt are pieces too, else each of its ASCII commas would be a token between two <unk>.
+    """
+    words = Counter(word for text in all_wordings() for word in re.findall(r"[A-Za-z]+|[^A-Za-z\s]", text))
+    total = sum(words.values())
+    pieces = {
+        word if word in PUNCTUATION else "▁" + word: math.log(n / total) for word, n in words.most_common()
+    }
+    spelling = {char: SPELLING_SCORE for char in ["▁", *ALPHABET] if char not in pieces}
+    special = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0}
+    halves = dict.fromkeys(NEGATIVE_HALVES, SPELLING_SCORE)
+    tokenizer = T5TokenizerFast(
+        vocab=list((special | pieces | spelling | halves).items()),
+        extra_ids=0,
+        model_max_length=PADDED_TOKENS,
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def train_text_encoder(folder: Path) -> None:
+    """Train the text encoder to name all attributes at every token; write `folder/text_encoder`."""
+    torch.manual_seed(2)
+    tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
+    config = UMT5Config(
+        vocab_size=len(tokenizer) - len(NEGATIVE_HALVES),
+        d_model=96,
+        d_kv=24,
+        num_heads=4,
+        d_ff=256,
+        num_layers=3,
+        dropout_rate=0.0,
+        relative_attention_num_buckets=32,
+        relative_attention_max_distance=64,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    encoder = UMT5EncoderModel(config)
+    heads = nn.ModuleDict(
+        {name: nn.Linear(config.d_model, len(names)) for name, names in shapes.ATTRIBUTES.items()}
+    )
+    tokens = tokenizer(all_wordings(), padding=True, return_tensors="pt")
+    class_NA = seen_classes().repeat_interleave(len(shapes.TEMPLATES), dim=0)
+
+    def loss_at(step: int) -> Tensor:
+        index_B = torch.randint(len(class_NA), (TEXT_BATCH,), generator=keyed_generator("text", step))
+        mask_BL = tokens.attention_mask[index_B]
+        text_BLD = encoder(tokens.input_ids[index_B], mask_BL).last_hidden_state
+        loss = torch.zeros(())
+        for head, class_B in zip(heads.values(), class_NA[index_B].unbind(1), strict=True):
+            class_BL = class_B[:, None].expand_as(mask_BL).masked_fill(mask_BL == 0, -100)
+            loss = loss + F.cross_entropy(head(text_BLD).flatten(0, 1), class_BL.flatten())
+        return loss
+
+    fit("text", nn.ModuleList([encoder, heads]), loss_at, steps=TEXT_STEPS, lr=TEXT_LR)
+    embed_negative_halves(encoder)
+    encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+
+
+@torch.no_grad()
+def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
+    """Append the embedding of <unk> for each negative half, so that cleaning does not change the prompt."""
+    old = encoder.get_input_embeddings().num_embeddings
+    encoder.resize_token_embeddings(old + len(NEGATIVE_HALVES), mean_resizing=False)
+    encoder.get_input_embeddings().weight[old:] = encoder.get_input_embeddings().weight[2]
+
+
+def seen_classes() -> Tensor:
+    """The class number of each attribute (order of `ATTRIBUTES`) of each seen scene: class_NA."""
+    scenes = (shapes.SPECS[prompt] for prompt in shapes.seen_prompts())
+    attributes = shapes.ATTRIBUTES.items()
+    rows = [[names.index(asdict(scene)[attribute]) for attribute, names in attributes] for scene in scenes]
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
+def embedded(folder: Path, texts: list[str]) -> Tensor:
+    """Encode prompts as `WanPipeline` does, but cut off the zero rows that all of them end with, except one.
+
+    Returns:
+        text_NLD, zero past each prompt's end; row L - 1 is zero for all of them.
+    """
+    tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    text_NLD = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    return F.pad(text_NLD * tokens.attention_mask[:, :, None], (0, 0, 0, 1))

@@ -1,0 +1,176 @@
+"""The toy world of the embedded teacher: coloured shapes on coloured backgrounds, and a check of images.
+
+A prompt such as "a red circle on a blue background, left" names one of 1120 scenes (8 colours, 7 other
+background colours, 4 shapes, 5 places). `render` draws it, with small keyed jitter of position and size so
+that a scene is a distribution and not one picture. `fully_right` judges an image without a network: it finds
+the nearest of all 1120 canonical pictures, so colour, background, shape and place must all be right. A tenth
+of the scenes is held out.
+
+Shape letters: B batch, C colour channels (RGB, in [0, 1]), H height, W width, N all canonical scenes.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from wandistiller.flow import keyed_generator
+
+IMAGE_SIZE = 64
+"""Height and width of every image, in pixels."""
+HELD_OUT_SHARE = 0.1
+SUPERSAMPLING = 4
+SHAPE_RADIUS_PX = 13.0
+POSITION_JITTER_PX = 2.0
+SIZE_JITTER = 0.08
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.90, 0.08, 0.10),
+    "green": (0.08, 0.70, 0.15),
+    "blue": (0.08, 0.15, 0.90),
+    "yellow": (0.97, 0.90, 0.10),
+    "purple": (0.65, 0.10, 0.85),
+    "cyan": (0.10, 0.85, 0.92),
+    "white": (0.97, 0.97, 0.97),
+    "black": (0.05, 0.05, 0.05),
+}
+PLACES: dict[str, tuple[float, float]] = {
+    "left": (17.0, 32.0),
+    "right": (47.0, 32.0),
+    "top": (32.0, 17.0),
+    "bottom": (32.0, 47.0),
+    "center": (32.0, 32.0),
+}
+"""Centre of the shape as (x, y) in pixels; y grows downwards."""
+SHAPES = ("circle", "square", "triangle", "cross")
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "background": tuple(COLOURS),
+    "place": tuple(PLACES),
+}
+TEMPLATES = (
+    "a {colour} {shape} on a {background} background, {place}",
+    "{colour} {shape}, {background} background, {place}",
+    "a {colour} {shape} at the {place} of a {background} background",
+    "on a {background} background there is a {colour} {shape} at the {place}",
+    "{place}: a {colour} {shape} on {background}",
+    "a {background} background with a {colour} {shape} on the {place}",
+    "A {colour} {shape} on a {background} background, {place}.",
+)
+"""The canonical wording first, then the paraphrases that the text encoder is also trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One scene; `str(scene)` is its canonical prompt."""
+
+    colour: str
+    shape: str
+    background: str
+    place: str
+
+    def __str__(self) -> str:
+        return self.worded(0)
+
+    def worded(self, template: int) -> str:
+        """Describe the scene with `TEMPLATES[template]`."""
+        return TEMPLATES[template].format(
+            colour=self.colour, shape=self.shape, background=self.background, place=self.place
+        )
+
+
+@cache
+def scenes() -> dict[str, Scene]:
+    """Return all 1120 scenes by canonical prompt, in a fixed order."""
+    combinations = product(COLOURS, SHAPES, COLOURS, PLACES)
+    all_scenes = (Scene(*names) for names in combinations if names[0] != names[2])
+    return {str(scene): scene for scene in all_scenes}
+
+
+SPECS = scenes()
+
+
+@cache
+def _held_out() -> frozenset[str]:
+    by_hash = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    return frozenset(by_hash[: round(HELD_OUT_SHARE * len(SPECS))])
+
+
+def seen_prompts() -> list[str]:
+    """Return the 1008 canonical prompts of training."""
+    return [prompt for prompt in SPECS if prompt not in _held_out()]
+
+
+def held_out_prompts() -> list[str]:
+    """Return the 112 canonical prompts that are in no training stage."""
+    return [prompt for prompt in SPECS if prompt in _held_out()]
+
+
+def _inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:
+    """Return whether each point is in the unit-sized shape centred at the origin (y downwards)."""
+    if shape == "circle":
+        return x_HW.square() + y_HW.square() < 0.92**2
+    if shape == "square":
+        return torch.maximum(x_HW.abs(), y_HW.abs()) < 0.96
+    if shape == "triangle":
+        return (y_HW < 0.95) & (2.0 * x_HW.abs() < 1.0 + 1.08 * y_HW)
+    short, long = torch.minimum(x_HW.abs(), y_HW.abs()), torch.maximum(x_HW.abs(), y_HW.abs())
+    return (short < 0.32) & (long < 1.08)
+
+
+def render(prompt: str, seed: int | None = None) -> Tensor:
+    """Draw one scene, antialiased.
+
+    Args:
+        prompt: a canonical prompt, one of `SPECS`.
+        seed: key of the jitter (position +-2 pixels, size +-8 %, uniform); None draws the canonical picture.
+
+    Returns:
+        image_CHW, float32 in [0, 1].
+    """
+    scene = SPECS[prompt]
+    jitter_3 = torch.zeros(3)
+    if seed is not None:
+        jitter_3 = 2 * torch.rand(3, generator=keyed_generator("render", prompt, seed)) - 1
+    dx, dy, dsize = jitter_3.tolist()
+    centre_x, centre_y = PLACES[scene.place]
+    radius_px = SHAPE_RADIUS_PX * (1 + SIZE_JITTER * dsize)
+    grid = (torch.arange(IMAGE_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING
+    x_W = (grid - centre_x - POSITION_JITTER_PX * dx) / radius_px
+    y_H = (grid - centre_y - POSITION_JITTER_PX * dy) / radius_px
+    inside_HW = _inside(scene.shape, x_W[None, :], y_H[:, None]).float()
+    cover_1HW = torch.nn.functional.avg_pool2d(inside_HW[None], SUPERSAMPLING)
+    colour_C11, background_C11 = (
+        torch.tensor(COLOURS[c])[:, None, None] for c in (scene.colour, scene.background)
+    )
+    return cover_1HW * colour_C11 + (1 - cover_1HW) * background_C11
+
+
+@cache
+def canonical_images() -> Tensor:
+    """Draw all canonical pictures in the order of `SPECS`: images_NCHW in [0, 1]."""
+    return torch.stack([render(prompt) for prompt in SPECS])
+
+
+def nearest_prompts(image_BCHW: Tensor) -> list[str]:
+    """Return the canonical prompt whose picture has the least mean squared error to each image in [0, 1]."""
+    candidate_ND = canonical_images().flatten(1)
+    image_BD = image_BCHW.detach().float().cpu().flatten(1)
+    # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, and |a|^2 does not change which candidate is nearest.
+    distance_BN = candidate_ND.square().sum(1) - 2 * image_BD @ candidate_ND.T
+    prompts = list(SPECS)
+    return [prompts[i] for i in distance_BN.argmin(1).tolist()]
+
+
+def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
+    """Return whether each image in [0, 1] is nearest to its own prompt's picture among all canonical ones."""
+    return [near == own for near, own in zip(nearest_prompts(image_BCHW), prompts, strict=True)]
+
+
+def mse_to_prompts(image_BCHW: Tensor, prompts: list[str]) -> Tensor:
+    """Return mse_B of each image in [0, 1] to the canonical picture of its prompt."""
+    wanted_BCHW = torch.stack([render(prompt) for prompt in prompts])
+    return (image_BCHW.detach().float().cpu() - wanted_BCHW).square().flatten(1).mean(1)

@@ -1,0 +1,164 @@
+"""Build the student: prune the teacher, make the engines, measure the student before training.
+
+All ranks take the same calibration samples and so agree; results of the teacher's owner are broadcast.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.config.job import Job
+from wandistiller.data.cached_dataset import CachedData
+from wandistiller.distributed import collectives
+from wandistiller.engine.monitors import name_run
+from wandistiller.student.blocks import add_projections
+from wandistiller.student.calibration import calibration_batches, measure, velocity_error
+from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, kept_layers, source_experts, teacher_block_of
+from wandistiller.student.initialize import blank_model, plan_cuts, start_model
+from wandistiller.student.layer_importance import importance, write_importance
+from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.student import Student
+from wandistiller.student.trainable import set_trainable
+from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
+from wandistiller.utils.files import write_json
+from wandistiller.utils.logging import set_activity
+from wandistiller.wan import transformer
+from wandistiller.wan.transformer import count_parameters
+
+
+def initial_student(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
+    """Return the run with its pruning chosen, and its student, blank if the run resumes. Collective."""
+    if job.resume_from:
+        return job, build_student(job)
+    job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
+    write_lineage(job, cuts)
+    student = build_student(job, cuts)
+    if teacher:
+        measure_start(job, data, teacher, student)
+    return job, student
+
+
+def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Student:
+    """Build the student in its engines: with initial weights, or blank if the run resumes. Collective.
+
+    Args:
+        cuts: how each network is cut from the teacher, if it is narrower.
+    """
+    set_activity("building the student")
+    models = student_models(job, cuts)
+    checkpointer.keep_frozen(models, job.output, job.resume_from)
+    name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
+    return Student(
+        models,
+        job.student_ds,
+        learning_rates=job.run.learning_rates,
+        ema=job.run.ema,
+        ema_start=job.run.ema_start,
+    )
+
+
+def student_models(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dict[Expert, nn.Module]:
+    """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded."""
+    config = job.student_transformer
+    models = {
+        expert: blank_model(config)
+        if job.resume_from
+        else start_model(job.student, config, job.folder, expert, job.run.seed, (cuts or {}).get(expert))
+        for expert in job.student_experts
+    }
+    for expert, model in models.items():
+        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
+        if matched := job.objectives[expert].student_blocks:
+            add_projections(model, matched, transformer.width(job.folder.config))
+    if job.resume_from:
+        loading.load_frozen(models, job.resume_from)
+    return models
+
+
+def needs_measuring(job: Job) -> bool:
+    """Return whether building the student needs the teacher; a resumed run's student is in its checkpoint."""
+    return not job.resume_from and (job.student.keep_layers == IMPORTANCE or _is_cut(job))
+
+
+def _is_cut(job: Job) -> bool:
+    return job.student.init == "teacher" and any(
+        job.student_transformer[k] != job.folder.config[k] for k in WIDTH_KEYS
+    )
+
+
+def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:
+    """Choose the layers that the student keeps, and how the width of each network is cut. Collective."""
+    set_activity("measuring the teacher")
+    teacher, batches = without_guidance(teacher), calibration_of(job, data)
+    if job.student.keep_layers == IMPORTANCE:
+        job = job.with_layers(_important(job, teacher, batches))
+        if collectives.rank() == 0:
+            job.write_resolved()
+    cuts = {}
+    for expert in job.student_experts if _is_cut(job) else ():
+        served = source_experts(job.student, job.folder, expert)
+        used = [b for b in batches if b.expert in served]
+        samples = sum(len(b.sigma_B) for b in used)
+        collectives.log0("measuring the teacher's activations: %d samples", samples)
+        modules = {module for e, module in local_modules(teacher).items() if e in served}
+        measured = measure(modules, lambda used=used: [teacher.velocity(b) for b in used])
+        here = collectives.rank() == owner_rank(teacher)
+        plan = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
+        cuts[expert] = collectives.broadcast_object(plan, owner_rank(teacher))
+    return job, cuts
+
+
+def _important(job: Job, teacher: Teacher, batches: list[Batch]) -> list[int]:
+    experts = {source for e in job.student_experts for source in source_experts(job.student, job.folder, e)}
+    layers, keep = job.folder.config["num_layers"], job.student_transformer["num_layers"]
+    rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep)
+    collectives.log0(
+        "kept      layers %s of %d; see %s", list(rounds[-1]), layers, job.output / "importance.md"
+    )
+    if collectives.rank() == 0:
+        write_importance(job.output, rounds, (e for e in Expert if e in experts))
+    return list(rounds[-1])
+
+
+def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
+    """Write OUTPUT/lineage.json on rank 0: the teacher's networks and blocks that the student's come from."""
+    if collectives.rank() or job.student.init != "teacher":
+        return
+    kept = kept_layers(job.student, job.student_transformer, job.folder)
+    layers = job.folder.config["num_layers"]
+    origins: dict[str, Any] = {}
+    for expert in job.student_experts:
+        axes = cuts.get(expert, WidthSlicer()).axes
+        origins[expert.value] = {
+            "made_of": [e.value for e in source_experts(job.student, job.folder, expert)],
+            "kept_layers": kept,
+            "stands_for": teacher_block_of(kept, layers),
+            "cut": {name: axis.in_words() for name, axis in axes.items()},
+        }
+    write_json(job.output / "lineage.json", origins)
+
+
+def measure_start(job: Job, data: CachedData, teacher: Teacher, student: Student) -> None:
+    """Write OUTPUT/student_start.json: velocity error to the teacher without guidance. Collective."""
+    set_activity("measuring the student before training")
+    error = velocity_error(calibration_of(job, data), without_guidance(teacher), student.velocity)
+    config = job.student_transformer
+    numbers = {
+        "parameters": {
+            "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
+            "student": count_parameters(config) * len(job.student_experts),
+        },
+        "relative_velocity_error": error.relative(),
+        "relative_velocity_error_by_sigma": error.by_sigma(),
+    }
+    text = "start     relative velocity error before training %.4f (1 is an output of zeros)"
+    collectives.log0(text, error.relative())
+    if collectives.rank() == 0:
+        write_json(job.output / "student_start.json", numbers)
+
+
+def calibration_of(job: Job, data: CachedData) -> list[Batch]:
+    tokens = job.folder.tokens(job.run.height, job.run.width, job.run.num_frames)
+    return calibration_batches(data, job.schedule, tokens=tokens, batch_size=job.run.prepare_batch)

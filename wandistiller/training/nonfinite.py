@@ -1,0 +1,193 @@
+"""Optimizer steps whose loss or gradient is not finite: no weight changes, and the samples are named."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import Batch
+from wandistiller.config.job import Job
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.distributed import collectives
+from wandistiller.monitoring.metrics import finite_or_none
+from wandistiller.student.student import Student
+from wandistiller.training.step_result import MicroStepResult
+from wandistiller.utils.errors import NonFinite
+from wandistiller.utils.files import write_json
+
+FOLDER = "nonfinite"
+"""Folder in OUTPUT with a file for each such step."""
+MOST_NAMED = 4
+"""Samples that a message names; the file has all of them."""
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Return `loss`; if it is not finite, make its gradients non-finite too: every engine skips the step.
+
+    This holds on all ranks, whichever had the loss, and for a loss that overflowed in a square while its
+    gradient did not. It needs neither a collective nor a transfer from the device.
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+
+class SampleReport(NamedTuple):
+    """One sample of a non-finite step."""
+
+    sample: int
+    """Global index."""
+    rank: int
+    micro_step: int
+    expert: str
+    prompt: str
+    media: str | None
+    sigma: dict[str, float]
+    """sigma by kind of states."""
+    losses: dict[str, float | None]
+    """Unweighted loss by term; None is not finite."""
+    not_finite: list[str]
+    """Non-finite tensors, among: loss, x0, text."""
+
+    def __str__(self) -> str:
+        sigma = ", ".join(f"{value:.4f}" for value in self.sigma.values())
+        causes = {"x0": "its cached latent is not finite", "text": "its cached text is not finite"}
+        parts = [self.media or repr(self.prompt), *(causes[n] for n in self.not_finite if n in causes)]
+        where = f"sample {self.sample} on rank {self.rank}, sigma {sigma}, expert {self.expert}"
+        return f"{where}: {'; '.join(parts)}"
+
+
+def describe_samples(
+    batches: dict[str, Batch],
+    items: list[PromptItem],
+    sample_index_B: list[int],
+    losses: dict[str, Tensor],
+    *,
+    rank: int,
+    micro_step: int,
+) -> list[SampleReport]:
+    """Describe this rank's samples of one micro-step.
+
+    Args:
+        batches: micro-batch by kind of states.
+        losses: loss_B by term.
+    """
+    first = next(iter(batches.values()))
+    bad = {
+        "loss": ~torch.stack(list(losses.values())).isfinite().all(0),
+        "text": nonfinite_B(first.text_BLD),
+        "x0": torch.stack([nonfinite_B(batch.x0_BCFHW) for batch in batches.values()]).any(0),
+    }
+    return [
+        SampleReport(
+            sample=index,
+            rank=rank,
+            micro_step=micro_step,
+            expert=first.expert.value,
+            prompt=item.prompt,
+            media=str(item.media) if item.media else None,
+            sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
+            losses=finite_or_none({name: loss_B[i].item() for name, loss_B in losses.items()}),
+            not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
+        )
+        for i, (index, item) in enumerate(zip(sample_index_B, items, strict=True))
+    ]
+
+
+def nonfinite_B(x: Tensor) -> Tensor:
+    """Mark the samples that hold a number that is not finite: bool, shape (B,)."""
+    return ~x.flatten(1).isfinite().all(1)
+
+
+class NonFiniteStep(NamedTuple):
+    """A step that was dropped, as OUTPUT/nonfinite/step_*.json has it."""
+
+    step: int
+    """Counted from 1."""
+    checkpoint: str
+    """Folder of the checkpoint of the state before the step, which is also that after it."""
+    samples: list[SampleReport]
+    """All samples of the step, on all ranks."""
+
+    def write(self, output: Path) -> Path:
+        """Write OUTPUT/nonfinite/step_*.json and return its path."""
+        file = self.file(output)
+        write_json(file, self._asdict() | {"samples": [sample._asdict() for sample in self.samples]})
+        return file
+
+    def file(self, output: Path) -> Path:
+        return output / FOLDER / f"step_{self.step:08d}.json"
+
+    def messages(self, output: Path) -> list[str]:
+        """Describe the step, and each of the first MOST_NAMED samples."""
+        bad, at = [s for s in self.samples if "loss" in s.not_finite], f"step {self.step}"
+        what = f"the loss of {len(bad)} of {len(self.samples)} samples is not finite"
+        if not bad:
+            what = "each loss is finite, but the gradient is not, or is too large for its norm"
+        more = [f"{at}: {len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else []
+        first = f"{at}: {what}. Nothing was learned from it; see {self.file(output)}."
+        return [first, *(f"{at}: {sample}" for sample in bad[:MOST_NAMED]), *more]
+
+    def suggestions(self, job: Job) -> list[str]:
+        """Suggest remedies."""
+        params: dict[str, Any] = job.student_ds["optimizer"].get("params", {})
+        named = job.run.deepspeed_config
+        changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
+        where = f', or "lr" in {named} where the command names it,' if isinstance(named, str) else ""
+        lower = "a lower learning rate"
+        if "lr" in params:
+            lower += f" (--lr {params['lr'] / 3:.1g}{where} --allow_changed {changed})"
+        limit = job.run.nonfinite_limit
+        skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
+        if job.run.on_nonfinite == "stop":
+            skip = "such steps left out (--on_nonfinite skip)"
+        found = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
+        if any({"x0", "text"} & set(sample.not_finite) for sample in self.samples):
+            remedy = f"remove {job.cache}; the same command makes it again."
+            found.insert(0, f"Cached tensors are not finite: {remedy}")
+        return found
+
+
+class NonFiniteHandler:
+    """Names the samples of a non-finite step, then stops the run or counts the step as skipped."""
+
+    def __init__(self, job: Job, batches: MicroBatches, student: Student, save: Callable[..., Path]):
+        """`save(done, wait=...)` writes the checkpoint after `done` steps and returns its folder."""
+        self._job, self._batches, self._student, self._save = job, batches, student, save
+        self.skipped = 0
+        """Skipped steps of the whole run, saved in its checkpoints."""
+
+    def handle(self, step: int, micro_steps: list[MicroStepResult]) -> None:
+        """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
+
+        Args:
+            micro_steps: this rank's.
+
+        Raises:
+            NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.
+        """
+        run, output = self._job.run, self._job.output
+        self._student.forget_skipped_step(micro_steps[-1].expert)
+        own: list[SampleReport] = []
+        for micro, result in enumerate(micro_steps):
+            own += self._describe(step, micro, result)
+        samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
+        stops = run.on_nonfinite == "stop" or self.skipped >= run.nonfinite_limit
+        dropped = NonFiniteStep(step + 1, str(self._save(step, wait=stops).resolve()), samples)
+        if collectives.rank() == 0:
+            dropped.write(output)
+        if stops:
+            raise NonFinite(*dropped.messages(output), *dropped.suggestions(self._job))
+        self.skipped += 1
+        for line in dropped.messages(output):
+            collectives.log0("skipped   %s", line)
+
+    def _describe(self, step: int, micro: int, result: MicroStepResult) -> list[SampleReport]:
+        """Describe this rank's samples of a micro-step."""
+        names = [term.name for term in self._job.objective.terms]
+        losses = dict(zip(names, result.loss_TB, strict=True))
+        batches, items = self._batches.batch(step, micro), self._batches.items(step, micro)
+        indices, rank = self._batches.indices(step, micro), collectives.rank()
+        return describe_samples(batches, items, indices, losses, rank=rank, micro_step=micro)

@@ -1,0 +1,132 @@
+"""`wandistiller prepare`: fill the cache with encoded prompts and latents, as `train` does if need be."""
+
+import numpy as np
+import torch
+
+from wandistiller.config.job import Job
+from wandistiller.data.buckets import nearest_buckets, pixel_sizes
+from wandistiller.data.cached_dataset import CachedData, SampleIndex, SampleSelection
+from wandistiller.data.dataset import SHOWN, MediaType
+from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.media import Size
+from wandistiller.data.text_cache import TextCache, text_fingerprint
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.monitoring.memory_usage import within
+from wandistiller.teacher.base import Guidance, Teacher
+from wandistiller.teacher.build import build_teacher
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import digest, fingerprint, write_json
+from wandistiller.utils.logging import set_activity
+
+
+@within("prepare")
+def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
+    """Complete the cache for the run. Collective.
+
+    Returns:
+        The training data, the text by prompt, and the teacher if it was loaded, so as not to load it twice.
+
+    Raises:
+        ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
+    """
+    if any(other != job.identity for other in collectives.gather_objects(job.identity)):
+        raise ConfigError(
+            "The ranks read different settings or data: a file changed while the run started, or the nodes "
+            "do not see the same files. Start again."
+        )
+    set_activity("reading the cache")
+    device = collectives.device()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    latents = LatentCache(
+        job.cache,
+        job.folder,
+        job.rollouts,
+        fps=job.run.video_fps,
+        shard_size=job.run.prepare_batch,
+        vae_fingerprint=fingerprint([job.folder.path / "vae"]),
+        teacher_fingerprint=_teacher_fingerprint(job, text_fingerprint(job.folder.path, dtype)),
+    )
+    selection, samples = _select(job, latents, device)
+    prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
+    text = TextCache(job.cache, job.folder.path, prompts, dtype)
+    set_activity("encoding the prompts")
+    text.fill(device)
+    made = {latents.key(s): s for s in samples.values() if not s.item.media}
+    teacher = None
+    if latents.lacks_rollouts(made):
+        teacher = guided_teacher(job, text)
+        set_activity("the teacher's rollouts")
+        latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
+    collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
+    return CachedData(selection, samples, latents, text, device), text, teacher
+
+
+def _select(
+    job: Job, latents: LatentCache, device: torch.device
+) -> tuple[SampleSelection, dict[int, Sample]]:
+    """Select the run's samples, encode their media, and replace unreadable ones. Collective."""
+    all_samples = SampleIndex(job.items, job.run.rollouts_per_prompt, *_sizes(job))
+    selection = SampleSelection(
+        all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.run.max_steps
+    )
+    samples: dict[int, Sample] = {}
+    skipped: dict[str, str] = {}
+    new = selection.numbers
+    while new:
+        samples |= {n: all_samples[n] for n in new}
+        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media}
+        unusable = latents.fill_media({k: samples[n] for n, k in key.items()}, device)
+        if unusable and job.run.strict:
+            raise ConfigError(*_messages(sorted(unusable.values())))
+        skipped |= unusable
+        new = selection.replace(n for n, k in key.items() if k in unusable)
+    if collectives.rank() == 0:
+        _report(job, sorted(skipped.values()))
+    return selection, {n: samples[n] for n in selection.used()}
+
+
+def _report(job: Job, skipped: list[str]) -> None:
+    """Write the list of skipped media, or remove an earlier one."""
+    file = job.output / "skipped.json"
+    file.unlink(missing_ok=True)
+    if skipped:
+        write_json(file, skipped)
+        collectives.log0("skipped   %d media that cannot be used, listed in %s", len(skipped), file)
+
+
+def _messages(problems: list[str]) -> list[str]:
+    more = [f"{len(problems) - SHOWN} more cannot be used."] if len(problems) > SHOWN else []
+    remedy = "`strict` is true: fix these files or take them out; without it they are skipped."
+    return [*problems[:SHOWN], *more, remedy]
+
+
+def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
+    """Return the sizes of samples, the run's own first, and the index of each medium's size. Collective."""
+    media = np.flatnonzero(job.items.kinds != MediaType.PROMPT)
+    if not job.buckets or not len(media):
+        return [job.size], None
+    table = job.cache / "latents" / "sizes.safetensors"
+    in_pixels = pixel_sizes(lambda i: job.items[int(media[i])].media, len(media), table)
+    sizes = list(dict.fromkeys([job.size, *job.buckets]))
+    nearest = nearest_buckets(in_pixels, [(b.height, b.width) for b in job.buckets])
+    return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
+
+
+def guided_teacher(job: Job, text: TextCache) -> Teacher:
+    """Load the run's teacher, placed by its JSON, with guidance. Collective."""
+    set_activity("loading the teacher")
+    return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
+
+
+def _teacher_fingerprint(job: Job, text: str) -> str:
+    r = job.run
+    weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
+    guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
+    return digest(weights, text, guidance, dtype_name(job.teacher_ds))
+
+
+def run(job: Job) -> None:
+    """Run the command."""
+    prepare(job)
+    collectives.destroy()

@@ -1,0 +1,121 @@
+"""Result of an optimizer step over all ranks. Fields of StepResult are logged and charted by name."""
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.distributed.shutdown import stopping
+from wandistiller.monitoring import memory_usage
+from wandistiller.monitoring.alarms import Seconds
+from wandistiller.monitoring.memory_usage import Usage
+from wandistiller.objectives.registry import Objective
+from wandistiller.utils.logging import current
+
+BANDS = 5
+"""Number of equal parts of sigma's range from 0 to 1."""
+OPTIONAL = {"optional": True}
+READING = "reading the data"
+"""The activity of a step that waits for storage."""
+
+
+class MicroStepResult(NamedTuple):
+    """Losses of this rank's samples in one micro-step."""
+
+    loss_TB: Tensor
+    """float32, unweighted, one row for each term of the objective."""
+    sigma_B: Tensor
+    """sigma of the states of the first term."""
+    expert: Expert
+
+
+class RankReport(NamedTuple):
+    """The state of one rank after a step."""
+
+    stop_requested: bool
+    seconds: Seconds
+    memory: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Numbers of an optimizer step over all ranks' samples; all fields but `ranks` are keys in metrics.jsonl.
+
+    OPTIONAL fields are left out there while they are empty.
+    """
+
+    loss: float
+    """Mean of the weighted sum of all terms."""
+    grad_norm: float | None = None
+    """Norm before clipping; None if it is not finite or not known."""
+    lr: float = 0.0
+    """Learning rate of the first parameter group."""
+    expert: Expert
+    loss_by_sigma: dict[str, float]
+    """Mean loss in each of BANDS that was drawn from, by its ends."""
+    losses: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
+    """Mean of each term, unweighted, where there are several."""
+    loss_scale: float | None = field(default=None, metadata=OPTIONAL)
+    """fp16's loss scale."""
+    skipped: bool = field(default=False, metadata=OPTIONAL)
+    """True if the engine made no update, because a gradient was not finite."""
+    ranks: list[RankReport]
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the fields to be logged, by name."""
+        values = {f: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        return {
+            f.name: value.value if isinstance(value, Enum) else value
+            for f, value in values.items()
+            if value or not f.metadata.get("optional")
+        }
+
+    @property
+    def stop_requested(self) -> bool:
+        """True if any rank received a request to stop."""
+        return any(rank.stop_requested for rank in self.ranks)
+
+
+def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
+    """Mean loss of the samples in each band, by its ends; bands without samples are left out."""
+    band_N = (sigma_N * BANDS).long().clamp(0, BANDS - 1)
+    drawn = sorted(set(band_N.tolist()))
+    return {f"{k / BANDS:g}-{(k + 1) / BANDS:g}": loss_N[band_N == k].double().mean().item() for k in drawn}
+
+
+def reduce_over_ranks(micro_steps: list[MicroStepResult], objective: Objective) -> StepResult:
+    """Average over the global batch, in sample order whatever the number of ranks. Collective.
+
+    The engine's numbers, such as the learning rate, are not in the result yet.
+
+    Raises:
+        RuntimeError: the ranks used different experts.
+    """
+    world, expert = collectives.world_size(), micro_steps[-1].expert
+    # K: terms, then sigma
+    own_MKB = torch.stack([torch.cat([m.loss_TB.float(), m.sigma_B[None]]) for m in micro_steps])
+    seconds = Seconds(current.seconds[READING], sum(current.seconds.values()))
+    about = [list(Expert).index(expert), float(stopping.reason is not None), *seconds, *memory_usage.read()]
+    own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
+    all_ranks = collectives.gather_tensor(own).view(world, -1)
+    found_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
+    about_R = all_ranks[:, own_MKB.numel() :].tolist()
+    experts = [numbers[0] for numbers in about_R]
+    if len(set(experts)) > 1:
+        raise RuntimeError(f"The ranks used different experts: {experts}. Please report this.")
+    *loss_TN, sigma_N = found_RMKB.permute(2, 1, 0, 3).flatten(1)
+    losses = [loss_N.double().mean().item() for loss_N in loss_TN]
+    return StepResult(
+        loss=objective.total(losses),
+        **objective.named(losses),
+        loss_by_sigma=by_sigma(objective.total(loss_TN), sigma_N),
+        expert=expert,
+        ranks=[
+            RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
+            for _, stop, data, step, *memory in about_R
+        ],
+    )

@@ -1,0 +1,1 @@
+"""Errors, files, logging and other helpers without ranks or DeepSpeed."""

@@ -1,0 +1,114 @@
+"""Errors with messages for people: file, key, value, remedy."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+REFUSALS = {
+    errno.ENOENT: "no such file. Fix the path.",
+    errno.ENOTDIR: "no such file: a part of its path is not a folder. Fix the path.",
+    errno.EISDIR: "is a folder. Name a file.",
+    errno.EACCES: "may not be read. Change its permissions, or those of the folders above it.",
+    errno.ELOOP: "its symbolic links lead in a circle. Name the file itself.",
+    errno.ENAMETOOLONG: "is too long a name. Give a shorter path.",
+}
+"""Error number of the system -> what is wrong and what to do."""
+MOST_NESTED = 32
+DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no setting needs them."
+
+
+class Problems(Exception):
+    """Problems that a person must fix, each a message: where, what was found, what to do."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class ConfigError(Problems):
+    """Wrong input."""
+
+
+class NonFinite(Problems):
+    """A step whose loss or gradient is not finite; no weight was changed."""
+
+
+class StorageError(Problems):
+    """A disk, folder or file that is full, gone or damaged; once fixed, the same command resumes the run."""
+
+
+def problem(where: str | Path, key: str, found: object, remedy: str) -> str:
+    """Format an error message: file, key, its value, what to write instead."""
+    return f"{where}: `{key}` is {json.dumps(found, ensure_ascii=False, default=str)}. {remedy}"
+
+
+def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: str = "") -> list[str]:
+    """List the keys of `given` that are not among `known`, each as a problem with the nearest known key."""
+    known = sorted(known)
+    problems = []
+    for key in sorted(set(given) - set(known)):
+        hint = nearest(key, known) or f" Known keys: {', '.join(known)}."
+        problems.append(problem(where, prefix + key, given[key], f"Unknown key.{hint}"))
+    return problems
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Return ` Did you mean ...?`, or nothing when no known word is near."""
+    near = get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" Did you mean `{near[0]}`?" if near else ""
+
+
+@contextmanager
+def readable(path: str | Path | None = None) -> Iterator[None]:
+    """Raise errors of the system as wrong input.
+
+    Args:
+        path: the file's name as the user gave it; None: the system's.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = REFUSALS.get(error.errno, f"it cannot be read: {error.strerror or error}. Name another.")
+        raise ConfigError(f"{path or error.filename}: {why}") from None
+
+
+def folder_problems(key: str, folder: str | Path) -> list[str]:
+    """List the reasons why a folder cannot be made or written to."""
+    try:
+        path = Path(folder).absolute()
+        above = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        path.is_dir()  # raises where the name is too long
+    except OSError as error:
+        return [f"`{key}` is {folder}: {REFUSALS.get(error.errno, error.strerror)}"]
+    if not above.is_dir():
+        return [f"`{key}` is {folder}, but {above} is a file. Name a folder."]
+    if not os.access(above, os.W_OK):
+        remedy = "Change its permissions, or name another folder."
+        return [f"`{key}` is {folder}, but {above} may not be written to. {remedy}"]
+    return []
+
+
+def impossible_values(path: str | Path, value: Any, key: str = "", depth: int = 0) -> list[str]:
+    """List values in a JSON that no setting can have: non-finite numbers, invalid text, deep nesting."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [problem(path, key, value, "Write a finite number.")]
+    if isinstance(value, str) and not is_text(value):
+        return [
+            problem(path, key, value, "It holds a character that no file name or prompt can have. Remove it.")
+        ]
+    if depth > MOST_NESTED:
+        return [f"{path}: {DEEP}"]
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    named = ((f"{key}.{k}" if key else str(k), v) for k, v in inside)
+    return list(dict.fromkeys(p for name, v in named for p in impossible_values(path, v, name, depth + 1)))
+
+
+def is_text(text: str) -> bool:
+    """Return whether a string is valid UTF-8 and a valid name for the system: no lone surrogate, no NUL."""
+    return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)

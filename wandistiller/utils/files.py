@@ -1,0 +1,198 @@
+"""Atomic writes, locks, fingerprints of folders, and JSON files."""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, readable
+
+RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def system_error(error: BaseException, path: Path | None = None) -> OSError | None:
+    """Return the system's error behind `error`, also where safetensors 0.8 wraps it in its own; else None.
+
+    Args:
+        path: the file concerned, for an error without a name.
+    """
+    if isinstance(error, OSError):
+        if "CUDA_HOME" in str(error):  # torch 2.13, which finds no compiler
+            return None
+        if path and error.errno and not error.filename:  # without errno, only the text would be lost
+            error.filename = str(path)
+        return error
+    if found := RUST_ERROR.search(str(error)):
+        return OSError(int(found[1]), os.strerror(int(found[1])), path and str(path))
+    return None
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary name next to `path`; rename it to `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{_this_machine()}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if temporary.is_file():
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except Exception as error:
+        if refused := system_error(error, path):
+            raise refused from None
+        raise
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """Make a folder in `folder` and delete it when the block ends; after a kill, `sweep` does."""
+    made = folder / f".scratch.{_this_machine()}.{os.getpid()}.tmp"
+    made.mkdir(parents=True, exist_ok=True)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Delete temporary files in `folder` of this machine's dead processes; other machines may share it."""
+    for half in folder.rglob(".*.tmp"):
+        *_, machine, pid, _ = ("", "", *half.name.split("."))
+        if machine == _this_machine() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(half) if half.is_dir() else half.unlink(missing_ok=True)
+
+
+def _this_machine() -> str:
+    return digest(platform.node())[:8]
+
+
+def lock(folder: Path) -> IO[str]:
+    """Lock `folder` until the returned file is closed or the process ends.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise ConfigError(
+            f"{folder}: another run is writing there ({file.read().strip()}). Wait for it, stop it (touch "
+            f"{folder / 'STOP'}), or give another --output_dir."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON, atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def digest(*parts: object) -> str:
+    """Hash `parts`, any JSON values, to 16 hex digits."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def fingerprint(folders: Iterable[Path]) -> str:
+    """Hash the files in `folders` by name, size, first and last MiB, without reading tens of GB."""
+    parts = []
+    for folder in folders:
+        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                head = stream.read(1 << 20)
+                stream.seek(max(0, size - (1 << 20)))
+                ends = hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
+            parts.append((f"{folder.name}/{file.relative_to(folder)}", size, ends))
+    return digest(parts)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Copy a folder; within a file system by hard links, which take no space and survive a move."""
+
+    def place(src: str, dst: str) -> None:
+        try:
+            os.link(os.path.realpath(src), dst)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(src, dst)
+
+    shutil.copytree(source, target, copy_function=place)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+PACKAGE = Path(__file__).parent.parent
+SHIPPED = next(p for p in (PACKAGE / "ds_configs", PACKAGE.parent / "ds_configs") if p.is_dir())
+
+
+def shipped(path: str) -> Path:
+    """Return `path`, or where there is no such `ds_configs/...`, the file of the package."""
+    here = Path(path)
+    if not here.exists() and here.parts[:1] == ("ds_configs",):
+        return SHIPPED.joinpath(*here.parts[1:])
+    return here
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read one JSON object. Integers of 19 digits and more become floats.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, is not an object, or holds what no setting can be.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
+            raise ConfigError(f"{path}: `{min(twice)}` is given twice. Keep one.")
+        return dict(pairs)
+
+    with readable(path):
+        file = shipped(str(path))
+        # a pipe would be read by one rank, and keep it waiting
+        if file.stat() and not (file.is_file() or file.is_dir()):
+            raise ConfigError(f"{path}: is not a regular file, which every rank can read. Name one.")
+        raw = file.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+        value = json.loads(
+            text, object_pairs_hook=unique, parse_int=lambda n: int(n) if len(n) < 19 else float(n)
+        )
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}. Save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        remedy = "Fix that place; JSON has double quotes, no comments, and no comma after the last value."
+        if not text.strip():
+            remedy = "The file is empty; write one JSON object, {...}."
+        raise ConfigError(f"{path}: not valid JSON: {error}. {remedy}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {DEEP}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a {type(value).__name__}. Write one JSON object, {{...}}.")
+    if problems := impossible_values(path, value):
+        raise ConfigError(*problems)
+    return value

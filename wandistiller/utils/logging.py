@@ -1,0 +1,113 @@
+"""Logging to stderr and to each rank's file; the activity that the watchdog and messages name."""
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger("wandistiller")
+_deepspeed = logging.getLogger("DeepSpeed")
+_file_only = logging.getLogger("wandistiller.file")
+_file_only.propagate = False
+_file_only.setLevel(logging.DEBUG)
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+NOISE = "before it has started"
+"""Part of a warning in every run: deepspeed 0.19.8 reads its schedules' rate before the first step."""
+
+
+def setup_logging(level: str) -> None:
+    """Log to stderr from `level` on; DeepSpeed's lines only from warning on, unless `level` is debug."""
+    logging.basicConfig(format="%(message)s", force=True)
+    logging.root.handlers[0].setLevel(level.upper())
+    log.setLevel(min(logging.INFO, getattr(logging, level.upper())))  # files get info too
+    _deepspeed.setLevel(logging.INFO if level == "debug" else logging.WARNING)
+    _deepspeed.addFilter(_is_no_noise)
+    # deepspeed 0.19.8 calls deprecated functions
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return NOISE not in record.getMessage()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose own errors are ignored: the run itself reports a disk that is full or gone."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore the error."""
+
+
+def add_log_file(file: Path) -> None:
+    """Append all later lines to `file` too, with the time; it replaces an earlier log file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(file, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    for logger in (log, _deepspeed, _file_only):
+        for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+            logger.removeHandler(old)
+        logger.addHandler(handler)
+
+
+def log_to_file(text: str) -> None:
+    """Log to the file alone, if there is one."""
+    if text and _file_only.handlers:  # without a handler Python would write to stderr
+        _file_only.info("%s", text.encode(errors="backslashreplace").decode())
+
+
+IN_EVERY_STEP = ("step ", "finishing step ")
+"""Beginnings of activities that recur in each step: too many for the log file."""
+
+
+@dataclass(slots=True)
+class Status:
+    """The main thread's place in the run; only that thread writes, others may read."""
+
+    activity: str = "starting"
+    phase: str = "start"
+    """Among: start, prepare, load, train, checkpoint, draw, export."""
+    heartbeats: int = 0
+    step: int = 0
+    """The training step that runs, counted from 1."""
+    step_began: float = 0.0
+    """Seconds on the monotonic clock, which a change of the wall clock does not affect."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent in each activity of the step that runs."""
+
+
+current = Status()
+
+
+def set_activity(name: str) -> None:
+    """Name what the main thread begins to do."""
+    current.activity = name
+    heartbeat()
+    log.debug("doing: %s", name)
+    if not name.startswith(IN_EVERY_STEP):
+        log_to_file(f"doing: {name}")
+
+
+def heartbeat() -> None:
+    """Show the watchdog progress within a long activity."""
+    current.heartbeats += 1
+
+
+def begin_step(step: int) -> None:
+    """Begin training step `step`, counted from 1, with no time spent in it."""
+    current.step, current.step_began, current.seconds = step, time.monotonic(), {}
+
+
+@contextmanager
+def activity(name: str) -> Iterator[None]:
+    """Name a part of the training step and add up its seconds. After an error the name stays."""
+    set_activity(f"step {current.step}, {name}")
+    began = time.perf_counter()
+    yield
+    current.seconds[name] = current.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def step_seconds() -> float:
+    """Return the seconds since the training step began."""
+    return time.monotonic() - current.step_began

@@ -1,0 +1,22 @@
+"""Memoization of functions of JSON values."""
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+
+def once_for_each(f: F) -> F:
+    """Cache the results of `f`, whose arguments are JSON values."""
+    results: dict[str, Any] = {}
+
+    @wraps(f)
+    def cached(*args: Any, **more: Any) -> Any:
+        key = json.dumps([args, more], sort_keys=True)
+        if key not in results:
+            results[key] = f(*args, **more)
+        return results[key]
+
+    return cached

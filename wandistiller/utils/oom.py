@@ -1,0 +1,58 @@
+"""Out-of-memory errors of all libraries, and the kind of memory that ran out."""
+
+import errno
+import re
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+
+
+class Spent(Enum):
+    """Kind of memory that ran out; always HOST without an accelerator."""
+
+    DEVICE = "accelerator memory"
+    HOST = "CPU memory"
+
+
+MESSAGE = re.compile(
+    r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
+    r"|(can't|cannot|unable to) allocate memory|not enough memory"  # torch's CPU allocator, mmap, the system
+    r"|std::bad_alloc|cudaErrorMemoryAllocation|CU[A-Z]+_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+"""Messages of libraries that raise another error, such as RuntimeError."""
+LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure", re.IGNORECASE)
+"""Messages of CUDA's own libraries and NCCL, which allocate on the device."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, by `error` or any error in its chain."""
+    return any(_matches(e) for e in chain(error))
+
+
+def what_ran_out(error: BaseException) -> Spent:
+    """Return the kind of memory of an error for which `is_out_of_memory` is true."""
+    source = next(e for e in chain(error) if _matches(e))
+    if isinstance(source, torch.OutOfMemoryError) or LIBRARIES.search(str(source)):
+        return Spent.DEVICE
+    # torch's allocator raises its own error; CUDA's is for page-locked host memory, unless the device is full
+    if "cuda" in str(source).lower() and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Spent.DEVICE if free < 0.02 * total else Spent.HOST
+    return Spent.HOST
+
+
+def _matches(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or MESSAGE.search(str(error)) is not None
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, its causes, and the errors during whose handling they were raised; each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,88 @@
+"""Free CPU memory and disk, as the system and control groups allow."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+GIB = 2**30
+SYSTEM = 0.10
+"""Share of free CPU memory and disk kept in reserve for data, file cache and other processes."""
+LEAST = 2 * GIB
+"""Smallest reserve in bytes, unless it is over a quarter of the free memory."""
+
+
+def memory_limits(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield the limits on this process's memory, in bytes, and their source."""
+    if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        yield space, "of address space, ulimit -v"
+    if groups := [allowed for allowed, _ in _groups(root)]:
+        yield min(groups), "control group"
+
+
+def read_sizes(file: Path) -> dict[str, int]:
+    """Read the sizes in a file of proc/, in bytes."""
+    entries = (line.partition(":") for line in file.read_text().splitlines())
+    return {key: int(value.split()[0]) * 1024 for key, _, value in entries if value.endswith(" kB")}
+
+
+def host_free(root: Path = Path("/")) -> int:
+    """Return the bytes of CPU memory that are free, by the system and the control groups of this process.
+
+    Args:
+        root: the folder of proc/ and sys/.
+    """
+    return min([read_sizes(root / "proc/meminfo")["MemAvailable"], *(free for _, free in _groups(root))])
+
+
+def _groups(root: Path) -> list[tuple[int, int]]:
+    """List the limit and free bytes of each control group above this process, version 1 or 2.
+
+    The file cache counts as free: the kernel drops it before it refuses memory. Memory files (shmem) do not.
+    """
+    groups = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"
+        else:
+            continue
+        own = top / path.lstrip("/")  # is not there in a container that sees its own group as `top`
+        for group in (g for g in (own, *own.parents) if g.is_relative_to(top) and (g / limit).is_file()):
+            # over `high` the kernel takes pages back
+            files = (group / name for name in (limit, "memory.high"))
+            limits = [file.read_text().strip() for file in files if file.is_file()]
+            if allowed := min((int(n) for n in limits if n != "max"), default=0):
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                cache = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+                groups.append((allowed, max(0, allowed - int((group / used).read_text()) + cache)))
+    return groups
+
+
+def disk_free(path: Path) -> int:
+    """Return the free bytes of the file system on which `path` is, or will be."""
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def disk(path: Path) -> int:
+    """Return the device number of the file system on which `path` is, or will be."""
+    return _nearest(path).stat().st_dev
+
+
+def _nearest(path: Path) -> Path:
+    """Return the nearest existing folder at or above `path`."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.is_dir())
+
+
+def reserve(free: int, share: float) -> float:
+    """Return the part of `free` bytes to keep in reserve."""
+    return max(share * free, min(LEAST, free / 4))
+
+
+def room_of_a_rank(host_free: int, ranks_on_node: int) -> int:
+    """Return the bytes of CPU memory that each rank of a node may take, given its free bytes."""
+    return int(host_free - reserve(host_free, SYSTEM)) // ranks_on_node

@@ -1,0 +1,216 @@
+"""Activation memory, traced with fake tensors, which take no memory, through diffusers' own transformer."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wandistiller.engine.activation_checkpointing import MODULES, read_recompute
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.transformer import (
+    TEXT_TOKENS,
+    meta_transformer,
+    parameter_dtype,
+    set_parameter,
+    velocity,
+)
+
+BLOCK = "block"
+Latent = tuple[int, int, int, int]
+"""(C, F, H, W) of one sample, as in `WanFolder.latent_shape`."""
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside, each storage once and as long as it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known.update(storages((args, kwargs)))  # weights, of which a view may come out
+        out = func(*args, **(kwargs or {}))
+        for storage in storages(out):
+            if storage not in self._known:
+                self._known.add(storage)
+                weakref.finalize(storage, self._add, -storage.nbytes())
+                self._add(storage.nbytes())
+        return out
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+def storages(tensors: Any) -> list[torch.UntypedStorage]:
+    """Return the storage of each tensor in a nested structure."""
+    return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+
+
+def activation_bytes(
+    config: dict[str, Any], ds: dict[str, Any], latent: Latent, micro: int, *, accelerator: bool
+) -> int:
+    """Count the bytes that autograd saves for a micro-step's backward pass, with its first recomputation.
+
+    All weights are counted as trained. A checkpoint saves copies of its inputs instead of its activations.
+    The peak is at the start of the backward pass: the first recomputation comes on top, if nothing was freed
+    before.
+
+    Args:
+        config: the student's transformer config.
+        ds: its JSON, checked by `student_engine`.
+        latent: shape of one sample.
+        micro: samples of a micro-step.
+    """
+    layers, policy = config["num_layers"], read_recompute(ds)
+    saved = _for_samples(
+        _saved, micro, config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
+    )
+    kept = saved["ends"] + layers * saved[BLOCK]
+    if policy is None:
+        return kept
+    names = MODULES[policy.checkpoint] or (BLOCK,)
+    part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", " inputs"))
+    # attention is recomputed after the feed-forward of the last block was freed
+    first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
+    return kept - -(-layers // policy.checkpoint_every) * (part - inputs) + first
+
+
+def call_bytes(
+    config: dict[str, Any], ds: dict[str, Any], latent: Latent, samples: int, *, accelerator: bool
+) -> int:
+    """Count the peak bytes of a forward pass without gradients, weights left out.
+
+    On a CPU without bf16 arithmetic oneDNN takes up to a third more (torch 2.13); it is not counted.
+
+    Args:
+        config: the transformer's.
+        ds: its JSON, checked by `teacher_engine` or `student_engine`.
+        latent: shape of one sample.
+        samples: samples in one call; with guidance each counts twice.
+    """
+    peak = _for_samples(
+        _peak, samples, config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
+    )
+    return peak["peak"]
+
+
+def compared_bytes(
+    blocks: int, tokens: int, teacher: int, student: int, widths: tuple[int, int], items: tuple[int, int]
+) -> int:
+    """Count the bytes of hidden states of `blocks` that are compared and stay until the backward pass.
+
+    The teacher's, the student's in the teacher's width, the inputs of projections if the widths differ, and
+    the differences in float32.
+
+    Args:
+        tokens: tokens of one sample.
+        teacher: samples of the teacher's forward pass.
+        student: samples of the student's, those of other terms included.
+        widths: widths of teacher and student.
+        items: bytes of one element of each.
+    """
+    (wide, own), (teacher_item, item) = widths, items
+    projected = own * item if own != wide else 0
+    return blocks * tokens * (teacher * wide * (teacher_item + 4) + student * (wide * item + projected))
+
+
+def _for_samples(trace: Callable[..., dict[str, int]], samples: int, *given: Any) -> dict[str, int]:
+    """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
+    one, two = trace(1, *given), trace(2, *given)
+    return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
+
+
+@once_for_each
+def _saved(
+    samples: int, config: dict[str, Any], dtype: str, latent: Latent, text: int, accelerator: bool
+) -> dict[str, int]:
+    """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
+    with FakeTensorMode():
+        model, call = _transformer(
+            config, lambda _: getattr(torch, dtype), samples, latent, text, accelerator
+        )
+        model.requires_grad_(True)
+        weights = set(storages(list(model.parameters())))
+        block = model.blocks[0]
+        modules = {BLOCK: block} | {
+            name: block.get_submodule(name) for names in MODULES.values() for name in names
+        }
+        saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
+        inside, inputs, shared = ["all"], dict.fromkeys(modules, 0), set()
+
+        def enter(name: str, given: tuple) -> None:
+            inside.append(name)
+            inputs[name] = sum(t.nbytes for t in tree_leaves(given) if isinstance(t, Tensor))
+            shared.update(storages(given[1:]) if name == BLOCK else ())  # text, time, rope: for all blocks
+
+        def pack(t: Tensor) -> Tensor:
+            for name in inside:
+                saved[name].add(t.untyped_storage())
+            return t
+
+        for name, module in modules.items():
+            module.register_forward_pre_hook(lambda _, given, name=name: enter(name, given))
+            module.register_forward_hook(lambda *_: inside.pop() and None)
+        with saved_tensors_hooks(pack, lambda t: t):
+            out = call()
+        found = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
+        everything = sum(s.nbytes() for s in saved["all"] - weights)
+        del out
+    return found | {f"{name} inputs": n for name, n in inputs.items()} | {"ends": everything - found[BLOCK]}
+
+
+@once_for_each
+def _peak(
+    samples: int, config: dict[str, Any], dtype: str, latent: Latent, text: int, accelerator: bool
+) -> dict[str, int]:
+    """Trace the peak bytes of a forward pass of a network of one block; others run one after the other."""
+    with FakeTensorMode(), torch.no_grad():
+        _, call = _transformer(
+            config,
+            lambda name: parameter_dtype(name, getattr(torch, dtype)),
+            samples,
+            latent,
+            text,
+            accelerator,
+        )
+        with Live() as live:
+            call()
+    return {"peak": live.most}
+
+
+def _transformer(
+    config: dict[str, Any],
+    dtype_of: Callable[[str], torch.dtype],
+    samples: int,
+    latent: Latent,
+    text: int,
+    accelerator: bool,
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
+    model = meta_transformer(config)
+    for name, p in list(model.named_parameters()):
+        set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
+    for module in model.modules():
+        if accelerator and isinstance(module, nn.RMSNorm):
+            module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
+    x_t_BCFHW, sigma_B = torch.empty(samples, *latent), torch.ones(samples)
+    text_BLD = torch.empty(samples, text, config["text_dim"])
+    return model, lambda: velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """CUDA's RMS norm, one kernel that saves its input; the CPU's several kernels save their results too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)

@@ -1,0 +1,182 @@
+"""Checks of the JSON files of a Wan pipeline, before anything is built from them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
+from wandistiller.wan.components import text_encoder_of, vae_of
+from wandistiller.wan.weights import WeightReader
+
+UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
+EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
+UpToAMillion = Annotated[int, Field(ge=1, le=10**6)]
+ThreeCounts = Annotated[
+    list[Annotated[int, Field(gt=0)]], Field(min_length=3, max_length=3), write("three positive integers")
+]
+TextToVideo = Annotated[None, write("null: only text-to-video is supported")]
+TRANSFORMER = of_type(
+    (UpTo1024, "num_layers num_attention_heads"),
+    (EvenUpTo1024, "attention_head_dim"),  # for rope
+    (UpToAMillion, "ffn_dim freq_dim text_dim in_channels out_channels rope_max_seq_len"),
+    (ThreeCounts, "patch_size"),
+    (bool, "cross_attn_norm"),
+    (Positive, "eps"),
+    (TextToVideo, "image_dim added_kv_proj_dim pos_embed_seq_len"),
+)
+NEEDED = (
+    "num_layers num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels "
+    "rope_max_seq_len patch_size cross_attn_norm"
+).split()
+VAE = of_type(
+    (
+        UpTo1024,
+        "z_dim base_dim num_res_blocks in_channels out_channels scale_factor_spatial scale_factor_temporal",
+    ),
+    (Annotated[list[float], write("a list of numbers")], "latents_mean"),
+    (Annotated[list[Positive], write("a list of positive numbers")], "latents_std"),
+)
+SCHEDULER = of_type(
+    (Annotated[float, Field(gt=0, le=1000)], "flow_shift shift"),
+    (UpTo1024, "solver_order"),
+    (Text, "_class_name"),
+)
+
+
+UNFIT = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+"""Exceptions of diffusers and transformers for settings that do not fit together."""
+TIED = "encoder.embed_tokens.weight"
+"""Another name of UMT5's `shared.weight`; a file has either or both."""
+
+
+def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
+    """List the reasons why no WanTransformer3DModel can be made of `config`."""
+    found = _missing(where, config, NEEDED) + value_problems(where, config, TRANSFORMER)
+    if (name := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
+        remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
+        found.append(problem(where, "_class_name", name, remedy))
+    return found
+
+
+def pipeline_problems(
+    name: str, experts: dict[str, dict[str, Any]], vae: dict[str, Any], scheduler: dict[str, Any]
+) -> list[str]:
+    """List the problems within the parts of a pipeline, and between them.
+
+    Args:
+        experts: transformer config by folder name, the high-noise expert's first.
+    """
+    files = {folder: f"{name}/{folder}/config.json" for folder in (*experts, "vae")}
+    found = [p for folder, config in experts.items() for p in transformer_problems(files[folder], config)]
+    found += _missing(files["vae"], vae, ["latents_mean", "latents_std", "z_dim"])
+    found += value_problems(files["vae"], vae, VAE)
+    shifts = ("flow_shift", "shift")
+    given = {key: value for key, value in scheduler.items() if value is not None or key not in shifts}
+    scheduler_file = f"{name}/scheduler/scheduler_config.json"
+    found += _missing(scheduler_file, scheduler, ["_class_name"])
+    found += value_problems(scheduler_file, given, SCHEDULER)
+    return found or _unequal(files, experts) + _channel_problems(files, experts, vae)
+
+
+def _unequal(files: dict[str, str], experts: dict[str, dict[str, Any]]) -> list[str]:
+    """Keys in which the experts differ."""
+    first = next(iter(experts.values()))
+    return [
+        problem(files[folder], key, config[key], f"The other expert has {first[key]}; give two of one shape.")
+        for folder, config in experts.items()
+        for key in NEEDED
+        if config[key] != first[key]
+    ]
+
+
+def _channel_problems(
+    files: dict[str, str], experts: dict[str, dict[str, Any]], vae: dict[str, Any]
+) -> list[str]:
+    first, found = next(iter(experts)), []
+    channels = experts[first]["in_channels"]
+    if (out := experts[first].get("out_channels") or channels) != channels:
+        remedy = (
+            f"It has {channels} input channels; only a Wan with as many outputs as inputs can be distilled."
+        )
+        found.append(problem(files[first], "out_channels", out, remedy))
+    sizes = {"z_dim": vae["z_dim"], **{key: len(vae[key]) for key in ("latents_mean", "latents_std")}}
+    return found + [
+        f"{files['vae']}: `{key}` is for {size} channels, the transformer for {channels}. Give the VAE that "
+        "belongs to it."
+        for key, size in sizes.items()
+        if size != channels
+    ]
+
+
+def _missing(where: str, config: dict[str, Any], needed: list[str]) -> list[str]:
+    return [f"{where}: `{key}` is missing. Fetch this file again." for key in needed if key not in config]
+
+
+def unfit(where: str | Path, error: Exception) -> str:
+    """Return the message for one of `UNFIT`."""
+    why = error or type(error).__name__
+    return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
+
+
+def part_problems(folder: Path, vae: dict[str, Any], text_dim: int) -> list[str]:
+    """List missing, truncated or misshapen tensors of VAE and text encoder, and a missing tokenizer.
+
+    Args:
+        text_dim: width of the transformer's text input.
+    """
+    found = []
+    if not any((folder / "tokenizer" / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+        found.append(
+            f"{folder / 'tokenizer'}: no tokenizer.json or spiece.model in it. Give the whole pipeline."
+        )
+    elif (about := folder / "tokenizer" / "tokenizer_config.json").is_file():
+        try:
+            read_json(about)
+        except ConfigError as error:
+            found += error.problems
+    try:
+        with torch.device("meta"):
+            model = vae_of(vae)
+        found += _weight_problems(folder / "vae", "diffusion_pytorch_model", model)
+    except UNFIT as error:
+        found.append(unfit(folder / "vae" / "config.json", error))
+    return found + _text_problems(folder / "text_encoder", text_dim)
+
+
+def _text_problems(folder: Path, text_dim: int) -> list[str]:
+    file = folder / "config.json"
+    try:
+        config = read_json(file)
+        if config.get("d_model") != text_dim:
+            remedy = (
+                f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
+            )
+            return [problem(file, "d_model", config.get("d_model"), remedy)]
+        with torch.device("meta"):
+            model = text_encoder_of(config)
+        return _weight_problems(folder, "model", model)
+    except ConfigError as error:
+        return error.problems
+    except UNFIT as error:
+        return [unfit(file, error)]
+
+
+def _weight_problems(folder: Path, stem: str, model: nn.Module) -> list[str]:
+    try:
+        reader = WeightReader(folder, stem)
+    except ConfigError as error:
+        return error.problems
+    expected = {name: p.shape for name, p in model.named_parameters()}
+    if TIED in reader.stored and "shared.weight" in expected:
+        expected[TIED] = expected["shared.weight"]
+        if "shared.weight" not in reader.stored:
+            del expected["shared.weight"]
+    return reader.problems(folder, expected, model._keys_to_ignore_on_load_unexpected)

@@ -1,0 +1,132 @@
+"""The VAE (pixels <-> latents) and the UMT5 text encoder (prompts -> states)."""
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.components import text_encoder_of
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import TEXT_TOKENS
+
+log = logging.getLogger("wandistiller")
+
+
+def offload_kwargs(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` that offload what exceeds `room` bytes; empty if all fits.
+
+    accelerate's hooks read the rest from disk for each prompt, a layer at a time, into memory for one layer
+    more.
+
+    Args:
+        swap: folder for copies of files in another precision than `dtype`.
+    Raises:
+        ConfigError: accelerate is needed and not installed.
+    """
+    with torch.device("meta"):
+        model = text_encoder_of(read_json(folder / "config.json"), dtype)
+    whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.encoder.block[0]))
+    if whole <= room:
+        return {}
+    if not find_spec("accelerate"):
+        raise ConfigError(
+            f"{folder}: it takes {whole / GIB:.1f} GiB and each rank may take {room / GIB:.1f} of CPU "
+            "memory. Run: pip install accelerate, and the rest is read from disk; or run `wandistiller "
+            "prepare` on another machine and copy the cache."
+        )
+    log.info(
+        "the text encoder takes %.1f GiB, of which %.1f fit; the rest is read from disk for each prompt",
+        whole / GIB,
+        room / GIB,
+    )
+    return {
+        "device_map": "auto",
+        "max_memory": {"cpu": max(room - 2 * block, 0)},
+        "offload_folder": str(swap),
+    }
+
+
+class Encoder:
+    """UMT5 and its tokenizer."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, **offload_kwargs: Any):
+        """Load them, the model with the result of `offload_kwargs`."""
+        self._device, self._folder = device, folder
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        except Exception as error:  # tokenizers raises it bare
+            raise ConfigError(
+                f"{folder / 'tokenizer'}: it cannot be read: {error}. Fetch the folder again."
+            ) from None
+        self._model = UMT5EncoderModel.from_pretrained(
+            folder / "text_encoder", dtype=dtype, **offload_kwargs
+        ).eval()
+        if not offload_kwargs:
+            self._model.to(device)
+
+    @torch.no_grad()
+    def encode(self, prompt: str) -> Tensor:
+        """Return text_LD of the prompt's own tokens, without padding, on the CPU."""
+        tokens = self._tokenizer(
+            [prompt],
+            padding="max_length",
+            max_length=TEXT_TOKENS,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(self._device)
+        states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
+        text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
+        if not text_LD.isfinite().all():
+            raise ConfigError(
+                f"{self._folder / 'text_encoder'}: its outputs are not finite. Fetch its weights again."
+            )
+        return text_LD
+
+
+def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return text_BLD of token ids; `mask_BL` is 0 at padding."""
+    return encoder(token_BL, mask_BL).last_hidden_state
+
+
+class Vae:
+    """AutoencoderKLWan with normalised latents, in float32 as in Wan. Drop the object to free its memory."""
+
+    def __init__(self, folder: WanFolder, device: torch.device):
+        self._vae = (
+            AutoencoderKLWan.from_pretrained(folder.path / "vae", dtype=torch.float32).eval().to(device)
+        )
+        self._where = folder.path / "vae"
+        self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
+        self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
+
+    @torch.no_grad()
+    def encode(self, pixels_BCFHW: Tensor) -> Tensor:
+        """Encode pixels in [-1, 1]: x0_BCFHW = (z - latents_mean) / latents_std, z the posterior's mode."""
+        z_BCFHW = encoded(self._vae, pixels_BCFHW)
+        if not z_BCFHW.isfinite().all():
+            raise ConfigError(f"{self._where}: its outputs are not finite. Fetch its weights again.")
+        return (z_BCFHW - self._mean_C111) / self._std_C111
+
+    @torch.no_grad()
+    def decode(self, x0_BCFHW: Tensor) -> Tensor:
+        """Decode normalised latents to pixels_BCFHW in [0, 1]."""
+        return decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
+
+
+def encoded(vae: AutoencoderKLWan, pixels_BCFHW: Tensor) -> Tensor:
+    """Encode pixels in [-1, 1] to the posterior's mode z_BCFHW."""
+    return vae.encode(pixels_BCFHW).latent_dist.mode()
+
+
+def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
+    """Decode z_BCFHW to pixels_BCFHW in [0, 1]."""
+    return (vae.decode(z_BCFHW).sample / 2 + 0.5).clamp(0, 1)

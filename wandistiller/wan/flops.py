@@ -1,0 +1,123 @@
+"""Floating-point operations of Wan's transformer, counted by torch on fake tensors, which take no memory.
+
+Matrix products and attention are counted; a multiply-add is two operations.
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
+from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.activation_memory import Latent
+from wandistiller.wan.transformer import TEXT_TOKENS, meta_transformer
+
+
+class _Pass(NamedTuple):
+    """Operations on one sample."""
+
+    forward: int
+    parts: dict[str, int]
+    """Operations of the forward pass by checkpointed part, named as in `MODULES`; `blocks` is the whole
+    block."""
+    backward: int
+
+
+@once_for_each
+def forward_flops(config: dict[str, Any], latent: Latent) -> int:
+    """Count the operations of a forward pass over one sample, without gradients.
+
+    Args:
+        config: the transformer's.
+        latent: the sample's (C, F, H, W).
+    """
+    model = meta_transformer(config | {"num_layers": 1}).requires_grad_(False)
+    one = _pass(model, latent, model.blocks[0], reached=False)
+    return one.forward + (config["num_layers"] - 1) * one.parts["blocks"]
+
+
+def step_flops(model: nn.Module, latent: Latent, policy: CheckpointPolicy | None) -> int:
+    """Count the operations of a student's forward and backward pass over one sample.
+
+    One block of each kind is traced: kinds differ in which weights are trained, and in whether gradients go
+    back through them. The blocks of `model` are taken out while it is traced.
+
+    Args:
+        model: on the meta device, with adapters and `requires_grad` as it is trained.
+        latent: the sample's (C, F, H, W).
+        policy: what backward recomputes.
+    """
+    blocks, reached = model.blocks, _trains(model.patch_embedding) or _trains(model.condition_embedder)
+    without = _pass(model, latent, _Through(), reached or _trains(blocks))
+    total, known = without.forward + without.backward, {}
+    for number, block in enumerate(blocks):
+        kind = (reached, *(name for name, p in block.named_parameters() if p.requires_grad))
+        if kind not in known:
+            known[kind] = _pass(model, latent, block, reached)
+        one, reached = known[kind], reached or _trains(block)
+        total += one.forward - without.forward
+        if reached:
+            total += one.backward - without.backward
+        if policy and reached and number % policy.checkpoint_every == 0:
+            total += one.parts[policy.checkpoint]
+    model.blocks = blocks
+    return total
+
+
+class _Through(nn.Module):
+    """A block without matrix products, through which gradients reach all inputs of a block."""
+
+    def forward(self, h_BSD: Tensor, text_BLD: Tensor, time_BND: Tensor, _: Any) -> Tensor:
+        return h_BSD + text_BLD.sum() + time_BND.sum()
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> _Pass:
+    """Trace `model` with this block alone.
+
+    Args:
+        reached: True if gradients go back to before the block.
+    """
+    model.blocks = nn.ModuleList([block])
+
+    def enter(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if (
+            reached and not given[0].requires_grad
+        ):  # in the whole network something before the block is trained
+            given[0].requires_grad_()
+
+    hook = block.register_forward_pre_hook(enter)
+    # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
+    with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
+        weights = {
+            name: torch.empty(p.shape).requires_grad_(p.requires_grad) for name, p in model.named_parameters()
+        }
+        weights |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
+        given = {
+            "hidden_states": torch.empty(1, *latent),
+            "timestep": torch.ones(1),
+            "encoder_hidden_states": torch.empty(1, TEXT_TOKENS, model.config["text_dim"]),
+        }
+        with FlopCounterMode(display=False) as counter:
+            v_BCFHW = functional_call(model, weights, kwargs=given | {"return_dict": False})[0]
+        forward, by_module = counter.get_total_flops(), Counter()
+        for module, found in counter.get_flop_counts().items():
+            by_module[module.partition(".")[2]] += sum(found.values())
+        with FlopCounterMode(display=False) as counter:
+            if v_BCFHW.requires_grad:
+                v_BCFHW.sum().backward()
+    hook.remove()
+    parts = {
+        what: sum(by_module[f"blocks.0.{name}"] for name in names) or by_module["blocks.0"]
+        for what, names in MODULES.items()
+    }
+    return _Pass(forward, parts, counter.get_total_flops())

@@ -1,0 +1,51 @@
+"""Names of the original Wan's weights, which ComfyUI reads, for diffusers' names."""
+
+import json
+import re
+from typing import Any
+
+NAMES = (
+    (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
+    (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
+    (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
+    (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
+    (r"^condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"^proj_out\.", "head.head."),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"\.scale_shift_table$", ".modulation"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.norm2\.", ".norm3."),  # diffusers numbers norms in the order of use; only this one has weights
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+)
+"""Patterns of diffusers' names, and the original ones."""
+HEAD_DIM = 128
+FIXED = {
+    "attention_head_dim": HEAD_DIM,
+    "patch_size": [1, 2, 2],
+    "freq_dim": 256,
+    "text_dim": 4096,
+    "cross_attn_norm": True,
+}
+"""Settings that ComfyUI assumes for every Wan and does not read from the file."""
+
+
+def original_name(name: str) -> str:
+    """Return the original name of a parameter of diffusers' model, or of a module, with a dot at its end."""
+    for pattern, becomes in NAMES:
+        name = re.sub(pattern, becomes, name)
+    return name
+
+
+def unlike_published(config: dict[str, Any]) -> list[str]:
+    """List the settings that differ from ComfyUI's assumptions; with any, only diffusers opens the file."""
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+    return [
+        f"`{key}` is {json.dumps(given[key])}; ComfyUI reads every Wan with {json.dumps(value)}, so it "
+        "cannot open this file"
+        for key, value in FIXED.items()
+        if given.get(key, value) != value
+    ]

@@ -1,0 +1,206 @@
+"""A diffusers Wan pipeline on disk: its folder or hub id, its sizes, and checks that it is complete."""
+
+import inspect
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from huggingface_hub import constants
+
+from wandistiller.batch import Expert
+from wandistiller.utils.errors import ConfigError, problem, readable
+from wandistiller.utils.files import read_json
+from wandistiller.wan.checks import UNFIT, part_problems, pipeline_problems, unfit
+from wandistiller.wan.defaults import EMBEDDED, WAN21, WAN22, Usual
+from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch
+from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.weights import WeightReader
+
+TINY = Path(__file__).parent.parent / "tiny" / "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class WanFolder:
+    """A diffusers Wan pipeline on disk, described from its JSON files; no weight is read."""
+
+    path: Path
+    name: str
+    """The folder or hub id in the user's words."""
+    configs: dict[Expert, dict[str, Any]]
+    """Transformer config per expert; two for Wan2.2 A14B, one otherwise."""
+    boundary: float | None
+    shift: float
+    vae: dict[str, Any]
+    revision: str | None = None
+    """Commit of a hub id; later fetches use the same."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.configs[Expert.HIGH_NOISE]
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.path == TINY
+
+    @property
+    def spatial(self) -> int:
+        """Pixels per latent pixel."""
+        return self.vae.get("scale_factor_spatial", 8)
+
+    @property
+    def fps(self) -> int:
+        """Frames a second of its videos: 24 for Wan2.2 5B, which has its own VAE; else 16."""
+        return 24 if self.spatial == 16 else 16
+
+    @property
+    def temporal(self) -> int:
+        """Frames per latent frame."""
+        return self.vae.get("scale_factor_temporal", 4)
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
+        """Return (C, F, H, W) of one sample of the given size in pixels and frames."""
+        frames = (num_frames - 1) // self.temporal + 1
+        return self.config["in_channels"], frames, height // self.spatial, width // self.spatial
+
+    def tokens(self, height: int, width: int, num_frames: int) -> int:
+        """Return the number of patches of a sample of the given size: the length of attention's sequence."""
+        shape = self.latent_shape(height, width, num_frames)[1:]
+        return math.prod(n // p for n, p in zip(shape, self.config["patch_size"], strict=True))
+
+    def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
+        """List the sizes that are not whole latents and whole patches, or are too large."""
+        (t, h, w), rope, n = self.config["patch_size"], self.config["rope_max_seq_len"], self.temporal
+        found = []
+        for key, value, multiple in (
+            ("height", height, self.spatial * h),
+            ("width", width, self.spatial * w),
+        ):
+            near = max(multiple, round(value / multiple) * multiple)
+            remedy = f"This teacher needs a multiple of {multiple}, e.g. {near}."
+            found.append((key, value, rope * multiple, value % multiple, remedy))
+        remedy = f"Write {n}k + 1, e.g. {(num_frames - 1) // n * n + 1}."
+        found.append(("num_frames", num_frames, (rope * t - 1) * n + 1, (num_frames - 1) % n, remedy))
+        too_large = "This teacher supports sizes up to {}. Write less."
+        return [
+            problem(self.name, key, value, too_large.format(most) if value > most else remedy)
+            for key, value, most, rest, remedy in found
+            if value > most or rest
+        ]
+
+
+@readable()
+def require_weights(folder: WanFolder) -> None:
+    """Check that all weights are here and fit their configs, before any is loaded; fetch a hub id's.
+
+    Raises:
+        ConfigError: names every part without a safetensors file, and every missing, truncated or misshapen
+            tensor.
+    """
+    remedy = "Give the whole pipeline."
+    if folder.revision:
+        fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
+        if constants.HF_HUB_OFFLINE:
+            remedy = (
+                f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE). Fetch "
+                "it elsewhere."
+            )
+    parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
+    empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
+    found = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
+    for expert, config in folder.configs.items():
+        if expert.value not in empty:
+            found += weight_problems(folder.path / expert.value, config)
+    if not {"vae", "text_encoder"} & {*empty}:
+        found += part_problems(folder.path, folder.vae, folder.config["text_dim"])
+    if found:
+        raise ConfigError(*found)
+
+
+def weight_problems(source: Path, config: dict[str, Any]) -> list[str]:
+    """List the tensors in `source` that do not fit `config`, from the files' headers."""
+    try:
+        reader = WeightReader(source)
+    except ConfigError as error:
+        return error.problems
+    model = meta_transformer(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return reader.problems(source, shapes, model._keys_to_ignore_on_load_unexpected)
+
+
+@readable()
+def open_wan(name: str, weights: bool = False, revision: str | None = None) -> WanFolder:
+    """Describe a diffusers Wan pipeline: a folder, a hub id, or `tiny`.
+
+    Args:
+        weights: for a hub id, fetch the weights too and not only the JSON files.
+        revision: branch, tag or commit of a hub id; None is its main branch.
+    Raises:
+        ConfigError: there is no such folder, or it is not a Wan text-to-video pipeline.
+    """
+    path, commit = TINY if name == "tiny" else Path(name), None
+    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        path = fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
+        commit = path.name
+    elif revision:
+        remedy = "Only a hub id has revisions; leave it out."
+        raise ConfigError(problem(name, "teacher_revision", revision, remedy))
+    where, index = f"{name}/model_index.json", _read(path / "model_index.json", name)
+    if (kind := index.get("_class_name")) != "WanPipeline":
+        remedy = "Give a diffusers Wan text-to-video pipeline (WanPipeline)."
+        raise ConfigError(problem(where, "_class_name", kind, remedy))
+    # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
+    experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
+    if Expert.HIGH_NOISE not in experts:
+        raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
+    usual = _defaults(WanTransformer3DModel, "cross_attn_norm")
+    configs = {e: usual | _read(path / e.value / "config.json", name) for e in experts}
+    usual = _defaults(AutoencoderKLWan, "latents_mean", "latents_std")
+    vae = usual | _read(path / "vae" / "config.json", name)
+    scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
+    boundary = index.get("boundary_ratio") if len(experts) == 2 else None
+    found = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
+        remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
+        found.append(problem(where, "boundary_ratio", boundary, remedy))
+    if found := found or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler):
+        raise ConfigError(*found)
+    shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
+    return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
+
+
+def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
+    kind = getattr(diffusers, config["_class_name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
+        return [problem(where, "_class_name", config["_class_name"], remedy)]
+    try:
+        scheduler, nothing = kind.from_config(config), torch.zeros(1, 1, 1, 1, 1)
+        scheduler.set_timesteps(2)
+        scheduler.step(nothing, scheduler.timesteps[0], nothing)
+    except UNFIT as error:
+        return [unfit(where, error)]
+    return []
+
+
+def _defaults(model: type, *keys: str) -> dict[str, Any]:
+    """Return diffusers' defaults of keys that some converted configs leave out."""
+    parameters = inspect.signature(model.__init__).parameters
+    return {key: parameters[key].default for key in keys}
+
+
+def _read(file: Path, name: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(
+            f"{name}: no file {file}. Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
+        )
+    return read_json(file)
+
+
+def usual_for(folder: WanFolder) -> Usual:
+    """Return the usual sampling settings of the teacher in `folder`."""
+    return EMBEDDED if folder.is_tiny else WAN21 if folder.boundary is None else WAN22

@@ -1,0 +1,87 @@
+"""One Wan transformer: its meta-device copy, sizes, parameter dtypes and velocity."""
+
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+from wandistiller.flow import timestep
+from wandistiller.utils.memoize import once_for_each
+
+TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
+
+
+def meta_transformer(config: dict[str, Any]) -> WanTransformer3DModel:
+    """Make the model without memory for its parameters (meta device), with real rope tables."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(config)
+    model.rope = fresh_rope(model)
+    return model
+
+
+def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
+    """Make the rope tables in float32.
+
+    zero.Init builds float tables in its own dtype, and `data_types.buffer_dtype` casts buffers (deepspeed
+    0.19.8): in bf16 cos is off by up to 2.0 at 1024 positions.
+    tests/unit/wan/test_wan.py::test_rope_tables_survive_every_engine.
+    """
+    c = model.config
+    return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+
+
+def top_modules(config: dict[str, Any]) -> list[str]:
+    """Return the modules that a device map assigns to devices: each block, and the model's other modules."""
+    model = meta_transformer(config | {"num_layers": 1})
+    others = [
+        name for name, module in model.named_children() if name != "blocks" and list(module.parameters())
+    ]
+    return [f"blocks.{i}" for i in range(config["num_layers"])] + others
+
+
+def width(config: dict[str, Any]) -> int:
+    """Return the width of a hidden state."""
+    return config["num_attention_heads"] * config["attention_head_dim"]
+
+
+def count_parameters(config: dict[str, Any]) -> int:
+    """Count the parameters of the transformer that `config` describes."""
+    return sum(numels(config).values())
+
+
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter in diffusers' from_pretrained: `_keep_in_fp32_modules` stay float32."""
+    kept = set(WanTransformer3DModel._keep_in_fp32_modules)
+    return torch.float32 if kept & set(name.split(".")) else dtype
+
+
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter by `value`, without gradient."""
+    *path, leaf = name.split(".")
+    setattr(module.get_submodule(".".join(path)), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Tensor) -> Tensor:
+    """Predict v = noise - x0 with a WanTransformer3DModel.
+
+    Args:
+        x_t_BCFHW: noisy normalised latents of any float dtype.
+        sigma_B: in [0, 1], 1 is pure noise.
+        text_BLD: UMT5 states, zero-padded to 512 tokens.
+    Returns:
+        v_BCFHW, float32.
+    """
+    dtype = model.patch_embedding.weight.dtype
+    return model(
+        hidden_states=x_t_BCFHW.to(dtype),
+        timestep=timestep(sigma_B),
+        encoder_hidden_states=text_BLD.to(dtype),
+        return_dict=False,
+    )[0].float()
+
+
+@once_for_each
+def numels(config: dict[str, Any]) -> dict[str, int]:
+    """Return the number of elements of each parameter of the transformer that `config` describes, by name."""
+    return {name: p.numel() for name, p in meta_transformer(config).named_parameters()}

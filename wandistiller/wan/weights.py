@@ -1,0 +1,213 @@
+"""A reader of safetensors that reads only the bytes it needs, straight into place."""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+HEADER_BYTES = 100_000_000  # the format allows no more
+CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
+NAMED = 5  # tensors named in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Position of one tensor in a file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    """Bytes from the start of the file."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel() * self.dtype.itemsize
+
+
+class WeightReader:
+    """The tensors of one transformer folder, whether it is one safetensors file or sharded.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
+    """
+
+    def __init__(self, folder: Path, stem: str = "diffusion_pytorch_model"):
+        """Read the headers, no data.
+
+        Args:
+            stem: beginning of the file names; transformers' is `model`.
+        Raises:
+            ConfigError: files are missing, truncated, or not safetensors.
+        """
+        self.folder = folder
+        self.found_bad: list[str] = []
+        """Problems that `read` found: unreadable bytes and non-finite numbers. For `gather_problems` after
+        loading."""
+        self.stored: dict[str, Stored] = {}
+        problems: list[str] = []
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        weight_map = _weight_map(index) if index.is_file() else {}
+        for file in sorted({folder / name for name in weight_map.values()} or {single}):
+            try:
+                self.stored |= _header(file)
+            except ValueError as error:
+                problems.append(f"{file}: {error} Fetch this file again.")
+        lost = (
+            {} if problems else {name: file for name, file in weight_map.items() if name not in self.stored}
+        )
+        problems += [
+            f"{index}: it lists `{n}` in {f}, which lacks it. Fetch the folder again."
+            for n, f in lost.items()
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    def problems(self, where: Path, expected: dict[str, torch.Size], ignored: list[str] | None) -> list[str]:
+        """List the tensors that are missing, unexpected, or of another shape than the config's model has."""
+        unexpected = {
+            n for n in self.stored.keys() - expected.keys() if not any(part in n for part in ignored or ())
+        }
+        found = []
+        for what, names in (
+            ("missing", expected.keys() - self.stored.keys()),
+            ("not known to this model", unexpected),
+        ):
+            if names:
+                shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                found.append(
+                    f"{where}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its weights "
+                    "do not belong together. Fetch the folder again."
+                )
+        for name in sorted(expected.keys() & self.stored.keys()):
+            has = self.stored[name]
+            if has.shape != expected[name]:
+                found.append(
+                    f"{has.file}: tensor `{name}` has the shape {list(has.shape)}; config.json asks for "
+                    f"{list(expected[name])}. Fetch the folder again."
+                )
+        return found
+
+    def read(self, name: str, out: Tensor, first: int = 0) -> None:
+        """Fill `out` with the elements from `first` on of a tensor's row-major order, converted to its dtype.
+
+        Elements past the tensor's end are left alone. Problems go to `found_bad`, as other ranks go on
+        loading.
+        """
+        stored = self.stored[name]
+        out_N = out.view(-1)[: max(0, stored.shape.numel() - first)]
+        direct = out.device.type == "cpu" and out.dtype == stored.dtype
+        step = CHUNK_BYTES // stored.dtype.itemsize
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                file.seek(stored.begin + first * stored.dtype.itemsize)
+                for chunk_N in out_N.split(step) if len(out_N) else ():
+                    nbytes = len(chunk_N) * stored.dtype.itemsize
+                    raw_N = chunk_N if direct else self._scratch[:nbytes].view(stored.dtype)
+                    _fill(raw_N, file)
+                    if not direct:
+                        chunk_N.copy_(raw_N)
+                    self._check(name, chunk_N)
+        except (OSError, EOFError) as error:
+            self.found_bad.append(
+                f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
+            )
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def _check(self, name: str, chunk_N: Tensor) -> None:
+        low, high = chunk_N.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            kind = str(chunk_N.dtype).removeprefix("torch.")
+            text = (
+                f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {kind}. "
+                "Fetch this file again, or choose another precision."
+            )
+            if text not in self.found_bad:
+                self.found_bad.append(text)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name by tensor."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or any(
+        not isinstance(name, str) or Path(name).name != name for name in files.values()
+    ):
+        raise ConfigError(
+            f"{index}: `weight_map` must name a file of its folder for each tensor. Fetch this file again."
+        )
+    return files
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """Read the position of every tensor of a safetensors file; ValueError if it is not whole."""
+    if not file.is_file():
+        raise ValueError("there is no such file.")
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 + length:
+            raise ValueError(f"its header should end at byte {8 + length}, but the file has {size}.")
+        try:
+            header: Any = json.loads(opened.read(length)) if length <= HEADER_BYTES else None
+        except (ValueError, RecursionError):
+            header = None
+    if not isinstance(header, dict):
+        raise ValueError("it is not a safetensors file.")
+    header.pop("__metadata__", None)
+    stored = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for tensor in sorted(stored.values(), key=lambda t: (t.begin, t.end)):
+        if tensor.begin != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {min(end, tensor.begin)}.")
+        end = tensor.end
+    if size != end:
+        what = "cut off" if size < end else "too long"
+        raise ValueError(f"it is {what}: its tensors end at byte {end}, but the file has {size}.")
+    return stored
+
+
+def _stored(file: Path, name: str, entry: Any, data: int) -> Stored:
+    """Position of one tensor from its header entry; `data` is the byte where the header ends."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"its header lacks the type, shape or position of `{name}`.")
+    if dtype not in DTYPES:
+        raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(
+            f"`{name}` has {end - begin} bytes, which do not match its shape {shape} and type {dtype}."
+        )
+    return Stored(file, DTYPES[dtype], torch.Size(shape), data + begin)
+
+
+def _fill(out_N: Tensor, file: Any) -> None:
+    """Read exactly the bytes of a contiguous CPU tensor."""
+    left = memoryview(out_N.view(torch.uint8).numpy())
+    while left:
+        got = file.readinto(left)
+        if not got:
+            raise EOFError("the file ends inside it")
+        left = left[got:]
