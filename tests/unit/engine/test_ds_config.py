@@ -114,15 +114,7 @@ def test_no_batch_size_is_refused(ds: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [
-        (24, 3, 5),
-        (25, 3, 4),
-        (25, 3, None),
-        (24, 5, None),
-        (25, None, 4),
-        (7, None, None),
-    ],
+    "numbers", [(24, 3, 5), (25, 3, 4), (25, 3, None), (24, 5, None), (25, None, 4), (7, None, None)]
 )
 def test_batch_numbers_that_do_not_multiply_up_are_refused(numbers: tuple[int | None, ...]) -> None:
     ds = {k: v for k, v in zip(ds_schema.BATCH_KEYS, numbers, strict=True) if v is not None}
