@@ -82,7 +82,7 @@ def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: floa
 
 @pytest.mark.usefixtures("one_rank")
 def test_deepspeed_s_own_stage_0_counts_a_step_before_the_first() -> None:
-    """The cause of its other curve; when this fails, `forget_trial_step` may go."""
+    """The cause of its other curve; when this fails, `without_dummy_step` may go."""
     model = small_transformer(0, 1)
     ds = engine_json(bf16={"enabled": True}, zero_optimization={"stage": 0})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds)
