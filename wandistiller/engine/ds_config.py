@@ -54,17 +54,17 @@ def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
     """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
-    found = []
+    problems = []
     for name, types in section_types().items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto" or k not in types}
-        found += check(where, given, types, f"{name}." if name else "")[0]
+        problems += check(where, given, types, f"{name}." if name else "")[0]
     for name, types in PARAMS.items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto"}
-        found += value_problems(where, given, types, f"{name}.")
-    found += _typed_problems(where, ds, "optimizer", OPTIMIZERS)
-    found += _typed_problems(where, ds, "scheduler", SCHEDULERS)
-    found += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
-    return found
+        problems += value_problems(where, given, types, f"{name}.")
+    problems += _typed_problems(where, ds, "optimizer", OPTIMIZERS)
+    problems += _typed_problems(where, ds, "scheduler", SCHEDULERS)
+    problems += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
+    return problems
 
 
 def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: tuple[str, ...]) -> list[str]:
@@ -81,12 +81,12 @@ def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: 
     if not isinstance(params, dict):
         return []  # reported already
     known = params_of(same[0])
-    found = [
+    problems = [
         f"{where}: `{section}.params.{key}` is missing; {same[0]} has no default for it. Write it."
         for key, required in known.items()
         if required and key not in params
     ]
-    return found + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
+    return problems + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
 
 
 def _auto(value: Any, prefix: str = "") -> list[str]:
@@ -171,16 +171,16 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     Raises:
         ConfigError: with all problems at once.
     """
-    found = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
+    problems = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
     if "optimizer" not in ds:
-        found.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
-    found += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
+        problems.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
+    problems += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
     try:
         batch = batch_size(where, ds, world)
     except ConfigError as error:
-        found += error.problems
-    if found:
-        raise ConfigError(*found)
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
     ds = copy.deepcopy(ds)
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
@@ -196,7 +196,7 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
 
 def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
-    found = []
+    problems = []
     for key, stages in (
         ("zero_optimization.offload_param", (3,)),
         ("zero_optimization.offload_optimizer", (1, 2, 3)),
@@ -204,13 +204,13 @@ def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
         section = section_of(ds, key)
         if stage(ds) not in stages and section.get("device", "none") != "none":
             remedy = f"Remove it, or write stage {' or '.join(map(str, stages))}."
-            found.append(problem(where, key, section, f"It has no effect at stage {stage(ds)}. {remedy}"))
+            problems.append(problem(where, key, section, f"It has no effect at stage {stage(ds)}. {remedy}"))
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
-            found.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), remedy))
+            problems.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), remedy))
     if all(section_of(ds, precision).get("enabled") for precision in ("bf16", "fp16")):
-        found.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
-    return found
+        problems.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
+    return problems
 
 
 def complete(ds: dict[str, Any]) -> None:

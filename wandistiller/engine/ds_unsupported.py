@@ -93,7 +93,7 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """A problem for each setting that is refused, with the reason."""
     zero, engine = section_of(ds, "zero_optimization"), _Engine(ds)
-    found = [
+    problems = [
         problem(where, f"zero_optimization.{k}", zero[k], why)
         for k, why in ZERO.items()
         if _is_on(zero.get(k)) or zero.get(k) == {}
@@ -101,13 +101,13 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     for path, (refused, why) in RULES.items():
         section, _, key = path.rpartition(".")
         if refused(value := section_of(ds, section).get(key), engine):
-            found.append(problem(where, path, value, why))
-    found += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
+            problems.append(problem(where, path, value, why))
+    problems += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
     if section_of(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
-        found.append(
+        problems.append(
             f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
         )
-    return found
+    return problems
 
 
 def _is_on(value: Any, default: float = 0.0) -> bool:

@@ -58,14 +58,11 @@ class MasterWeights:
 
     def optimizer(self, flat: Partition) -> torch.optim.Optimizer:
         """The optimizer proper that updates `flat`."""
-        if (
-            self.stage == 3
-            and self._wrapper.offload_optimizer
-            and self._wrapper.subgroup_to_device[flat.number] != "cpu"
-        ):
-            return self._wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
-        plain = self.stage == 0 and not isinstance(self._wrapper, FP16_Optimizer | FP16_UnfusedOptimizer)
-        return self._wrapper if plain else self._wrapper.optimizer
+        wrapper = self._wrapper
+        if self.stage == 3 and wrapper.offload_optimizer and wrapper.subgroup_to_device[flat.number] != "cpu":
+            return wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
+        plain = self.stage == 0 and not isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer)
+        return wrapper if plain else wrapper.optimizer
 
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
@@ -169,7 +166,7 @@ class MasterWeights:
             yield key, parts
 
     def own(self, flat: Partition) -> list[Fragment]:
-        """The parts of `flat` that no other rank has, or that this one is to speak for."""
+        """The parts of `flat` that no other rank has, or that this rank writes for all."""
         shared = self.stage == 0 and flat.number % collectives.world_size() != collectives.rank()
         return [] if shared else [part for part in flat.parts if part.numel]
 

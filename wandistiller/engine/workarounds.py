@@ -21,7 +21,7 @@ from torch import nn
 
 from wandistiller.engine.ds_config import stage
 
-# a second each; deepspeed 0.19.8 asks three times while it starts CPU Adam
+# a second each; deepspeed 0.19.8 calls it three times while it starts CPU Adam
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
@@ -145,7 +145,7 @@ def release_module_references(networks: Iterable[nn.Module]) -> None:
 
 
 def patch_flops_profiler() -> None:
-    """Make it count attention: it wants q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
+    """Make it count attention: it takes q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
     counted = profiler._attn_flops_compute
     profiler._attn_flops_compute = lambda query, key, value, *args, **more: counted(
         query, key, value, *args, **more

@@ -14,7 +14,7 @@ from ranks import ROOT, has_async_io, program
 from wandistiller.batch import Expert
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.loading import ALIGNED, Arena, _Partition, load_sharded
+from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
 from wandistiller.teacher.placement import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
@@ -93,9 +93,8 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
     ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
     ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     elsewhere = torch.device("meta")  # the one other kind of device that is everywhere
-    monkeypatch.setattr(
-        _Partition, "local_device", property(lambda _: elsewhere, lambda *_: None), raising=False
-    )
+    local_device = property(lambda _: elsewhere, lambda *_: None)
+    monkeypatch.setattr(InitWithoutBroadcast, "local_device", local_device, raising=False)
     folder = open_wan(str(wan1))
     model = load_sharded(
         WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank

@@ -1,4 +1,4 @@
-"""A teacher as the JSON's `zero_optimization` says: a replica on each rank, or a ZeRO-Inference engine."""
+"""A teacher placed by the JSON's `zero_optimization`: a replica on each rank, or a ZeRO-Inference engine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
