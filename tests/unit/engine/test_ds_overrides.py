@@ -124,10 +124,8 @@ def test_a_short_flag_beside_a_json_with_another_value_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         job(tmp_path, FIXED, **{flag: value})
-    expected = (
-        f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}. Keep one."
-    )
-    assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected}"]
+    expected = f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}."
+    assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
 
 
 def test_a_short_flag_on_the_command_line_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
