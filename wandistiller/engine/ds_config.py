@@ -68,7 +68,7 @@ def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
 
 
 def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: tuple[str, ...]) -> list[str]:
-    """List problems of {"type": ..., "params": {...}}: the type, settings that it has not, or lacks."""
+    """List problems of {"type": ..., "params": {...}}: a wrong type, unknown and missing settings."""
     if not isinstance(given := ds.get(section), dict):
         return []  # left out, or reported already
     if "type" not in given and set(given) - {"params"}:
@@ -197,10 +197,8 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
 def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
     problems = []
-    for key, stages in (
-        ("zero_optimization.offload_param", (3,)),
-        ("zero_optimization.offload_optimizer", (1, 2, 3)),
-    ):
+    for target, stages in (("param", (3,)), ("optimizer", (1, 2, 3))):
+        key = f"zero_optimization.offload_{target}"
         section = section_of(ds, key)
         if stage(ds) not in stages and section.get("device", "none") != "none":
             remedy = f"Remove it, or write stage {' or '.join(map(str, stages))}."

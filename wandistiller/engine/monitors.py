@@ -21,7 +21,7 @@ MONITORS = {
 }
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 WANDB_RUN = "wandb_run"
-"""File of an output folder: the id under which a run that goes on is the same one to Weights & Biases."""
+"""File of an output folder: the id by which Weights & Biases continues the curves of a resumed run."""
 
 
 def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,11 @@ def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_run(output: Path, ds: dict[str, Any], *, goes_on: bool) -> None:
-    """Let Weights & Biases know a run again, before DeepSpeed starts it, unless the environment names one."""
+    """Name the run for Weights & Biases before DeepSpeed starts it, unless the environment does.
+
+    Args:
+        goes_on: the run resumes, and its curves continue.
+    """
     if not ds.get("wandb", {}).get("enabled") or rank():
         return
     file = output / WANDB_RUN

@@ -39,6 +39,12 @@ class Partition:
     parts: list[Fragment]
 
 
+def is_plain(engine: Any) -> bool:
+    """Return whether the optimizer updates the network's own weights: at stage 0 in float32."""
+    wrapped = isinstance(engine.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer)
+    return engine.zero_optimization_stage() == 0 and not wrapped
+
+
 class MasterWeights:
     """The master weights of an engine and their optimizer state on this rank.
 
@@ -61,8 +67,7 @@ class MasterWeights:
         wrapper = self._wrapper
         if self.stage == 3 and wrapper.offload_optimizer and wrapper.subgroup_to_device[flat.number] != "cpu":
             return wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
-        plain = self.stage == 0 and not isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer)
-        return wrapper if plain else wrapper.optimizer
+        return wrapper if is_plain(self.engine) else wrapper.optimizer
 
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
@@ -104,7 +109,7 @@ class MasterWeights:
             state["step"] = torch.tensor(float(steps)) if from_torch else steps
 
     def publish(self) -> None:
-        """Make the weights that the network computes with those of the flats. Collective."""
+        """Copy the master weights into the weights that the network computes with. Collective."""
         wrapper = self._wrapper
         if self.stage == 3:
             wrapper.checkpoint_event_prologue()  # cuts up the small parameters that stay whole
@@ -136,10 +141,8 @@ class MasterWeights:
 
     def _cut_groups(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Stages 1 and 2: of a group's parameters laid end to end, an equal run."""
-        wrapper = self._wrapper
-        for key, parameters in zip(
-            wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, strict=True
-        ):
+        masters, groups = self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups
+        for key, parameters in zip(masters, groups, strict=True):
             parts = []
             for p in parameters:
                 if p._hp_mapping is not None:

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import nn
 
 from wandistiller.engine.ds_config import stage
+from wandistiller.engine.optimizer_state import is_plain
 
 # a second each; deepspeed 0.19.8 calls it three times while it starts CPU Adam
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
@@ -72,17 +73,12 @@ def skip_nonfinite_steps(engine: Any) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
-    plain = engine.zero_optimization_stage() == 0 and not isinstance(
-        optimizer, FP16_Optimizer | FP16_UnfusedOptimizer
-    )
-    if not plain or engine.torch_autocast_z0_gradscaler:
+    if not is_plain(engine) or engine.torch_autocast_z0_gradscaler:
         return
     step, take = optimizer.step, engine._take_model_step
 
     def take_if_finite(lr_kwargs: dict[str, Any] | None) -> None:
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
         optimizer.overflow = not engine._global_grad_norm.isfinite()  # where the engine looks after the step
         optimizer.step = (lambda: None) if optimizer.overflow else step
@@ -92,7 +88,7 @@ def skip_nonfinite_steps(engine: Any) -> None:
 
 
 def uncount_skipped_step(engine: Any) -> None:
-    """Count the step that the engine has just skipped as if it never was."""
+    """Undo the counting of the step that the engine has just skipped."""
     engine.global_steps -= 1
     engine.skipped_steps -= 1
     engine.global_samples -= engine.train_batch_size()
@@ -124,7 +120,7 @@ def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:
 
 
 def destroy_engines(engines: Iterable[Any]) -> None:
-    """Let go of engines, which must not be called any more.
+    """Release engines, which must not be called afterwards.
 
     Hooks on gradients keep an engine with all that it holds (deepspeed 0.19.8).
     tests/integration/test_census.py::test_no_network_is_left_for_the_export.
@@ -146,7 +142,5 @@ def release_module_references(networks: Iterable[nn.Module]) -> None:
 
 def patch_flops_profiler() -> None:
     """Make it count attention: it takes q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
-    counted = profiler._attn_flops_compute
-    profiler._attn_flops_compute = lambda query, key, value, *args, **more: counted(
-        query, key, value, *args, **more
-    )
+    count = profiler._attn_flops_compute
+    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)

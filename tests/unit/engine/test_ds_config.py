@@ -1,4 +1,4 @@
-"""The keys and the batch arithmetic against DeepSpeed's own classes; what is refused, and in which words."""
+"""The keys and the batch arithmetic against DeepSpeed's own classes; refusals and their messages."""
 
 import json
 from collections.abc import KeysView
@@ -61,9 +61,8 @@ def test_the_top_level_keys_are_those_that_deepspeed_reads() -> None:
 
 
 def test_the_keys_of_activation_checkpointing_are_deepspeed_s_constants() -> None:
-    assert (
-        set(activation_checkpointing.ACT_CHKPT_DEFAULT) == section_types()["activation_checkpointing"].keys()
-    )
+    expected = activation_checkpointing.ACT_CHKPT_DEFAULT.keys()
+    assert section_types()["activation_checkpointing"].keys() == expected
 
 
 def batch_json(*numbers: int | None) -> dict[str, int]:
@@ -107,9 +106,9 @@ def test_a_misspelled_key_of_every_section_names_the_right_one(section: str) -> 
     ds: dict[str, Any] = {f"{key}_": 1}
     for name in reversed(section.split(".") if section else []):
         ds = {name: ds}
-    found = [p for p in refused(ds_config.student_engine, STUDENT | ds, 1) if "Unknown key" in p]
+    unknown = [p for p in refused(ds_config.student_engine, STUDENT | ds, 1) if "Unknown key" in p]
     path = ".".join(filter(None, (section, f"{key}_")))
-    assert found == [f"x.json: `{path}` is 1. Unknown key. Did you mean `{key}`?"]
+    assert unknown == [f"x.json: `{path}` is 1. Unknown key. Did you mean `{key}`?"]
 
 
 @pytest.mark.parametrize(
