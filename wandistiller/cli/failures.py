@@ -57,8 +57,8 @@ class Failures:
             printed = for_file if collectives.rank() == 0 else text
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused)}"
-        elif _lost_contact(error) and (notice := collectives.who_failed()):
-            code, text = notice.code, collectives.failure_message(notice)
+        elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
+            code, text = notice.code, collectives.watchdog.message(notice)
         else:
             code, text = FAULT, f"{where}: {type(error).__name__}: {error}"
             printed = "".join(traceback.format_exception(error)) + text
@@ -66,7 +66,7 @@ class Failures:
         print(printed, end="\n" if printed else "", file=sys.stderr, flush=True)
         log_to_file(printed if code == FAULT else text)
         tell_torchrun(for_file or text)
-        collectives.announce_failure(code, text)
+        collectives.watchdog.announce_failure(code, text)
         return code
 
     def explain(self, notice: FailureNotice) -> str:

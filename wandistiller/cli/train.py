@@ -36,9 +36,9 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     stopping.install(job.output / STOP if first else None)
     collectives.init(job.run.log_level)
     add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
-    collectives.set_hang_timeout(job.run.timeout)
+    collectives.watchdog.timeout = job.run.timeout
     failures.job = job
-    collectives.set_failure_context(failures.explain)
+    collectives.watchdog.failure_context = failures.explain
     from wandistiller.training import distil, prepare  # here, because it takes seconds
 
     {"prepare": prepare, "train": distil}[command].run(job)

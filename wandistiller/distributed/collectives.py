@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,18 +15,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from wandistiller.distributed.shutdown import Stopped, stopping
-from wandistiller.distributed.watchdog import FailureNotice, Watchdog, open_store
+from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils import extension_locks
 from wandistiller.utils.errors import ConfigError, Problems
 from wandistiller.utils.logging import log, log_to_file, set_activity, setup_logging
 
-HANG_SECONDS = 1800.0
-"""Time without progress on any rank after which a run counts as hung; the recipe key `timeout` changes it."""
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of the backends, which cannot tell a long phase of another rank from a hang; the watchdog can."""
-_watchdog: Watchdog | None = None
+watchdog = Watchdog()
+"""This rank's watch over the others; idle until `init`."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """Process groups by their ranks."""
 
@@ -73,13 +72,13 @@ def log0(message: str, *args: object, level: int = logging.INFO) -> None:
 
 def init(log_level: str = "info") -> None:
     """Join the other ranks; without a launcher be the only one. Collective."""
-    global _watchdog
+    global watchdog
     setup_logging(log_level)
     # deepspeed 0.19.8 would compile an op here that leaves 69 MB per rank and port in /dev/shm
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone | {"MASTER_PORT": _free_port()})
+        os.environ.update(alone | {"MASTER_PORT": str(get_free_port())})
     if torch.cuda.is_available():
         if torch.cuda.device_count() == 1:  # srun may show each task only its own GPU; DeepSpeed reads it too
             os.environ["LOCAL_RANK"] = "0"
@@ -89,23 +88,22 @@ def init(log_level: str = "info") -> None:
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         set_activity(f"waiting for all {world_size()} ranks at {address}")
-        _watchdog = Watchdog(rank(), world_size(), HANG_SECONDS)
-        _watchdog.start()
+        watchdog = Watchdog(rank(), world_size())
+        watchdog.start()
         _init_backend()
         if world_size() > 1:
-            _watchdog.join(_common_store())
+            watchdog.join(_common_store())
 
 
 def _init_backend() -> None:
-    cuda = torch.cuda.is_available()
+    name = "nccl" if torch.cuda.is_available() else "gloo"
     if (
-        not cuda
-    ):  # torch 2.13 records 2,000 of gloo's collectives too, in MiB that only a dump of NCCL's would show
+        name == "gloo"
+    ):  # torch 2.13 records its last 2,000 collectives too, in MiB that only NCCL's dump shows
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
-    name = "nccl" if cuda else "gloo"
     deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
 
 
@@ -115,40 +113,6 @@ def _common_store() -> TCPStore:
     own = open_store(0, world_size(), host, 0) if rank() == 0 else None
     port = broadcast_object(own.port if own else None)
     return own or open_store(rank(), world_size(), host, port)
-
-
-def set_hang_timeout(seconds: float) -> None:
-    """Replace HANG_SECONDS by the recipe's `timeout`."""
-    if _watchdog:
-        _watchdog.timeout = seconds
-
-
-def announce_failure(code: int, text: str) -> None:
-    """Publish that this rank fails, and why, before its process ends; the others end too. No collective."""
-    if _watchdog:
-        _watchdog.announce_failure(code, text)
-
-
-def set_failure_context(context: Callable[[FailureNotice], str]) -> None:
-    """Set this rank's part of the message about another's failure."""
-    if _watchdog:
-        _watchdog.failure_context = context
-
-
-def failure_message(notice: FailureNotice) -> str:
-    """Format the message of this rank, which ends because another does."""
-    return _watchdog.message(notice) if _watchdog else notice.text
-
-
-def who_failed() -> FailureNotice | None:
-    """Find the rank because of which a collective broke. No collective."""
-    return _watchdog.who_failed() if _watchdog else None
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def gather_problems(problems: list[str]) -> list[str]:
@@ -185,15 +149,14 @@ def barrier() -> None:
 
 def destroy() -> None:
     """Leave the group in order, so that no rank reports a closed connection. Collective."""
-    global _watchdog
+    global watchdog
     if dist.is_initialized():
         dist.barrier()
-        if _watchdog:
-            _watchdog.stop()
+        watchdog.stop()
         dist.barrier()  # rank 0 has the store of all watchdogs
         dist.destroy_process_group()
         _groups.clear()
-        _watchdog = None
+        watchdog = Watchdog()
 
 
 def raise_if_stop_requested(when: str) -> None:
@@ -257,9 +220,8 @@ def call_owner(
         The outputs for this rank's inputs.
     """
     device = inputs[0].device
-    lengths = (
-        gather_tensor(torch.tensor([len(t) for t in inputs], device=device)).view(-1, len(inputs)).tolist()
-    )
+    own_lengths = torch.tensor([len(t) for t in inputs], device=device)
+    lengths = gather_tensor(own_lengths).view(-1, len(inputs)).tolist()
     if rank() != owner:
         for t in inputs:
             dist.send(t.contiguous(), owner)

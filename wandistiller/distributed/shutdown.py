@@ -37,9 +37,10 @@ class ShutdownListener:
     def remember_launchers(self) -> None:
         """Find the launchers of this process, to notice when they end; call it before anything takes time."""
         self._launchers = _launchers()
-        first = self._launchers[-1:]  # deepspeed has two, of which the first starts the second
-        lost = any("deepspeed.launcher.launch" in command and _parent(pid) == 1 for pid, command in first)
-        if lost or not first and STARTED_BY & os.environ.keys():
+        pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
+        # deepspeed has two, of which the first starts the second
+        lost = "deepspeed.launcher.launch" in command and process_stat(pid)[1] == 1
+        if lost or not self._launchers and STARTED_BY & os.environ.keys():
             self.request_stop("the end of its launcher")
 
     def install(self, stop_file: Path | None) -> None:
@@ -95,16 +96,17 @@ def _launchers() -> list[tuple[int, str]]:
         # not a shell whose command line names a launcher
         if program.startswith(("python", *LAUNCHERS)) and any(name in command for name in LAUNCHERS):
             launchers.append((pid, command))
-        pid = _parent(pid)
+        _, pid = process_stat(pid)
     return launchers
 
 
-def _parent(pid: int) -> int:
-    """Return the id of a process's parent; 0 if the process has ended."""
+def process_stat(pid: int) -> tuple[str, int]:
+    """Return the state and the parent's id of a process of this machine; Z and 0 if it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent)
     except OSError:
-        return 0
+        return "Z", 0
 
 
 def _command_line(pid: int) -> str:

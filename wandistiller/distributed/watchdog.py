@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
-from wandistiller.distributed.shutdown import stopping
+from wandistiller.distributed.shutdown import process_stat, stopping
 from wandistiller.utils.logging import current, log_to_file, set_activity
 
+HANG_SECONDS = 1800.0
+"""Time without progress on any rank after which a run counts as hung; the recipe key `timeout` changes it."""
 POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 2.0
 LOST_SECONDS = 60.0
@@ -42,9 +44,8 @@ class FailureNotice(NamedTuple):
 class Watchdog:
     """Publishes this rank's activity, and ends the process when another rank has failed."""
 
-    def __init__(self, rank: int, world: int, timeout: float):
-        """`timeout`: seconds without progress on any rank after which the run counts as hung."""
-        self.rank, self.world, self.timeout = rank, world, timeout
+    def __init__(self, rank: int = 0, world: int = 1):
+        self.rank, self.world, self.timeout = rank, world, HANG_SECONDS
         self._store: TCPStore | None = None
         self._unanswered = 0
         """Polls since the store, which is on rank 0, last answered."""
@@ -105,7 +106,8 @@ class Watchdog:
             except RuntimeError:
                 return self._lost(0)
             for rank, beat in self._beats.items():
-                if rank != self.rank and beat["host"] == platform.node() and not is_alive(beat["pid"]):
+                here = rank != self.rank and beat["host"] == platform.node()
+                if here and process_stat(beat["pid"])[0] == "Z":
                     return self._publish(self._lost(rank)) if self.rank == 0 else self._lost(rank)
             time.sleep(0.2)
         return None
@@ -155,11 +157,8 @@ class Watchdog:
         for rank in range(self.world) if self.rank == 0 else (0,):
             if not self._store.check([f"beat/{rank}"]):
                 continue
-            beat, last, now = (
-                json.loads(self._store.get(f"beat/{rank}")),
-                self._beats.get(rank),
-                time.monotonic(),
-            )
+            beat, last = json.loads(self._store.get(f"beat/{rank}")), self._beats.get(rank)
+            now = time.monotonic()
             if last is None or beat["at"] != last["at"]:
                 advanced = last is None or beat["progress"] != last["progress"]
                 self._seen[rank] = (now, now if advanced else self._seen[rank][1])
@@ -183,18 +182,16 @@ class Watchdog:
         behind = min(self._beats, key=lambda r: self._beats[r]["progress"])
         where = "; ".join(f"rank {r}: {b['activity']}" for r, b in sorted(self._beats.items())[:8])
         text = (
-            f"Nothing has moved for {self.timeout:.0f} s; rank {behind} is the least "
-            f"far. {where}. `timeout` in the recipe is what the longest step may take."
+            f"Nothing has moved for {self.timeout:.0f} s; rank {behind} is the least far. {where}. "
+            "`timeout` in the recipe is what the longest step may take."
         )
         return self._publish(FailureNotice(behind, FAULT, text))
 
     def _lost(self, rank: int) -> FailureNotice:
         beat = self._beats.get(rank)
-        where = ""
-        if beat:
-            where = f" (process {beat['pid']} on {beat['host']}), last heard of in: {beat['activity']}"
+        where = beat and f" (process {beat['pid']} on {beat['host']}), last heard of in: {beat['activity']}"
         text = (
-            f"Rank {rank} is gone{where}. Its own last lines say why, or its node's kernel log "
+            f"Rank {rank} is gone{where or ''}. Its own last lines say why, or its node's kernel log "
             "(`dmesg`), which names processes killed for memory."
         )
         return FailureNotice(rank, FAULT, text)
@@ -205,9 +202,7 @@ class Watchdog:
 
     def _end(self, notice: FailureNotice) -> None:
         """End the process from this thread, since the main one waits."""
-        text = self._message(notice, notice.text)
-        with suppress(Exception):  # the context may run out of memory too
-            text = self.message(notice)
+        text = self.message(notice)
         print(text, file=sys.stderr, flush=True)
         log_to_file(text)
         tell_torchrun(text)
@@ -215,18 +210,10 @@ class Watchdog:
 
     def message(self, notice: FailureNotice) -> str:
         """Format the message of this rank, which ends because another does."""
-        return self._message(notice, self.failure_context(notice))
-
-    def _message(self, notice: FailureNotice, context: str) -> str:
+        context = notice.text
+        with suppress(Exception):  # the context may run out of memory too
+            context = self.failure_context(notice)
         return f"rank {self.rank}: stopped in: {current.activity}; because of rank {notice.rank}. {context}"
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def open_store(rank: int, world: int, host: str, port: int) -> TCPStore:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.ds_schema import BLOCK, section_of
 from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Count, check, types_of
 
@@ -33,36 +33,26 @@ def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
 
 def recompute_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Problems of the section and the block."""
-    block, section = ds.get(BLOCK, {}), ds.get(SECTION, {})
-    found, _ = check(where, block, types_of(CheckpointPolicy), f"{BLOCK}.")
-    if isinstance(block, dict) and block and SECTION not in ds:
-        found.append(
+    problems, _ = check(where, ds.get(BLOCK, {}), types_of(CheckpointPolicy), f"{BLOCK}.")
+    if section_of(ds, BLOCK) and SECTION not in ds:
+        problems.append(
             f"{where}: `{BLOCK}` says what is checkpointed, but there is no `{SECTION}`. "
             "Add it: {} will do."
         )
-    if (
-        isinstance(section, dict)
-        and section.get("contiguous_memory_optimization")
-        and not section.get("partition_activations")
-    ):
-        found.append(
-            problem(
-                where,
-                f"{SECTION}.contiguous_memory_optimization",
-                True,  # an assertion in deepspeed 0.19.8
-                "DeepSpeed has it only together with `partition_activations`: true.",
-            )
-        )
-    return found
+    section, contiguous = section_of(ds, SECTION), "contiguous_memory_optimization"
+    if section.get(contiguous) and not section.get(
+        "partition_activations"
+    ):  # an assertion in deepspeed 0.19.8
+        remedy = "DeepSpeed has it only together with `partition_activations`: true."
+        problems.append(problem(where, f"{SECTION}.{contiguous}", True, remedy))
+    return problems
 
 
 def with_number(ds: dict[str, Any], layers: int) -> dict[str, Any]:
     """`ds` with the number of checkpoints written out, which contiguous buffers are sized by."""
-    how = read_recompute(ds)
-    if (
-        how is None
-        or not ds[SECTION].get("contiguous_memory_optimization")
-        or "number_checkpoints" in ds[SECTION]
-    ):
+    policy = read_recompute(ds)
+    if policy is None or not ds[SECTION].get("contiguous_memory_optimization"):
         return ds
-    return ds | {SECTION: ds[SECTION] | {"number_checkpoints": how.calls(layers)}}
+    section = dict(ds[SECTION])
+    section.setdefault("number_checkpoints", policy.calls(layers))
+    return ds | {SECTION: section}

@@ -21,8 +21,8 @@ from wandistiller.utils.errors import ConfigError, nearest, problem, unknown_key
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, check, value_problems
 
+# deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
-"""deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student."""
 # deepspeed 0.19.8 would keep up to 1e9 gathered parameters, 4 GB in float32, and fetch 5e7 ahead
 LEAN_STAGE_3 = {
     "stage3_param_persistence_threshold": 10_000,
@@ -54,22 +54,21 @@ def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
     """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
-    found = []
+    problems = []
     for name, types in section_types().items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto" or k not in types}
-        found += check(where, given, types, f"{name}." if name else "")[0]
+        problems += check(where, given, types, f"{name}." if name else "")[0]
     for name, types in PARAMS.items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto"}
-        found += value_problems(where, given, types, f"{name}.")
-    found += _typed_problems(where, ds, "optimizer", OPTIMIZERS) + _typed_problems(
-        where, ds, "scheduler", SCHEDULERS
-    )
-    found += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
-    return found
+        problems += value_problems(where, given, types, f"{name}.")
+    problems += _typed_problems(where, ds, "optimizer", OPTIMIZERS)
+    problems += _typed_problems(where, ds, "scheduler", SCHEDULERS)
+    problems += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
+    return problems
 
 
 def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: tuple[str, ...]) -> list[str]:
-    """List problems of {"type": ..., "params": {...}}: the type, settings that it has not, or lacks."""
+    """List problems of {"type": ..., "params": {...}}: a wrong type, unknown and missing settings."""
     if not isinstance(given := ds.get(section), dict):
         return []  # left out, or reported already
     if "type" not in given and set(given) - {"params"}:
@@ -77,20 +76,17 @@ def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: 
     kind, params = given.get("type"), given.get("params", {})
     same = [t for t in types if isinstance(kind, str) and t.lower() == kind.lower()]
     if not same:
-        return [
-            problem(
-                where, f"{section}.type", kind, f"Write one of: {', '.join(types)}.{nearest(kind, types)}"
-            )
-        ]
+        remedy = f"Write one of: {', '.join(types)}.{nearest(kind, types)}"
+        return [problem(where, f"{section}.type", kind, remedy)]
     if not isinstance(params, dict):
         return []  # reported already
     known = params_of(same[0])
-    found = [
+    problems = [
         f"{where}: `{section}.params.{key}` is missing; {same[0]} has no default for it. Write it."
         for key, required in known.items()
         if required and key not in params
     ]
-    return found + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
+    return problems + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
 
 
 def _auto(value: Any, prefix: str = "") -> list[str]:
@@ -100,19 +96,24 @@ def _auto(value: Any, prefix: str = "") -> list[str]:
 
 
 def stage(ds: dict[str, Any]) -> int:
-    return ds.get("zero_optimization", {}).get("stage", 0)
+    """Return the ZeRO stage; 0 if the JSON names none."""
+    return section_of(ds, "zero_optimization").get("stage", 0)
+
+
+def offload_section(ds: dict[str, Any], target: str) -> dict[str, Any]:
+    """The section of what is offloaded (`param` or `optimizer`), with its device: none, cpu or nvme."""
+    return {"device": "none"} | section_of(ds, f"zero_optimization.offload_{target}")
 
 
 def offload_device(ds: dict[str, Any]) -> str:
     """Return the device on which ZeRO-3 keeps parameters: none (the accelerator), cpu or nvme."""
-    return ds.get("zero_optimization", {}).get("offload_param", {}).get("device", "none")
+    return offload_section(ds, "param")["device"]
 
 
 def on_nvme(ds: dict[str, Any]) -> str | None:
     """The first offload section that puts something on a disk."""
-    zero = ds.get("zero_optimization", {})
-    sections = ("offload_param", "offload_optimizer")
-    return next((key for key in sections if zero.get(key, {}).get("device") == "nvme"), None)
+    on_disk = (t for t in ("param", "optimizer") if offload_section(ds, t)["device"] == "nvme")
+    return next((f"offload_{target}" for target in on_disk), None)
 
 
 def dtype_name(ds: dict[str, Any]) -> str:
@@ -127,9 +128,9 @@ def with_dtype(ds: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """`ds` in another precision, if one is given."""
     if dtype is None:
         return ds
-    sections = {"bfloat16": "bf16", "float16": "fp16"}
-    rest = {k: v for k, v in ds.items() if k not in sections.values()}
-    return rest | ({sections[dtype]: {"enabled": True}} if dtype in sections else {})
+    section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    rest = {k: v for k, v in ds.items() if k not in ("bf16", "fp16")}
+    return rest | ({section: {"enabled": True}} if section else {})
 
 
 def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
@@ -138,19 +139,16 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
     Raises:
         ConfigError: nothing is given, a value is no positive integer, or the numbers do not multiply up.
     """
-    given = {k: ds[k] for k in BATCH_KEYS if k in ds}
-    if wrong := value_problems(where, given, dict.fromkeys(BATCH_KEYS, Count)):
+    if wrong := value_problems(where, ds, dict.fromkeys(BATCH_KEYS, Count)):
         raise ConfigError(*wrong)
-    total, micro, accumulation = (given.get(k) for k in BATCH_KEYS)
+    total, micro, accumulation = (ds.get(k) for k in BATCH_KEYS)
     if total is None and micro is None:
         raise ConfigError(
             f"{where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or both."
         )
-    if total is None:
+    if total is None or micro is None:
         accumulation = accumulation or 1
-    elif micro is None:
-        accumulation = accumulation or 1
-        micro = total // (accumulation * world)
+        micro = total // (accumulation * world) if micro is None else micro
     elif accumulation is None:
         accumulation = total // (micro * world)
     if not micro or not accumulation:
@@ -173,17 +171,16 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
     Raises:
         ConfigError: with all problems at once.
     """
-    found = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
+    problems = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
     if "optimizer" not in ds:
-        found.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
-    found += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
-    batch = None
+        problems.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
+    problems += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
     try:
         batch = batch_size(where, ds, world)
     except ConfigError as error:
-        found += error.problems
-    if found or batch is None:
-        raise ConfigError(*found)
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
     ds = copy.deepcopy(ds)
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
@@ -199,33 +196,23 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
 
 def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
-    found = []
-    zero = ds.get("zero_optimization", {})
-    for name, stages in (("offload_param", (3,)), ("offload_optimizer", (1, 2, 3))):
-        section = zero.get(name) if isinstance(zero, dict) else None
-        if not isinstance(section, dict):
-            continue
-        key = f"zero_optimization.{name}"
-        if (stage_now := zero.get("stage", 0)) not in stages and section.get("device", "none") != "none":
-            found.append(
-                problem(
-                    where,
-                    key,
-                    section,
-                    f"It has no effect at stage {stage_now}. Remove it, or "
-                    f"write stage {' or '.join(map(str, stages))}.",
-                )
-            )
+    problems = []
+    for target, stages in (("param", (3,)), ("optimizer", (1, 2, 3))):
+        key = f"zero_optimization.offload_{target}"
+        section = section_of(ds, key)
+        if stage(ds) not in stages and section.get("device", "none") != "none":
+            remedy = f"Remove it, or write stage {' or '.join(map(str, stages))}."
+            problems.append(problem(where, key, section, f"It has no effect at stage {stage(ds)}. {remedy}"))
         if section.get("device") == "nvme" and not section.get("nvme_path"):
-            found.append(
-                problem(where, f"{key}.nvme_path", section.get("nvme_path"), "Write a folder on a fast disk.")
-            )
-    if all(isinstance(ds.get(k), dict) and ds[k].get("enabled") for k in ("bf16", "fp16")):
-        found.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
-    return found
+            remedy = "Write a folder on a fast disk."
+            problems.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), remedy))
+    if all(section_of(ds, precision).get("enabled") for precision in ("bf16", "fp16")):
+        problems.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
+    return problems
 
 
 def complete(ds: dict[str, Any]) -> None:
+    """Write out in place what both engines need and DeepSpeed would choose otherwise."""
     ds.setdefault("steps_per_print", 10**9)  # our own line a step says more
     # true swaps torch's linear for the whole process and changes bf16 numerics (deepspeed 0.19.8)
     ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)

@@ -5,15 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.engine.ds_config import dtype_name, with_dtype
-from wandistiller.engine.ds_schema import section_of
+from wandistiller.engine.ds_schema import BATCH_KEYS, section_of
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
-MICRO, ACCUMULATION, TOTAL = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-)
+TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +24,17 @@ class EngineOverrides:
 
 
 def contradictions(ds: dict[str, Any], overrides: EngineOverrides) -> list[tuple[str, object, str, object]]:
-    """(flag, its value, key, the JSON's value) of each flag that a JSON says otherwise than."""
+    """(flag, its value, key, the JSON's value) of each flag that differs from the JSON."""
     params = _params(ds, "optimizer")
-    says = [
+    pairs = [
         ("batch_size", overrides.batch_size, MICRO, ds.get(MICRO)),
         ("lr", overrides.lr, "optimizer.params.lr", params.get("lr")),
     ]
-    if overrides.mixed_precision and any(
-        ds.get(s, {}).get("enabled") not in (None, "auto") for s in ("bf16", "fp16")
-    ):
-        has = next(k for k, name in PRECISIONS.items() if name == dtype_name(_without_auto_sections(ds)))
-        says.append(("mixed_precision", overrides.mixed_precision, "bf16 and fp16", has))
-    return [s for s in says if s[1] is not None and s[3] not in (None, "auto") and s[1] != s[3]]
+    fixed = {s: ds[s] for s in ("bf16", "fp16") if section_of(ds, s).get("enabled") not in (None, "auto")}
+    if fixed:
+        precision = next(flag for flag, dtype in PRECISIONS.items() if dtype == dtype_name(fixed))
+        pairs.append(("mixed_precision", overrides.mixed_precision, "bf16 and fp16", precision))
+    return [p for p in pairs if p[1] is not None and p[3] not in (None, "auto") and p[1] != p[3]]
 
 
 def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str, Any]:
@@ -73,7 +68,7 @@ def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
         width: of the student, heads x head dimension; bucket sizes depend on it.
     """
     ds = copy.deepcopy(ds)
-    left_open = [key for key in (MICRO, ACCUMULATION, TOTAL) if ds.get(key) == "auto"]
+    left_open = [key for key in BATCH_KEYS if ds.get(key) == "auto"]
     for key in left_open:
         del ds[key]
     if left_open and MICRO not in ds and TOTAL not in ds:
@@ -83,18 +78,14 @@ def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
     _fill(ds, {"gradient_clipping": 1.0})
     _fill(_params(ds, "optimizer"), {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
     _fill(_params(ds, "scheduler"), {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1})
-    for section, enabled in (("bf16", True), ("fp16", False)):
-        if isinstance(ds.get(section), dict):
-            _fill(ds[section], {"enabled": enabled})
-    if isinstance(ds.get("zero_optimization"), dict):
-        _fill(
-            ds["zero_optimization"],
-            {
-                "reduce_bucket_size": width * width,
-                "stage3_prefetch_bucket_size": int(0.9 * width * width),
-                "stage3_param_persistence_threshold": 10 * width,
-            },
-        )
+    _fill(section_of(ds, "bf16"), {"enabled": True})
+    _fill(section_of(ds, "fp16"), {"enabled": False})
+    buckets = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    _fill(section_of(ds, "zero_optimization"), buckets)
     return ds
 
 
@@ -112,7 +103,3 @@ def _params(ds: dict[str, Any], section: str) -> dict[str, Any]:
 
 def _fill(section: dict[str, Any], values: dict[str, Any]) -> None:
     section |= {key: value for key, value in values.items() if section.get(key) == "auto"}
-
-
-def _without_auto_sections(ds: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in ds.items() if not (isinstance(v, dict) and v.get("enabled") == "auto")}

@@ -10,6 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
@@ -25,6 +33,8 @@ from wandistiller.utils.validation import (
     write,
 )
 
+BLOCK = "wandistiller"
+"""Key of this package's own settings in a DeepSpeed JSON."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
@@ -41,16 +51,21 @@ Betas = Annotated[
     write("two numbers from 0 to below 1, such as [0.9, 0.999]"),
 ]
 TagValidation = Annotated[str, Field(pattern="^(?i:warn|ignore|fail)$"), write("WARN, IGNORE or FAIL")]
+MODELS = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+}
 TABLES: dict[str, dict[str, Any]] = {
     "": of_type(
         (Any, " ".join(BATCH_KEYS)),  # solved and checked by `batch_size`
         (
             bool,
             "managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-            "wall_clock_breakdown "
-            "memory_breakdown dump_state disable_allgather prescale_gradients dataloader_drop_last "
-            "disable_python_gc "
-            "use_data_before_expert_parallelism",
+            "wall_clock_breakdown memory_breakdown dump_state disable_allgather prescale_gradients "
+            "dataloader_drop_last disable_python_gc use_data_before_expert_parallelism",
         ),
         (NotNegative, "gradient_clipping"),
         (Positive, "gradient_predivide_factor"),
@@ -60,10 +75,8 @@ TABLES: dict[str, dict[str, Any]] = {
         (
             Section,
             "optimizer scheduler fp16 bf16 torch_autocast zero_optimization activation_checkpointing aio "
-            "checkpoint "
-            "data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet compile "
-            "data_efficiency "
-            "eigenvalue timers",
+            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet compile "
+            "data_efficiency eigenvalue timers",
         ),
     ),
     "activation_checkpointing": of_type(
@@ -110,8 +123,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         (
             Share,
             "warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_lr lr_range_test_min_lr warmup_min_ratio "
-            "cos_min_ratio "
-            "cycle_min_mom cycle_max_mom",
+            "cos_min_ratio cycle_min_mom cycle_max_mom",
         ),
         (
             Count,
@@ -157,24 +169,10 @@ LIMITS: dict[str, dict[str, Any]] = {
 @cache
 def section_types() -> dict[str, dict[str, Any]]:
     """The types of all sections, by dotted name; "" is the top."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-
-    models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": DeepSpeedFP16Config,
-        "bf16": DeepSpeedBF16Config,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    }
     return TABLES | {
         name: {field.alias or key: _strict(field) for key, field in model.model_fields.items()}
         | LIMITS.get(name, {})
-        for name, model in models.items()
+        for name, model in MODELS.items()
     }
 
 
@@ -198,17 +196,13 @@ def _strict(field: FieldInfo) -> Any:
 @cache
 def params_of(kind: str) -> dict[str, bool]:
     """The settings of a schedule or of Adam(W), and whether each is required; empty for other optimizers."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.runtime import lr_schedules
-
     if kind in SCHEDULERS:
-        own = list(inspect.signature(getattr(lr_schedules, kind)).parameters.values())[1:]
+        _, *own = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
         return {p.name: p.default is p.empty for p in own}
     if kind in ("Adam", "AdamW"):
         own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
-        return dict.fromkeys(
-            own | {"torch_adam", "adam_w_mode", "foreach"}, False
-        )  # the last three choose the class
+        choice_of_class = {"torch_adam", "adam_w_mode", "foreach"}
+        return dict.fromkeys(own | choice_of_class, False)
     return {}
 
 
@@ -217,9 +211,6 @@ def section_of(ds: dict[str, Any], section: str) -> dict[str, Any]:
     for part in filter(None, section.split(".")):
         ds = ds[part] if isinstance(ds.get(part), dict) else {}
     return ds
-
-
-BLOCK = "wandistiller"
 
 
 def without_block(ds: dict[str, Any]) -> dict[str, Any]:

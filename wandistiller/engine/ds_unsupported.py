@@ -9,27 +9,24 @@ from wandistiller.utils.errors import problem
 
 # Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
 ZERO = {
-    "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, "
-    "and changes bf16 numbers. "
-    "Write false.",
-    "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve "
-    "be another. Remove it.",
-    "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be "
+    "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, and "
+    "changes bf16 numbers. Write false.",
+    "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve be "
     "another. Remove it.",
-    "zero_quantized_nontrainable_weights": "The frozen weights would be rounded to 8 bits, and the "
-    "loss curve be another. "
+    "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be another. "
     "Remove it.",
+    "zero_quantized_nontrainable_weights": "The frozen weights would be rounded to 8 bits, and the loss "
+    "curve be another. Remove it.",
     "legacy_stage1": "DeepSpeed has removed it. Remove it.",
     "zenflow": "ZenFlow steps part of the weights late, and the loss curve would be another. Remove it.",
     "stage3_module_granularity_threshold": "Blocks fetched as a whole leave some of Wan's parameters "
-    "ungathered, and the "
-    "forward pass stops. Remove it.",
+    "ungathered, and the forward pass stops. Remove it.",
 }
 TOP = {
     "gradient_predivide_factor": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
     "prescale_gradients": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
-    "data_efficiency": "The data's order is this package's own, so that a run can go on from any "
-    "step. Remove it.",
+    "data_efficiency": "The data's order is this package's own, so that a run can go on from any step. "
+    "Remove it.",
     "eigenvalue": "DeepSpeed has removed it. Remove it.",
 }
 
@@ -38,12 +35,13 @@ class _Engine:
     """The settings of a student's DeepSpeed JSON that rules are about."""
 
     def __init__(self, ds: dict[str, Any]):
-        self.zero, self.params = section_of(ds, "zero_optimization"), section_of(ds, "optimizer.params")
-        self.bf16, self.types = bool(section_of(ds, "bf16").get("enabled")), section_of(ds, "data_types")
-        self.dtype = "bf16" if self.bf16 else "fp16" if section_of(ds, "fp16").get("enabled") else "fp32"
-        self.offloaded = section_of(self.zero, "offload_optimizer").get("device", "none") != "none"
+        self.stage = section_of(ds, "zero_optimization").get("stage", 1)
+        enabled = [name for name in ("bf16", "fp16") if section_of(ds, name).get("enabled")]
+        self.dtype = [*enabled, "fp32"][0]
+        offload = section_of(ds, "zero_optimization.offload_optimizer")
+        self.offloaded = offload.get("device", "none") != "none"
         adam = str(section_of(ds, "optimizer").get("type")).lower() in ("adam", "adamw")
-        self.fused = adam and self.params.get("torch_adam") is not True
+        self.fused = adam and section_of(ds, "optimizer.params").get("torch_adam") is not True
         self.clips = ds.get("gradient_clipping", 1) != 0
 
 
@@ -61,10 +59,9 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     "bf16.bf16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
     "fp16.fp16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
     "data_types.grad_accum_dtype": (
-        lambda value, e: value == "fp32" and e.bf16 and e.zero.get("stage", 1) == 1 and not e.offloaded,
-        "At stage 1 in bf16 DeepSpeed takes another optimizer for it, whose checkpoints cannot be "
-        "read again. "
-        "Write stage 2, or remove it.",
+        lambda value, e: value == "fp32" and e.dtype == "bf16" and e.stage == 1 and not e.offloaded,
+        "At stage 1 in bf16 DeepSpeed takes another optimizer for it, whose checkpoints cannot be read "
+        "again. Write stage 2, or remove it.",
     ),
     "data_types.param_dtype": (
         lambda value, e: value not in (None, e.dtype),
@@ -96,7 +93,7 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """A problem for each setting that is refused, with the reason."""
     zero, engine = section_of(ds, "zero_optimization"), _Engine(ds)
-    found = [
+    problems = [
         problem(where, f"zero_optimization.{k}", zero[k], why)
         for k, why in ZERO.items()
         if _is_on(zero.get(k)) or zero.get(k) == {}
@@ -104,13 +101,13 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     for path, (refused, why) in RULES.items():
         section, _, key = path.rpartition(".")
         if refused(value := section_of(ds, section).get(key), engine):
-            found.append(problem(where, path, value, why))
-    found += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
+            problems.append(problem(where, path, value, why))
+    problems += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
     if section_of(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
-        found.append(
+        problems.append(
             f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
         )
-    return found
+    return problems
 
 
 def _is_on(value: Any, default: float = 0.0) -> bool:

@@ -21,7 +21,7 @@ MONITORS = {
 }
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 WANDB_RUN = "wandb_run"
-"""File of an output folder: the id under which a run that goes on is the same one to Weights & Biases."""
+"""File of an output folder: the id by which Weights & Biases continues the curves of a resumed run."""
 
 
 def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,11 @@ def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_run(output: Path, ds: dict[str, Any], *, goes_on: bool) -> None:
-    """Let Weights & Biases know a run again, before DeepSpeed starts it, unless the environment names one."""
+    """Name the run for Weights & Biases before DeepSpeed starts it, unless the environment does.
+
+    Args:
+        goes_on: the run resumes, and its curves continue.
+    """
     if not ds.get("wandb", {}).get("enabled") or rank():
         return
     file = output / WANDB_RUN
@@ -52,9 +56,8 @@ class Monitors:
         self._all, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
         comet = self._all.comet_monitor
         if comet and comet.experiment:  # rank 0 has it
-            atexit.register(
-                comet.experiment.end
-            )  # or its curves are lost: it waits for Python's teardown (comet_ml 3.58)
+            # or its curves are lost: it waits for Python's teardown (comet_ml 3.58)
+            atexit.register(comet.experiment.end)
 
     def go_on_from(self, step: int) -> None:
         """Drop the rows of CSV files after `step`, from which the run goes on, and repeated header lines."""
@@ -62,12 +65,12 @@ class Monitors:
         if not monitor or rank():
             return
         for file in Path(monitor.log_dir).glob("Train_*.csv"):
-            with file.open(newline="") as rows:
-                found = list(csv.reader(rows))
-            kept = [row for row in found[1:] if row and row[0].isdigit() and int(row[0]) <= step]
+            with file.open(newline="") as lines:
+                rows = list(csv.reader(lines))
+            kept = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
             with atomic(file) as temporary, temporary.open("w", newline="") as out:
-                csv.writer(out).writerows(found[:1] + kept)
-            if found:
+                csv.writer(out).writerows(rows[:1] + kept)
+            if rows:
                 monitor.filenames.append(file.stem)  # its head is there
 
     def record(self, step: int, values: dict[str, float]) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from wandistiller.engine.ds_config import offload_section
+from wandistiller.engine.zero_memory import zero_setting
+
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
 IPC_LOCK = 14
@@ -27,18 +30,18 @@ def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str, sharer
         sharers: ranks among which a tensor is cut.
     """
     zero = dict(ds["zero_optimization"])
-    for section in ("offload_param", "offload_optimizer"):
-        if zero.get(section, {}).get("device") == "nvme":
-            zero[section] = zero[section] | {
-                "nvme_path": str(own_folder(Path(zero[section]["nvme_path"])) / engine)
-            }
-    if zero.get("offload_param", {}).get("device") == "nvme":
-        part = -(-max(numels) // sharers)
-        zero["offload_param"]["buffer_size"] = max(part, zero["offload_param"].get("buffer_size", 0))
+    for target in ("param", "optimizer"):
+        section = offload_section(ds, target)
+        if section["device"] == "nvme":
+            section["nvme_path"] = str(own_folder(Path(section["nvme_path"])) / engine)
+            if target == "param":
+                section["buffer_size"] = max(-(-max(numels) // sharers), section.get("buffer_size", 0))
+            zero[f"offload_{target}"] = section
     return ds | {"zero_optimization": zero}
 
 
-_own: dict[Path, tuple[Path, Any]] = {}  # the open lock file keeps the folder marked
+_own: dict[Path, tuple[Path, Any]] = {}
+"""Each parent's folder of this process, and the open lock file, which keeps it marked."""
 
 
 def own_folder(parent: Path) -> Path:
@@ -88,22 +91,15 @@ def locked_bytes(ds: dict[str, Any], numels: Iterable[int], sharers: int, item: 
         sharers: ranks among which each is cut.
         item: bytes of a weight.
     """
-    numels, zero = list(numels), ds["zero_optimization"]
-    weights, states = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
-    found = 0
-    if weights.get("device") == "nvme":
-        found += (
-            item
-            * weights.get("buffer_count", 5)
-            * max(-(-max(numels) // sharers), weights.get("buffer_size", 0))
-        )
-    if states.get("device") == "nvme":
-        found += (
-            4
-            * states.get("buffer_count", 4)
-            * min(-(-sum(numels) // sharers), int(zero.get("sub_group_size", 10**9)))
-        )
-    return found
+    numels, locked = list(numels), 0
+    weights, states = offload_section(ds, "param"), offload_section(ds, "optimizer")
+    if weights["device"] == "nvme":
+        buffer = max(-(-max(numels) // sharers), weights.get("buffer_size", 0))
+        locked += item * weights.get("buffer_count", 5) * buffer
+    if states["device"] == "nvme":
+        buffer = min(-(-sum(numels) // sharers), zero_setting(ds, "sub_group_size"))
+        locked += 4 * states.get("buffer_count", 4) * buffer
+    return locked
 
 
 def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/")) -> list[str]:
@@ -120,6 +116,6 @@ def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/"))
     return [
         f"What is on NVMe has buffers of {nbytes / 2**20:.0f} MiB a rank that stay in memory, and this user "
         f"may lock {limit / 2**20:.3g} MiB (`ulimit -l`). Raise it: in /etc/security/limits.conf "
-        "`* - memlock unlimited`, of a "
-        "service LimitMEMLOCK=infinity, of a container --ulimit memlock=-1; or offload to cpu."
+        "`* - memlock unlimited`, of a service LimitMEMLOCK=infinity, of a container --ulimit memlock=-1; "
+        "or offload to cpu."
     ]

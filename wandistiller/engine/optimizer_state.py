@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,13 @@ class Partition:
     number: int
     key: Tensor
     """Its entry in the optimizer's state."""
-    parts: list[Fragment] = field(default_factory=list)
+    parts: list[Fragment]
+
+
+def is_plain(engine: Any) -> bool:
+    """Return whether the optimizer updates the network's own weights: at stage 0 in float32."""
+    wrapped = isinstance(engine.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer)
+    return engine.zero_optimization_stage() == 0 and not wrapped
 
 
 class MasterWeights:
@@ -49,32 +55,25 @@ class MasterWeights:
     def __init__(self, engine: Any):
         self.engine, self._wrapper = engine, engine.optimizer
         self.stage = engine.zero_optimization_stage()
-        self._names = {id(p): name for name, p in engine.module.named_parameters() if p.requires_grad}
-        self.shapes = {
-            name: list(_shape(p)) for name, p in engine.module.named_parameters() if p.requires_grad
-        }
-        self.flats: list[Partition] = {0: self._whole, 3: self._cut_each}.get(self.stage, self._cut_groups)()
+        self._parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        # stage 3 keeps the whole shape elsewhere while a parameter is cut up
+        self.shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
+        cut = {0: self._whole, 3: self._cut_each}.get(self.stage, self._cut_groups)
+        self.flats = [Partition(number, key, parts) for number, (key, parts) in enumerate(cut())]
 
     def optimizer(self, flat: Partition) -> torch.optim.Optimizer:
         """The optimizer proper that updates `flat`."""
-        if (
-            self.stage == 3
-            and self._wrapper.offload_optimizer
-            and self._wrapper.subgroup_to_device[flat.number] != "cpu"
-        ):
-            return self._wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
-        plain = self.stage == 0 and not isinstance(self._wrapper, FP16_Optimizer | FP16_UnfusedOptimizer)
-        return self._wrapper if plain else self._wrapper.optimizer
+        wrapper = self._wrapper
+        if self.stage == 3 and wrapper.offload_optimizer and wrapper.subgroup_to_device[flat.number] != "cpu":
+            return wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
+        return wrapper if is_plain(self.engine) else wrapper.optimizer
 
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
         state = self.optimizer(flat).state.get(flat.key, {})
-        kept = {
-            kind: value.view(-1)
-            for kind, value in state.items()
-            if torch.is_tensor(value) and value.dim() > 0
-        }
-        return {WEIGHTS: flat.key.detach().view(-1), **kept}
+        kept = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
+        return {kind: value.view(-1) for kind, value in {WEIGHTS: flat.key.detach(), **kept}.items()}
 
     def steps(self) -> int | None:
         """Number of updates that the optimizer has counted; None before the first.
@@ -101,18 +100,16 @@ class MasterWeights:
         optimizer = self.optimizer(flat)
         state = optimizer.state[flat.key]
         wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
+        dtype = torch.float32 if wide else flat.key.dtype
         for kind in kinds:
             if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
-                state[kind] = torch.zeros_like(
-                    flat.key, dtype=torch.float32 if wide else flat.key.dtype, requires_grad=False
-                )
+                state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
         if steps is not None:
-            state["step"] = (
-                torch.tensor(float(steps)) if type(optimizer).__module__.startswith("torch.optim") else steps
-            )
+            from_torch = type(optimizer).__module__.startswith("torch.optim")
+            state["step"] = torch.tensor(float(steps)) if from_torch else steps
 
     def publish(self) -> None:
-        """Make the weights that the network computes with those of the flats. Collective."""
+        """Copy the master weights into the weights that the network computes with. Collective."""
         wrapper = self._wrapper
         if self.stage == 3:
             wrapper.checkpoint_event_prologue()  # cuts up the small parameters that stay whole
@@ -122,84 +119,59 @@ class MasterWeights:
             wrapper.checkpoint_event_epilogue()  # and gathers them again
         elif self.stage > 0:
             wrapper.update_lp_params()
-        elif isinstance(wrapper, FP16_Optimizer):
-            for flat, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
-                _copy_all(flat.split([p.numel() for p in weights]), weights)
-        elif isinstance(wrapper, FP16_UnfusedOptimizer):
-            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                _copy_all(masters, weights)
+        else:
+            for flat in self.flats:
+                masters = self.tensors(flat)[WEIGHTS]
+                for part in flat.parts:
+                    weights = self._parameters[part.name].data
+                    weights.copy_(masters.narrow(0, part.offset, part.numel).view(weights.shape))
 
-    def _cut_each(self) -> list[Partition]:
+    def _cut_each(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Stage 3: of each parameter, padded to a multiple of the ranks, an equal run."""
-        flats = []
-        for number, parameters in enumerate(self._wrapper.fp16_groups):
-            flat, offset = Partition(number, self._wrapper.fp32_partitioned_groups_flat[number]), 0
+        wrapper = self._wrapper
+        for key, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
+            parts, offset = [], 0
             for p in parameters:
                 each = p.partition_numel()
-                start = self._wrapper._get_param_partition_rank(p) * each
-                flat.parts.append(
-                    Fragment(self._names[id(p)], start, offset, max(0, min(each, p.ds_numel - start)))
-                )
+                start = wrapper._get_param_partition_rank(p) * each
+                numel = max(0, min(each, p.ds_numel - start))
+                parts.append(Fragment(self._names[id(p)], start, offset, numel))
                 offset += each
-            flats.append(flat)
-        return flats
+            yield key, parts
 
-    def _cut_groups(self) -> list[Partition]:
+    def _cut_groups(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Stages 1 and 2: of a group's parameters laid end to end, an equal run."""
-        flats = []
-        for number, (key, parameters) in enumerate(
-            zip(self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups, strict=True)
-        ):
-            here = [(self._names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
-            parts = [
-                Fragment(
-                    name,
-                    m.lp_fragment_address.start,
-                    m.hp_fragment_address.start,
-                    m.hp_fragment_address.numel,
-                )
-                for name, m in here
-            ]
-            flats.append(Partition(number, key, parts))
-        return flats
+        masters, groups = self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups
+        for key, parameters in zip(masters, groups, strict=True):
+            parts = []
+            for p in parameters:
+                if p._hp_mapping is not None:
+                    low, high = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+                    parts.append(Fragment(self._names[id(p)], low.start, high.start, high.numel))
+            yield key, parts
 
-    def _whole(self) -> list[Partition]:
+    def _whole(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Stage 0: everything, in bf16 and fp16 by group, otherwise each parameter by itself."""
         wrapper = self._wrapper
         if isinstance(wrapper, FP16_Optimizer):
             groups = zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True)
         elif isinstance(wrapper, FP16_UnfusedOptimizer):
-            groups = (
-                (m, [p])
-                for ms, ps in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
-                for m, p in zip(ms, ps, strict=True)
-            )
+            masters, weights = map(chain.from_iterable, (wrapper.fp32_groups, wrapper.fp16_groups))
+            groups = ((master, [p]) for master, p in zip(masters, weights, strict=True))
         else:
-            groups = ((p, [p]) for p in self.engine.module.parameters() if p.requires_grad)
-        flats = []
-        for number, (key, parameters) in enumerate(groups):
+            groups = ((p, [p]) for p in self._parameters.values())
+        for key, parameters in groups:
             offsets = accumulate((p.numel() for p in parameters), initial=0)
             parts = [
-                Fragment(self._names[id(p)], 0, o, p.numel())
-                for p, o in zip(parameters, offsets, strict=False)
+                Fragment(self._names[id(p)], 0, offset, p.numel())
+                for p, offset in zip(parameters, offsets, strict=False)
             ]
-            flats.append(Partition(number, key, parts))
-        return flats
+            yield key, parts
 
     def own(self, flat: Partition) -> list[Fragment]:
-        """The parts of `flat` that no other rank has, or that this one is to speak for."""
+        """The parts of `flat` that no other rank has, or that this rank writes for all."""
         shared = self.stage == 0 and flat.number % collectives.world_size() != collectives.rank()
         return [] if shared else [part for part in flat.parts if part.numel]
-
-
-def _copy_all(sources: Any, targets: list[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.data.copy_(source.detach().view(target.shape))
-
-
-def _shape(parameter: Any) -> torch.Size:
-    """Of the whole parameter, which stage 3 keeps elsewhere while it is cut up."""
-    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -209,12 +181,14 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def read_engine(trained: MasterWeights) -> dict[str, Any]:
     """Return the state of an engine that a checkpoint keeps."""
-    engine = trained.engine
-    flats = trained.flats
+    engine, flats = trained.engine, trained.flats
     return {
         "optimizer": type(trained.optimizer(flats[0])).__name__ if flats else None,
         "steps": trained.steps(),
-        "groups": [_plain(group) for group in engine.optimizer.param_groups],
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in engine.optimizer.param_groups
+        ],
         "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "scaler": {key: getattr(_scaler(engine), key) for key in SCALER if hasattr(_scaler(engine), key)},
         "autocast_scaler": scaler.state_dict() if (scaler := _autocast_scaler(engine)) else None,
@@ -246,14 +220,8 @@ def write_engine(trained: MasterWeights, saved: dict[str, Any], changed: set[str
         if scheduler is not None:
             scheduler.load_state_dict(saved["scheduler"])
     elif scheduler is not None and saved["scheduler"]:
-        scheduler.step(
-            saved["scheduler"]["last_batch_iteration"]
-        )  # the new schedule, at the place of the old one
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a parameter group, without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+        # the new schedule, at the place of the old one
+        scheduler.step(saved["scheduler"]["last_batch_iteration"])
 
 
 def _scaler(engine: Any) -> Any:

@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 from torch.utils.cpp_extension import CUDA_HOME
 
-from wandistiller.engine.ds_config import dtype_name, on_nvme
+from wandistiller.engine.ds_config import dtype_name, offload_section, on_nvme
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.utils.errors import problem
@@ -35,9 +35,8 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
     Args:
         here: whether the run is to be on this machine.
     """
-    probe = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS} | {
-        "train_micro_batch_size_per_gpu": 1
-    }
+    probe = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS}
+    probe["train_micro_batch_size_per_gpu"] = 1
     try:
         DeepSpeedConfig(probe)
     except ValidationError as error:
@@ -47,17 +46,11 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
     if not here:
         return []
     if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
-        return [
-            problem(
-                where,
-                f"zero_optimization.{key}.device",
-                "nvme",
-                "DeepSpeed's async_io cannot be built here. "
-                "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++).",
-            )
-        ]
-    if found := _machine_problems(where, ds):
-        return found
+        remedy = "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++)."
+        text = f"DeepSpeed's async_io cannot be built here. {remedy}"
+        return [problem(where, f"zero_optimization.{key}.device", "nvme", text)]
+    if problems := _machine_problems(where, ds):
+        return problems
     if dtype_name(ds) == "float16" and not get_accelerator().is_fp16_supported():
         return [f"{where}: `fp16` is enabled, but this machine's accelerator has none. Use bf16."]
     return []
@@ -65,52 +58,35 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
 
 def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Return a problem for each thing that this machine or its Python packages lack."""
-    section = ds.get("activation_checkpointing", {})
-    found = []
-    if (
-        section.get("cpu_checkpointing")
-        and not section.get("partition_activations")
-        and get_accelerator().device_name() == "cpu"
-    ):
-        found.append(
-            problem(
-                where,
-                "activation_checkpointing.cpu_checkpointing",
-                True,  # the copy would be the original
-                "On a CPU DeepSpeed has it only together with `partition_activations`: true.",
-            )
-        )
-    kind, offload = (
-        ds.get("optimizer", {}).get("type", ""),
-        ds.get("zero_optimization", {}).get("offload_optimizer", {}),
-    )
-    if (
-        kind.lower() == "lion"
-        and offload.get("device", "none") == "none"
-        and get_accelerator().device_name() == "cpu"
-    ):
-        found.append(
-            problem(where, "optimizer.type", kind, "On a CPU DeepSpeed has it only with `offload_optimizer`.")
-        )
+    problems, on_cpu = [], get_accelerator().device_name() == "cpu"
+    section, kind = ds.get("activation_checkpointing", {}), ds.get("optimizer", {}).get("type", "")
+    offloaded = offload_section(ds, "optimizer")["device"] != "none"
+    if on_cpu and section.get("cpu_checkpointing") and not section.get("partition_activations"):
+        remedy = "On a CPU DeepSpeed has it only together with `partition_activations`: true."
+        # else the copy would be the original
+        problems.append(problem(where, "activation_checkpointing.cpu_checkpointing", True, remedy))
+    if on_cpu and kind.lower() == "lion" and not offloaded:
+        remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
+        problems.append(problem(where, "optimizer.type", kind, remedy))
     if get_accelerator().device_name() == "cuda" and not CUDA_HOME:
-        found += _toolkit_problems(where, ds, offload.get("device", "none") != "none")
+        problems += _toolkit_problems(where, ds, kind, offloaded)
     for key, (module, package) in MONITORS.items():
         if ds.get(key, {}).get("enabled") and not find_spec(module):
-            found.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
-    return found
+            problems.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
+    return problems
 
 
-def _toolkit_problems(where: str, ds: dict[str, Any], offloaded: bool) -> list[str]:
+def _toolkit_problems(where: str, ds: dict[str, Any], kind: str, offloaded: bool) -> list[str]:
     """Return a problem if DeepSpeed would have to compile with nvcc, and there is none (deepspeed 0.19.8)."""
     why = (
         "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
         f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME"
     )
-    found, kind = [], ds.get("optimizer", {}).get("type", "")
-    plain = ds.get("optimizer", {}).get("params", {}).get("torch_adam", False)
-    if kind.lower() in FUSED and not (offloaded or plain) and not installed_ops.get(FUSED[kind.lower()]):
-        other = ', or write "torch_adam": true into `optimizer.params`' if "adam" in kind.lower() else ""
-        found.append(problem(where, "optimizer.type", kind, f"{why}{other}, or offload the optimizer."))
+    problems, fused = [], FUSED.get(kind.lower())
+    plain = offloaded or ds.get("optimizer", {}).get("params", {}).get("torch_adam", False)
+    if fused and not plain and not installed_ops.get(fused):
+        other = ', or write "torch_adam": true into `optimizer.params`' if "adam" in fused else ""
+        problems.append(problem(where, "optimizer.type", kind, f"{why}{other}, or offload the optimizer."))
     if (key := on_nvme(ds)) and not installed_ops.get("async_io"):
-        found.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
-    return found
+        problems.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
+    return problems

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import cpuinfo
 import torch
@@ -19,10 +20,10 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import nn
 
 from wandistiller.engine.ds_config import stage
+from wandistiller.engine.optimizer_state import is_plain
 
-cpuinfo.get_cpu_info = cache(
-    cpuinfo.get_cpu_info
-)  # a second each; deepspeed 0.19.8 asks three times while it starts CPU Adam
+# a second each; deepspeed 0.19.8 calls it three times while it starts CPU Adam
+cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
 @contextmanager
@@ -46,28 +47,18 @@ def partition_before_moving(model: nn.Module, ds: dict[str, Any]) -> Iterator[No
     del model.to
 
 
-def undo_dummy_step(engine: Any) -> None:
-    """Undo the step with zero gradients that stage 0 takes in bf16 and fp16 while it is built.
+@contextmanager
+def without_dummy_step() -> Iterator[None]:
+    """While an engine is built, leave out the step with zero gradients that stage 0 takes in bf16 and fp16.
 
-    `initialize_optimizer_states` of FP16_Optimizer and FP16_UnfusedOptimizer runs one to allocate Adam's
+    `initialize_optimizer_states` of FP16_Optimizer and FP16_UnfusedOptimizer takes it to allocate Adam's
     moments (deepspeed 0.19.8): the weights decay once, and Adam's bias correction counts it, so that the
     first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none.
     tests/unit/engine/test_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
     """
-    wrapper = engine.optimizer
-    if not isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer):
-        return
-    wrapper.optimizer.state.clear()
-    for group in wrapper.optimizer.param_groups:
-        group.pop("step", None)  # where FusedAdam counts
-    with torch.no_grad():
-        if isinstance(wrapper, FP16_Optimizer):
-            for flat, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
-                flat.copy_(torch.cat([w.flatten() for w in weights]))
-        else:
-            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(masters, weights, strict=True):
-                    master.copy_(weight)
+    name, nothing = "initialize_optimizer_states", lambda _: None
+    with patch.object(FP16_Optimizer, name, nothing), patch.object(FP16_UnfusedOptimizer, name, nothing):
+        yield
 
 
 def skip_nonfinite_steps(engine: Any) -> None:
@@ -82,17 +73,12 @@ def skip_nonfinite_steps(engine: Any) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
-    plain = engine.zero_optimization_stage() == 0 and not isinstance(
-        optimizer, FP16_Optimizer | FP16_UnfusedOptimizer
-    )
-    if not plain or engine.torch_autocast_z0_gradscaler:
+    if not is_plain(engine) or engine.torch_autocast_z0_gradscaler:
         return
     step, take = optimizer.step, engine._take_model_step
 
     def take_if_finite(lr_kwargs: dict[str, Any] | None) -> None:
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
         optimizer.overflow = not engine._global_grad_norm.isfinite()  # where the engine looks after the step
         optimizer.step = (lambda: None) if optimizer.overflow else step
@@ -102,7 +88,7 @@ def skip_nonfinite_steps(engine: Any) -> None:
 
 
 def uncount_skipped_step(engine: Any) -> None:
-    """Count the step that the engine has just skipped as if it never was."""
+    """Undo the counting of the step that the engine has just skipped."""
     engine.global_steps -= 1
     engine.skipped_steps -= 1
     engine.global_samples -= engine.train_batch_size()
@@ -122,27 +108,19 @@ def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:
     """
     group = optimizer.param_groups[0]
     if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
-        nothing = [
-            [torch.zeros(1)] for _ in range(4)
-        ]  # an update of step 0, after which the next is no step up
+        # an update of step 0, after which the next is no step up
+        zeros = [[torch.zeros(1)] for _ in range(4)]
         optimizer.multi_tensor_adam(
-            1, torch.zeros(1), nothing, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0
+            1, torch.zeros(1), zeros, 0.0, *group["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0
         )
     if isinstance(optimizer, DeepSpeedCPUAdam):
+        settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], optimizer.adam_w_mode
         optimizer.ds_opt_adam.destroy_adam(optimizer.opt_id)
-        optimizer.ds_opt_adam.create_adam(
-            optimizer.opt_id,
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            optimizer.adam_w_mode,
-            False,
-        )
+        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, False)
 
 
 def destroy_engines(engines: Iterable[Any]) -> None:
-    """Let go of engines, which must not be called any more.
+    """Release engines, which must not be called afterwards.
 
     Hooks on gradients keep an engine with all that it holds (deepspeed 0.19.8).
     tests/integration/test_census.py::test_no_network_is_left_for_the_export.
@@ -156,16 +134,13 @@ def release_module_references(networks: Iterable[nn.Module]) -> None:
     """Drop DeepSpeed's last references to ZeRO-3 modules (0.19.8), which can then be freed but not used."""
     gone = set(map(id, networks))
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if id(module) not in gone]
-    with suppress(
-        AttributeError, KeyError
-    ):  # another version of DeepSpeed keeps memory rather than lose a run's export
+    # another version of DeepSpeed keeps memory rather than lose a run's export
+    with suppress(AttributeError, KeyError):
         cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def patch_flops_profiler() -> None:
-    """Make it count attention: it wants q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
-    counted = profiler._attn_flops_compute
-    profiler._attn_flops_compute = lambda query, key, value, *args, **more: counted(
-        query, key, value, *args, **more
-    )
+    """Make it count attention: it takes q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
+    count = profiler._attn_flops_compute
+    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)

@@ -4,16 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from wandistiller.engine.ds_config import offload_device
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-DEFAULTS = {  # elements, where `zero_optimization` leaves them out; DeepSpeed's own
-    "stage3_param_persistence_threshold": 10**5,
-    "stage3_max_live_parameters": 10**9,
-    "stage3_max_reuse_distance": 10**9,
-    "stage3_prefetch_bucket_size": 5 * 10**7,
-    "reduce_bucket_size": 5 * 10**8,
-    "sub_group_size": 10**9,
-}
+from wandistiller.engine.ds_config import offload_device, offload_section
+
+_DEFAULTS = {field.alias or key: field.default for key, field in DeepSpeedZeroConfig.model_fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +93,7 @@ def swapped_bytes(sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, it
 
 def zero_setting(ds: dict[str, Any], key: str) -> int:
     """A size in elements of the section `zero_optimization`, or DeepSpeed's default."""
-    return int(ds["zero_optimization"].get(key, DEFAULTS[key]))
-
-
-def offload_section(ds: dict[str, Any], target: str) -> dict[str, Any]:
-    """The section of what is offloaded (`param` or `optimizer`), with its device: none, cpu or nvme."""
-    return {"device": "none"} | ds["zero_optimization"].get(f"offload_{target}", {})
+    return int(ds["zero_optimization"].get(key, _DEFAULTS[key]))
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -9,9 +9,8 @@ import torch
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
-from wandistiller.engine.ds_config import dtype_name, offload_device, stage
+from wandistiller.engine.ds_config import dtype_name, offload_device, offload_section, stage
 from wandistiller.engine.transfers import Transfer, ring_transfers
-from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.student_network import student_model, student_network, student_shape

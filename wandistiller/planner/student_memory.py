@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from wandistiller.engine.ds_config import dtype_name, offload_device, stage
+from wandistiller.engine.ds_config import dtype_name, offload_device, offload_section, stage
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
     gathered_bytes,
-    offload_section,
     one_at_a_time,
     partition_bytes,
     round_up,

@@ -23,7 +23,7 @@ from wandistiller.engine.workarounds import (
     reset_adam_step_cache,
     skip_nonfinite_steps,
     uncount_skipped_step,
-    undo_dummy_step,
+    without_dummy_step,
 )
 from wandistiller.student.blocks import Blocks, configure
 from wandistiller.student.ema import Ema
@@ -150,9 +150,8 @@ def _engine(
         )
     if expert is not Expert.HIGH_NOISE:  # which has the run's monitors
         ds = without_monitors(ds)
-    with partition_before_moving(model, ds):
+    with partition_before_moving(model, ds), without_dummy_step():
         engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
-    undo_dummy_step(engine)
     skip_nonfinite_steps(engine)
     # data_types.buffer_dtype would have cast its tables
     model.rope = transformer.fresh_rope(model).to(collectives.device())

@@ -36,10 +36,7 @@ class LocalTeacher(Teacher):
     def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW of the text branch alone, float32, and the hidden states after `blocks`."""
         model, home = self.experts[batch.expert], batch.x_t_BCFHW.device
-        inputs = (
-            t if self.device is None else t.to(self.device)
-            for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
-        )
+        inputs = (t.to(self.device or home) for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD))
         features: dict[int, Tensor] = {}
         hooks = [
             model.blocks[k].register_forward_hook(lambda *args, k=k: features.update({k: args[-1].to(home)}))
@@ -78,9 +75,8 @@ class GuidedTeacher(Teacher):
         scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
             return self.inner.predict(batch, blocks)
-        null = batch.replace(
-            text_BLD=self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD).contiguous()
-        )
+        null_text_LD = self.guidance.null_text_LD.to(batch.text_BLD)
+        null = batch.replace(text_BLD=null_text_LD.expand_as(batch.text_BLD).contiguous())
         if self.passes == 2:
             text, v_null_BCFHW = self.inner.predict(batch, blocks), self.inner.velocity(null)
         else:
@@ -88,9 +84,8 @@ class GuidedTeacher(Teacher):
             branches = split_prediction(self.inner.predict(concat_batches(batches), blocks), batches)
             text, v_null_BCFHW = branches["text"], branches["null"].v_BCFHW
         v_BCFHW = v_null_BCFHW + scale * (text.v_BCFHW - v_null_BCFHW)
-        return Prediction(
-            v_BCFHW, {k: h_BSD.clone() for k, h_BSD in text.features.items()}
-        )  # no view that keeps the null half
+        # copies, as views would keep the null half
+        return Prediction(v_BCFHW, {k: h_BSD.clone() for k, h_BSD in text.features.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +104,9 @@ class OwnerTeacher(Teacher):
 
         def predict_for(theirs: list[Tensor]) -> list[Tensor]:
             x_t_BCFHW, sigma_B, text_BLD = theirs
-            found = self.inner.predict(
-                Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert), blocks
-            )
-            return [found.v_BCFHW, *(found.features[k] for k in blocks)]
+            their_batch = Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert)
+            prediction = self.inner.predict(their_batch, blocks)
+            return [prediction.v_BCFHW, *(prediction.features[k] for k in blocks)]
 
         v_BCFHW, *features = collectives.call_owner(
             self.owner, self.peers, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], predict_for

@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
 from wandistiller.wan.weights import WeightReader
 
@@ -24,8 +25,8 @@ def load_whole(
 ) -> WanTransformer3DModel:
     """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained."""
     model = meta_transformer(config)
-    for name, wanted in _one_by_one(model, dtype, reader):
-        value = torch.empty_like(wanted, device=device)
+    for name, meta in _one_by_one(model, dtype, reader):
+        value = torch.empty_like(meta, device=device)
         reader.read(name, value)
         set_parameter(model, name, value)
     model.rope.to(device)
@@ -40,29 +41,28 @@ def load_sharded(
     device: torch.device,
     peers: list[int] | None = None,
 ) -> WanTransformer3DModel:
-    """Load for ZeRO-3 as `ds` says: each rank reads the part of each tensor that it keeps. Collective.
+    """Load for ZeRO-3 as in `ds`: each rank reads the part of each tensor that it keeps. Collective.
 
     Args:
         peers: the ranks that a tensor is cut among, which are those of this node; all, if it is left out.
 
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model, home = meta_transformer(config), _Partition(ds, dtype, peers)
+    model, home = meta_transformer(config), InitWithoutBroadcast(ds, dtype, peers)
     arena = _host_arena(model, ds, dtype, home.dp_world_size)
-    for name, wanted in _one_by_one(model, dtype, reader):
-        if home.swaps(wanted):
-            value = Arena(_aligned(wanted)).take(
-                wanted
-            )  # given back to the system at once, and untouched pages take none
-            reader.read(name, value.view(-1)[home.part(wanted)], home.part(wanted).start)
+    for name, meta in _one_by_one(model, dtype, reader):
+        if home.swaps(meta):
+            # memory of its own is given back to the system at once, and untouched pages take none
+            value, own = Arena(_aligned(meta)).take(meta), home.part(meta)
+            reader.read(name, value.view(-1)[own], own.start)
             set_parameter(model, name, value)
             home.split(model.get_parameter(name))
         else:
-            hollow = torch.empty(
-                1, dtype=wanted.dtype, device=home.local_device
-            )  # DeepSpeed 0.19.8 gathers to where it is
-            set_parameter(model, name, hollow.expand(wanted.shape))  # a shape that takes no memory
-            home.keep(model.get_parameter(name), lambda part, name=name: reader.read(name, *part), arena)
+            # a shape that takes no memory, on the device that DeepSpeed 0.19.8 gathers to
+            hollow = torch.empty(1, dtype=meta.dtype, device=home.local_device)
+            set_parameter(model, name, hollow.expand(meta.shape))
+            part = home.keep(model.get_parameter(name), arena)
+            reader.read(name, part, home.part(meta).start)
     model.rope.to(device)
     return model
 
@@ -73,8 +73,8 @@ def load_shared(
     """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective."""
     model = meta_transformer(config)
     arena = Arena(sum(_aligned(p) for _, p in _parameters(model, dtype)), peers)
-    for name, wanted in _one_by_one(model, dtype, reader):
-        value = arena.take(wanted)
+    for name, meta in _one_by_one(model, dtype, reader):
+        value = arena.take(meta)
         part = -(-value.numel() // len(peers))
         first = part * peers.index(collectives.rank())
         reader.read(name, value.view(-1)[first : first + part], first)
@@ -98,51 +98,52 @@ def _one_by_one(model: nn.Module, dtype: torch.dtype, reader: WeightReader) -> I
         progress.advance()
 
 
-class _Partition(deepspeed.zero.Init):
+class InitWithoutBroadcast(deepspeed.zero.Init):
     """zero.Init without its broadcast from rank 0: every rank reads its own bytes (deepspeed 0.19.8)."""
 
     def __init__(self, ds: dict[str, Any], dtype: torch.dtype, peers: list[int] | None):
+        zero = ds["zero_optimization"]
+        if offload_device(ds) == "cpu":  # `_host_arena` is pinned whole
+            zero = zero | {"offload_param": zero["offload_param"] | {"pin_memory": False}}
         # without fp16 on the accelerator its argument `dtype` is ignored, the sections not (deepspeed 0.19.8)
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
         group = collectives.group(peers) if peers else None
-        super().__init__(config_dict_or_path=_pageable(ds) | sections, data_parallel_group=group)
+        ds = ds | {"zero_optimization": zero} | sections
+        super().__init__(config_dict_or_path=ds, data_parallel_group=group)
 
-    def part(self, wanted: Tensor) -> slice:
+    def part(self, meta: Tensor) -> slice:
         """This rank's elements; the last may lie past the end."""
-        size = -(-wanted.numel() // self.dp_world_size)
+        size = -(-meta.numel() // self.dp_world_size)
         return slice(size * self.rank, size * (self.rank + 1))
 
-    def swaps(self, wanted: Tensor) -> bool:
+    def swaps(self, meta: Tensor) -> bool:
         """Return whether the part goes to NVMe, which DeepSpeed must cut itself.
 
         A swapper has one dtype and would store float32 parameters in bf16 (0.19.8): these stay in memory.
         """
-        if self.param_swapper is None or wanted.dtype != self.dtype:
+        if self.param_swapper is None or meta.dtype != self.dtype:
             return False
-        return self.param_swapper.swappable_tensor(numel=-(-wanted.numel() // self.dp_world_size))
+        return self.param_swapper.swappable_tensor(numel=-(-meta.numel() // self.dp_world_size))
 
     def split(self, parameter: nn.Parameter) -> None:
         """Cut a parameter whose part, at least, is filled."""
         self._convert_to_deepspeed_param(parameter)
         parameter.partition()
-        parameter.data = torch.empty(
-            0, dtype=parameter.dtype, device=self.local_device
-        )  # as in `load_sharded`
+        # as in `load_sharded`
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.local_device)
 
-    def keep(
-        self, parameter: nn.Parameter, fill: Callable[[tuple[Tensor, int]], None], arena: "Arena"
-    ) -> None:
-        """Make a parameter of which only this rank's part ever exists, filled where it stays."""
+    def keep(self, parameter: nn.Parameter, arena: "Arena") -> Tensor:
+        """Make a parameter of which only this rank's part ever exists; return that, to be filled."""
         self._convert_to_deepspeed_param(parameter)
         own = self.part(parameter)
-        away = self.remote_device in ("cpu", "nvme") and not parameter.ds_persist
-        device = torch.device("cpu") if away else self.local_device
         like = torch.empty(own.stop - own.start, dtype=parameter.dtype, device="meta")
-        part = arena.take(like) if device.type == "cpu" else torch.empty_like(like, device=device)
-        fill((part, own.start))
+        away = self.remote_device in ("cpu", "nvme") and not parameter.ds_persist
+        in_host = away or self.local_device.type == "cpu"
+        part = arena.take(like) if in_host else torch.empty_like(like, device=self.local_device)
         part.ds_numel, part.status, part.final_location = len(part), PartitionedParamStatus.AVAILABLE, None
         parameter.ds_tensor, parameter.ds_numel_aligned = part, len(part) * self.dp_world_size
         parameter.partition()  # finds that it has been cut
+        return part
 
 
 def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks: int) -> "Arena":
@@ -152,8 +153,8 @@ def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks:
     1.8 times the memory for Wan's feed-forward layers. Unused pages take no memory.
     """
     arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in _parameters(model, dtype)))
-    section = ds["zero_optimization"].get("offload_param", {})
-    if torch.cuda.is_available() and section.get("device") == "cpu" and section.get("pin_memory", False):
+    section = offload_section(ds, "param")
+    if torch.cuda.is_available() and section["device"] == "cpu" and section.get("pin_memory", False):
         arena.pin()
     return arena
 
@@ -174,9 +175,8 @@ class Arena:
     def take(self, like: Tensor) -> Tensor:
         """The next free piece as a tensor of the same shape and dtype; its content is zero."""
         start, self._used = self._used, self._used + _aligned(like)
-        return torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start).view(
-            like.shape
-        )
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start)
+        return flat.view(like.shape)
 
     def pin(self) -> None:
         """Lock the pages for fast copies to the accelerator."""
@@ -198,13 +198,13 @@ class _Memory(mmap.mmap):
 
 def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:
     """The same anonymous memory on every rank of `peers`, made by the first. Collective."""
-    first = collectives.rank() == peers[0]
-    fd = os.memfd_create("wandistiller") if first else -1
+    first, fd = collectives.rank() == peers[0], None
     if first:
+        fd = os.memfd_create("wandistiller")
         os.ftruncate(fd, nbytes)
-    of_first = collectives.gather_objects((os.getpid(), fd))[peers[0]]
+    first_pid, first_fd = collectives.gather_objects((os.getpid(), fd))[peers[0]]
     if not first:
-        fd = os.open(f"/proc/{of_first[0]}/fd/{of_first[1]}", os.O_RDWR)
+        fd = os.open(f"/proc/{first_pid}/fd/{first_fd}", os.O_RDWR)
     memory = mmap.mmap(fd, nbytes)
     collectives.barrier()  # the others have opened it
     os.close(fd)
@@ -214,11 +214,3 @@ def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:
 def _aligned(tensor: Tensor) -> int:
     """Bytes that a tensor takes in an arena."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
-
-
-def _pageable(ds: dict[str, Any]) -> dict[str, Any]:
-    """Without pinning part by part; `_host_arena` is pinned whole."""
-    zero = ds["zero_optimization"]
-    if zero.get("offload_param", {}).get("device") != "cpu":
-        return ds
-    return ds | {"zero_optimization": zero | {"offload_param": zero["offload_param"] | {"pin_memory": False}}}

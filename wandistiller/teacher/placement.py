@@ -21,8 +21,6 @@ TEACHER_REFUSES = {
     "legacy_stage1": "DeepSpeed has removed it; remove it.",
     "zenflow": "A frozen teacher has no optimizer; remove it.",
 }
-
-
 AUTO = "auto"
 """The placement that the planner replaces by another."""
 

@@ -13,33 +13,17 @@ from wandistiller.config.job import Job
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_overrides import fill_auto, fill_steps
+from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.utils.errors import ConfigError
 
-AUTO: dict[str, Any] = {  # the ZeRO-3 example of transformers' documentation, as far as it says auto
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "gradient_clipping": "auto",
+SCHEDULE = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+AUTO: dict[str, Any] = {  # the ZeRO-3 example of transformers' documentation, as far as it has auto
+    **dict.fromkeys((*BATCH_KEYS, "gradient_clipping"), "auto"),
     "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-    },
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE},
+    "zero_optimization": {"stage": 3} | dict.fromkeys(BUCKETS, "auto"),
 }
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
 FIXED = {
@@ -62,10 +46,8 @@ def test_auto_is_filled_as_transformers_fills_it(tmp_path: Path) -> None:
     theirs.trainer_config_process(arguments)
     theirs.trainer_config_finalize(arguments, Model(), 700)
     ours = fill_steps(fill_auto(AUTO, 96), 700)
-    batch = {
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": 8,
-    }  # left open here, solved with the number of ranks
+    # left open here, solved with the number of ranks
+    batch = {"gradient_accumulation_steps": 1, "train_batch_size": 8}
     assert ours | batch == theirs.config
 
 
@@ -115,9 +97,8 @@ def test_mixed_precision_sets_the_section(tmp_path: Path, precision: str, enable
 
 
 def test_gradient_checkpointing_adds_its_section(tmp_path: Path) -> None:
-    without = {k: v for k, v in FIXED.items() if k != "activation_checkpointing"}
-    assert "activation_checkpointing" not in job(tmp_path, without).student_ds
-    assert "activation_checkpointing" in job(tmp_path, without, gradient_checkpointing=True).student_ds
+    assert "activation_checkpointing" not in job(tmp_path, FIXED).student_ds
+    assert "activation_checkpointing" in job(tmp_path, FIXED, gradient_checkpointing=True).student_ds
 
 
 def test_num_steps_is_max_steps(tmp_path: Path) -> None:
@@ -131,36 +112,25 @@ def test_a_short_flag_fills_an_auto(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("flag", "value", "other"),
     [
-        (
-            {"batch_size": 3},
-            "`batch_size` is 3, but `deepspeed_config` names {}, "
-            "where `train_micro_batch_size_per_gpu` is 2.",
-        ),
-        (
-            {"lr": 2e-3},
-            "`lr` is 0.002, but `deepspeed_config` names {}, where `optimizer.params.lr` is 0.001.",
-        ),
-        (
-            {"mixed_precision": "no"},
-            "`mixed_precision` is no, but `deepspeed_config` names {}, where `bf16 and fp16` is bf16.",
-        ),
+        ("batch_size", 3, "`train_micro_batch_size_per_gpu` is 2"),
+        ("lr", 0.002, "`optimizer.params.lr` is 0.001"),
+        ("mixed_precision", "no", "`bf16 and fp16` is bf16"),
     ],
 )
-def test_a_short_flag_beside_a_json_that_says_otherwise_is_refused(
-    tmp_path: Path, setting: dict, said: str
+def test_a_short_flag_beside_a_json_with_another_value_is_refused(
+    tmp_path: Path, flag: str, value: object, other: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        job(tmp_path, FIXED, **setting)
-    assert caught.value.problems == [f"{tmp_path}/recipe.json: {said.format(tmp_path / 'ds.json')} Keep one."]
+        job(tmp_path, FIXED, **{flag: value})
+    expected = f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}."
+    assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
 
 
 def test_a_short_flag_on_the_command_line_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
-    recipe = PATHS | {
-        "output_dir": str(tmp_path),
-        "deepspeed_config": str(write_json(tmp_path / "ds.json", FIXED)),
-    }
+    ds = str(write_json(tmp_path / "ds.json", FIXED))
+    recipe = PATHS | {"output_dir": str(tmp_path), "deepspeed_config": ds}
     run = read_run(str(write_json(tmp_path / "recipe.json", recipe)), {"lr": 2e-3})
     assert read_job(run, 1).student_ds["optimizer"]["params"]["lr"] == 2e-3
 

@@ -14,20 +14,28 @@ from ranks import ROOT, has_async_io, program
 from wandistiller.batch import Expert
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.loading import ALIGNED, Arena, _Partition, load_sharded
+from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
 from wandistiller.teacher.placement import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.weights import WeightReader
 
 MIB = 2**20
-NAMES = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
+SHARES = {
+    "replicated": [1, 1],
+    "sharded": [0.5, 0.5],
+    "zero_inference_cpu": [0.5, 0.5],
+    "zero_inference_nvme": [0.5, 0.5],
+    "host_cpu": [0.5, 0.5],
+    "owner": [1, 0],
+}
+"""Placement -> the share of the weights that each of two ranks keeps."""
 
 
 @pytest.fixture(scope="module")
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("loading") / "results.json"
-    names = (n for n in NAMES if n != "zero_inference_nvme" or has_async_io())
+    names = (n for n in SHARES if n != "zero_inference_nvme" or has_async_io())
     program(ROOT / "tests" / "helpers" / "loading_on_ranks.py", wide, results, *names, ranks=2)
     return json.loads(results.read_text())
 
@@ -35,24 +43,11 @@ def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 @pytest.fixture(scope="module")
 def stored(wide: Path) -> int:
     """Bytes of both experts."""
-    return sum(
-        file.stat().st_size
-        for part in ("transformer", "transformer_2")
-        for file in (wide / part).glob("*.safetensors")
-    )
+    files = [*wide.glob("transformer/*.safetensors"), *wide.glob("transformer_2/*.safetensors")]
+    return sum(file.stat().st_size for file in files)
 
 
-@pytest.mark.parametrize(
-    ("name", "shares"),
-    [
-        ("replicated", [1, 1]),
-        ("sharded", [0.5, 0.5]),
-        ("zero_inference_cpu", [0.5, 0.5]),
-        ("zero_inference_nvme", [0.5, 0.5]),
-        ("host_cpu", [0.5, 0.5]),
-        ("owner", [1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("name", "shares"), SHARES.items())
 def test_a_rank_reads_what_it_keeps_and_no_more(
     loaded: dict[str, Any], stored: int, name: str, shares: list[float]
 ) -> None:
@@ -62,12 +57,9 @@ def test_a_rank_reads_what_it_keeps_and_no_more(
     assert loaded[name]["read"] == [pytest.approx(share * stored, abs=10 * MIB) for share in shares]
 
 
-def test_host_cpu_is_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
+def test_only_host_cpu_has_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
     first, second = loaded["host_cpu"]["shared"]
     assert first == second and len(first) == 2  # one block of memory per expert
-
-
-def test_no_other_placement_shares_memory(loaded: dict[str, Any]) -> None:
     assert loaded["replicated"]["shared"] == [[], []]
 
 
@@ -93,9 +85,8 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
     ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
     ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     elsewhere = torch.device("meta")  # the one other kind of device that is everywhere
-    monkeypatch.setattr(
-        _Partition, "local_device", property(lambda _: elsewhere, lambda *_: None), raising=False
-    )
+    local_device = property(lambda _: elsewhere, lambda *_: None)
+    monkeypatch.setattr(InitWithoutBroadcast, "local_device", local_device, raising=False)
     folder = open_wan(str(wan1))
     model = load_sharded(
         WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank

@@ -126,10 +126,8 @@ def dtype_of(ds: dict[str, Any]) -> torch.dtype:
 
 def parameter_sizes(config: dict[str, Any], ds: dict[str, Any]) -> list[ParameterSize]:
     """The parameters of one expert in diffusers' mixed precision."""
-    dtype = dtype_of(ds)
-    return [
-        ParameterSize(name, n, parameter_dtype(name, dtype).itemsize) for name, n in numels(config).items()
-    ]
+    dtype, sizes = dtype_of(ds), numels(config)
+    return [ParameterSize(name, n, parameter_dtype(name, dtype).itemsize) for name, n in sizes.items()]
 
 
 def whole_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:

@@ -65,12 +65,8 @@ class DeviceMap(OnOneRank):
         except ValueError as error:
             text = str(error)
         if beyond := {d for d in devices.values() if isinstance(d, int) and d >= gpus}:
-            here = (
-                f"there are GPUs 0 to {gpus - 1} here"
-                if gpus
-                else 'there is no GPU here; write "cpu" or "disk"'
-            )
-            text = f"It names GPU {max(beyond)}, but {here}."
+            here = f"are GPUs 0 to {gpus - 1} here" if gpus else 'is no GPU here; write "cpu" or "disk"'
+            text = f"It names GPU {max(beyond)}, but there {here}."
         return [problem(where, f"{BLOCK}.device_map", devices, text)] if text else []
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
@@ -87,28 +83,23 @@ class DeviceMap(OnOneRank):
         devices = self._devices(model, config, dtype, share=len(folder.configs))
         main = device.index if device.type == "cuda" else "cpu"
         for name, p in list(model.named_parameters()):
-            wanted = parameter_dtype(name, dtype)
+            own_dtype = parameter_dtype(name, dtype)
             where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)
             if where == "disk":
-                index[name] = {
-                    "safetensors_file": str(reader.stored[name].file),
-                    "weight_name": name,
-                    "dtype": str(wanted).removeprefix("torch."),
-                }
-                set_parameter(model, name, p.to(wanted))
+                file, dtype_name = str(reader.stored[name].file), str(own_dtype).removeprefix("torch.")
+                index[name] = {"safetensors_file": file, "weight_name": name, "dtype": dtype_name}
+                value = p.to(own_dtype)
             else:
-                value = torch.empty(p.shape, dtype=wanted, device=where)
+                value = torch.empty(p.shape, dtype=own_dtype, device=where)
                 reader.read(name, value)
-                set_parameter(model, name, value)
+            set_parameter(model, name, value)
         model.rope.to(device)
-        devices["scale_shift_table"] = (
-            main  # a parameter next to the modules; accelerate 1.15 needs it, then warns
-        )
+        # a parameter next to the modules; accelerate 1.15 needs it, then warns
+        devices["scale_shift_table"] = main
+        options = {"main_device": main, "offload_index": index or None, "force_hooks": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return dispatch_model(
-                model, devices, main_device=main, offload_index=index or None, force_hooks=True
-            )
+            return dispatch_model(model, devices, **options)
 
     def _devices(
         self, model: WanTransformer3DModel, config: dict[str, Any], dtype: torch.dtype, share: int

@@ -1,4 +1,4 @@
-"""A teacher as the JSON's `zero_optimization` says: a replica on each rank, or a ZeRO-Inference engine."""
+"""A teacher placed by the JSON's `zero_optimization`: a replica on each rank, or a ZeRO-Inference engine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,18 +86,15 @@ class Engine(Placement):
             yield Transfer("its weights from disk", whole * t.ranks_on_node // t.ranks, "disk")
         if home != "none" and t.accelerator:
             yield Transfer("its weights over PCIe", whole // t.ranks, "pcie")
-        yield from ring_transfers(
-            "its weights from the other ranks", whole, t, within_node=self.shards == "node"
-        )
+        within_node = self.shards == "node"
+        yield from ring_transfers("its weights from the other ranks", whole, t, within_node=within_node)
 
     def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
-        home = offload_device(ds)
+        home, t = offload_device(ds), topology
         if stage(ds) == 0 or home == "nvme":
             return True
-        if home == "cpu" and not topology.accelerator:
+        if home == "cpu" and not t.accelerator:
             return False  # the weights are in CPU memory anyway
         if self.shards == "node":
-            return (
-                topology.accelerator and topology.nodes > 1 and (home == "cpu" or topology.ranks_on_node > 1)
-            )
-        return home == "cpu" or topology.ranks > 1
+            return t.accelerator and t.nodes > 1 and (home == "cpu" or t.ranks_on_node > 1)
+        return home == "cpu" or t.ranks > 1
