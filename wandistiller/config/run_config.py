@@ -1,6 +1,5 @@
 """Settings of a run: one dataclass for the recipe's keys, the flags and `resolved/run.json`."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -194,8 +193,3 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     if problems:
         raise ConfigError(*problems)
     return run
-
-
-def as_dict(config: RunConfig) -> dict[str, Any]:
-    """Return the config as a recipe."""
-    return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""The placement that stands for another one, which the planner chooses before anything is loaded."""
+"""The word `auto` in a teacher JSON: it stands for the placement that planner/resolve_auto.py decides on."""
 
 from typing import Any, ClassVar, NoReturn
 
