@@ -93,7 +93,8 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
     """List settings that do not fit each other, or this machine if the run is to be `here`."""
     problems: list[str] = []
     if "folder" in parts:
-        problems += _placement_problems(run, parts, collectives.number_of_gpus() if here else world)
+        gpus = collectives.number_of_gpus() if here else world
+        problems += _placement_problems(run, parts, gpus) if "teacher_ds" in parts else []
         problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
         problems += _objective_problems(run, parts) if "objective" in parts else []
     problems += _profile_problems(run, here) if run.profile_memory else []
@@ -222,10 +223,7 @@ def _complete(
 
 def _placement_problems(run: RunConfig, parts: dict[str, Any], gpus: int) -> list[str]:
     """List misfits of the teacher's placement with its modules and this rank's GPUs."""
-    if "teacher_ds" not in parts:
-        return []
-    where, _ = ds_config.load(run.teacher_deepspeed_config)
-    modules = top_modules(parts["folder"].config)
+    where, modules = ds_config.load(run.teacher_deepspeed_config)[0], top_modules(parts["folder"].config)
     return read_placement(parts["teacher_ds"]).teacher_problems(where, modules, gpus)
 
 

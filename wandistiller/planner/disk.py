@@ -83,13 +83,11 @@ def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:
     accelerator = machine.device_free is not None
     if swap is None:
         return replace(machine, files=written(job, accelerator=accelerator).whole)
-    files = collectives.gather_objects(
-        to_come(job, accelerator=accelerator) if collectives.rank() == 0 else {}
-    )[0]
-    free, written_there = zip(
-        *collectives.gather_objects((disk_free(swap), on_disk_of(swap, files))), strict=True
-    )
-    return replace(machine, disk_free=min(free), files=max(written_there))
+    of_rank_0 = to_come(job, accelerator=accelerator) if collectives.rank() == 0 else {}
+    files = collectives.gather_objects(of_rank_0)[0]
+    of_ranks = collectives.gather_objects((disk_free(swap), on_disk_of(swap, files)))
+    free, nbytes = zip(*of_ranks, strict=True)
+    return replace(machine, disk_free=min(free), files=max(nbytes))
 
 
 def swap_folder(job: Job, shipped: bool = False) -> Path:

@@ -93,7 +93,7 @@ class _Planner:
         kept, call = self._teacher(j.batch.micro) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
-        start = Bytes(host=4 * weights * len(j.student_experts))
+        held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
         exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
         return {
             "prepare": self._prepare(),
@@ -105,12 +105,8 @@ class _Planner:
                     "calibration": student | call,
                 },
             ),
-            "train": PhasePeak(
-                self.base | kept | student, {"teacher": call | hidden_states(j, self.tokens)} | steps
-            ),
-            "checkpoint": PhasePeak(
-                self.base | kept | student | {"a tensor": Bytes(host=4 * max(numel.values()))}
-            ),
+            "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens)} | steps),
+            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
             "draw": self._draw(kept | student, call, gathered),
             "export": PhasePeak(self.base | {"a network": exported}),
         }

@@ -117,22 +117,15 @@ def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
 
 
 def ranked(
-    job: Job,
-    machine: Machine,
-    rates: Rates,
-    *,
-    student: bool = True,
-    teacher: bool = True,
-    here: bool = False,
+    job: Job, machine: Machine, rates: Rates, choose: tuple[bool, bool] = (True, True), here: bool = False
 ) -> list[Choice]:
     """Every combination at the run's global batch that its other settings allow, the fastest first.
 
     Args:
-        student: whether its engine is to be chosen; else it stays as it is.
-        teacher: whether its placement is.
+        choose: whether to choose the student's engine, and the teacher's placement; else it stays as it is.
         here: `machine` is this one, which must be able to build the engines.
     """
-    every = []
+    (student, teacher), every = choose, []
     for s, (name, changed) in enumerate(_students(job, here) if student else [(OWN, job)]):
         placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
         for t, (place, both) in enumerate(placed):
@@ -224,9 +217,7 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     Raises:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
-    student, teacher = left_open(job)
-    rates = default_rates(machine.device_size)
-    every = ranked(job, machine, rates, student=student, teacher=teacher, here=here)
+    every = ranked(job, machine, default_rates(machine.device_size), left_open(job), here)
     if fits := fitting(every, machine):
         return fits[0]
     near = sorted(every, key=lambda c: c.tightest(machine).over)[:NEAREST]
