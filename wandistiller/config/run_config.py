@@ -13,7 +13,7 @@ from wandistiller.utils.validation import Count, Positive, check, types_of, writ
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
-"""Value that lets the planner choose the student's engine or the teacher's placement."""
+"""Value that leaves the student's engine or the teacher's placement to `planner.resolve_auto`."""
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
 Amount = Annotated[int, Gt(0), Le(10**6)]

@@ -71,8 +71,8 @@ def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, which asks for "
-        f"{its_dtype}. Keep one."
+        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, where the "
+        f"precision is {its_dtype}. Keep one."
     ]
 
 

@@ -108,15 +108,15 @@ def measure_rates(folder: Path, dtype: torch.dtype) -> dict[str, float]:
 def _seconds(work: Callable[[], object]) -> float:
     """Least seconds of `work` on all ranks, which begin together, after a first time. Collective."""
     work()
-    taken = []
+    seconds = []
     for _ in range(MEASURED):
         collectives.gather_objects(None)
         began = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return min(map(max, zip(*collectives.gather_objects(taken), strict=True)))
+        seconds.append(time.perf_counter() - began)
+    return min(map(max, zip(*collectives.gather_objects(seconds), strict=True)))
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:

@@ -99,9 +99,9 @@ class StepTime:
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
         j, call = self.job, self._teacher()
-        made = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
-        made = min(made, j.run.max_steps * j.batch.total)
-        return made / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
+        samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
+        samples = min(samples, j.run.max_steps * j.batch.total)
+        return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
 
     def _mean(self, of: Callable[[Latent], float]) -> float:
         """Mean over the samples of a function of the latent's shape."""

@@ -24,7 +24,7 @@ TEACHER_REFUSES = {
 
 
 AUTO = "auto"
-"""The placement that the planner replaces by another."""
+"""The placement that `planner.resolve_auto` replaces by another."""
 
 
 @cache

@@ -91,9 +91,9 @@ ENGINE_KEYS = sorted(
 def sound(tmp_path: Path, wan2: Path, one_rank: object) -> dict[str, Any]:
     """A recipe without a fault, with its JSONs inside."""
     engines = {"deepspeed_config": ENGINE, "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
-    made = recipe(tmp_path, wan2, output_dir=str(tmp_path / "out"), **engines)
-    assert read_job(RunConfig(**made), 1).batch.total == 4
-    return made
+    values = recipe(tmp_path, wan2, output_dir=str(tmp_path / "out"), **engines)
+    assert read_job(RunConfig(**values), 1).batch.total == 4
+    return values
 
 
 def check(file: Path, values: dict[str, Any]) -> None:

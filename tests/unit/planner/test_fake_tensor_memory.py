@@ -37,8 +37,8 @@ def test_views_and_what_was_there_before_count_nothing() -> None:
 
 
 def test_on_a_cpu_a_margin_comes_on_top_of_the_tensors() -> None:
-    gpu, cpu = (decoding(WAN21, (1, 16, 1, 60, 104), accelerator=there) for there in (True, False))
-    assert cpu == (gpu.weights, int(ON_CPU * gpu.work))
+    on_gpu, on_cpu = (decoding(WAN21, (1, 16, 1, 60, 104), accelerator=gpu) for gpu in (True, False))
+    assert on_cpu == (on_gpu.weights, int(ON_CPU * on_gpu.work))
 
 
 VAES = {"tiny": (read_json(TINY / "vae" / "config.json"), 8), "Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}

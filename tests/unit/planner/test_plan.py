@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from planned import ONE_24, told
+from planned import ONE_24, plan_output
 from planned import published_job as job
 from ranks import wandistiller, write_json
 
@@ -24,7 +24,7 @@ MACHINE_24 = "--gpus 1 --gpu_memory 24 --host_memory 128 --disk 1000"
 @pytest.fixture
 def output(published: Path, capsys: pytest.CaptureFixture, quiet_logging: None) -> Callable[..., str]:
     """A function that runs `plan` for a machine and returns its output."""
-    return partial(told, published, capsys)
+    return partial(plan_output, published, capsys)
 
 
 def test_a_machine_that_is_not_this_one_can_be_described(output: Callable[..., str]) -> None:

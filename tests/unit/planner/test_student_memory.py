@@ -126,20 +126,20 @@ def test_zero_1_keeps_all_gradients_until_the_step(wans: dict[str, WanFolder]) -
 
 
 def test_zero_2_offloaded_leaves_the_weights_and_a_buffer_on_the_device(wans: dict[str, WanFolder]) -> None:
-    there = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
+    memory = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
     largest = 2 * 6 * WIDTH * WIDTH
-    assert (there.device, there.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
+    assert (memory.device, memory.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
 
 
 def test_zero_3_offloaded_leaves_a_part_of_the_weights_on_the_device(wans: dict[str, WanFolder]) -> None:
-    there = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
-    assert (there.device, there.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
+    memory = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
+    assert (memory.device, memory.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
 
 
 def test_zero_3_with_all_offloaded_leaves_only_the_bucket(wans: dict[str, WanFolder]) -> None:
     ds = student_json(3, offload="cpu", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"})
-    there = student(wans[LARGE], ds, 2)
-    assert (there.device, there.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
+    memory = student(wans[LARGE], ds, 2)
+    assert (memory.device, memory.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
 
 
 def test_zero_3_holds_all_weights_in_the_backward_pass_unless_blocks_are_computed_anew(

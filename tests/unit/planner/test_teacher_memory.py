@@ -76,18 +76,18 @@ def test_sharded_on_one_rank_is_replicated(wans: dict[str, WanFolder]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_offloaded_to_cpu_the_parts_are_in_host_memory(wans: dict[str, WanFolder], ranks: int) -> None:
-    there = teacher(wans[LARGE], "zero_inference_cpu", ranks)
-    assert (there.host, there.device, there.disk) == (WHOLE // ranks, UP_TO_10000, 0)
+    memory = teacher(wans[LARGE], "zero_inference_cpu", ranks)
+    assert (memory.host, memory.device, memory.disk) == (WHOLE // ranks, UP_TO_10000, 0)
 
 
 def test_on_nvme_the_host_has_buffers_for_the_largest_part_and_what_is_not_swapped(
     wans: dict[str, WanFolder],
 ) -> None:
-    there = teacher(wans[LARGE], "zero_inference_nvme")
+    memory = teacher(wans[LARGE], "zero_inference_nvme")
     largest = 2 * 6 * WIDTH * WIDTH  # time_proj
     under_1_mib = LAYERS * (13 * WIDTH + 13824) + (16 * 4 + 1 + 6 + 2 + 64) * WIDTH + 64
     kept = 4 * IN_FLOAT32 + 2 * under_1_mib
-    assert (there.host, there.disk) == (8 * largest + kept, WHOLE - kept)
+    assert (memory.host, memory.disk) == (8 * largest + kept, WHOLE - kept)
 
 
 def test_each_expert_on_nvme_has_its_own_buffers(wans: dict[str, WanFolder]) -> None:
@@ -121,13 +121,13 @@ def test_auto_has_no_bytes_before_it_is_decided(wans: dict[str, WanFolder]) -> N
 
 @pytest.mark.parametrize("name", [name for name in teacher_jsons() if name != "auto"])
 def test_every_shipped_teacher_json_takes_memory_somewhere(wans: dict[str, WanFolder], name: str) -> None:
-    there = teacher(wans[SMALL], name, 2)
-    assert there.device + 2 * there.host + there.node + 2 * there.disk > 10**9
+    memory = teacher(wans[SMALL], name, 2)
+    assert memory.device + 2 * memory.host + memory.node + 2 * memory.disk > 10**9
 
 
 def test_deepspeed_s_own_numbers_stand_in_for_what_a_json_leaves_out() -> None:
-    theirs = DeepSpeedZeroConfig().model_dump(by_alias=True)
-    assert DEFAULTS == {key: theirs[key] for key in DEFAULTS}
+    defaults = DeepSpeedZeroConfig().model_dump(by_alias=True)
+    assert DEFAULTS == {key: defaults[key] for key in DEFAULTS}
 
 
 # The teacher, really loaded

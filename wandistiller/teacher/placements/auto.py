@@ -6,7 +6,7 @@ from wandistiller.teacher.placements.base import Placement
 
 
 class Auto(Placement):
-    """The fastest placement that fits next to the student."""
+    """A stand-in, which is never loaded."""
 
     memory_known: ClassVar[bool] = False
 
