@@ -62,7 +62,7 @@ def shape(name: str, what: str, samples: int, frames: int, height: int, width: i
 
 def planned(row: tuple) -> int:
     if row[0] == "text":
-        return text_encoding(TEXT, torch.float32, accelerator=False).work
+        return text_encoding(TEXT, "float32", accelerator=False).work
     return (encoding if row[1] == "encode" else decoding)(VAES[row[0]], shape(*row), accelerator=False).work
 
 

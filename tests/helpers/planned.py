@@ -50,7 +50,7 @@ def published_job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", *
     return read_job(merged({}, usual | more, None), machine.ranks)
 
 
-def told(
+def plan_output(
     published: Path, capsys: pytest.CaptureFixture, machine: str, *more: str, wan: str = "Wan2.1-T2V-14B"
 ) -> str:
     """The output of `plan` for a machine."""

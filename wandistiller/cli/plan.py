@@ -1,7 +1,7 @@
 """`wandistiller plan`: memory, disk and least time of a run, on this machine or one described by flags."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from wandistiller.cli.plan_report import report
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import RunConfig, as_dict
+from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
@@ -18,7 +18,7 @@ from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.recommend import choices, chosen, left_open
+from wandistiller.planner.resolve_auto import choices, chosen, left_open
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
@@ -100,8 +100,8 @@ def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]
     Args:
         given: values of the recipe and of the flags, as the user wrote them.
     """
-    defaults, in_jsons = as_dict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(EngineOverrides))}
-    recipe = as_dict(config) | {key: given.get(key, defaults[key]) for key in ("output_dir", "resume")}
+    defaults, in_jsons = asdict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(EngineOverrides))}
+    recipe = asdict(config) | {key: given.get(key, defaults[key]) for key in ("output_dir", "resume")}
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}
 
 

@@ -9,7 +9,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.planner.disk import log_disk_use
-from wandistiller.planner.recommend import resolve_auto
+from wandistiller.planner.resolve_auto import resolve_auto
 from wandistiller.utils.files import lock, sweep
 from wandistiller.utils.logging import add_log_file, setup_logging
 from wandistiller.wan.pipeline import require_weights

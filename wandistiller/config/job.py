@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.batch import Expert
-from wandistiller.config.run_config import RunConfig, as_dict
+from wandistiller.config.run_config import JSON_FILES, RunConfig
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
-from wandistiller.engine import ds_config
-from wandistiller.engine.ds_config import BatchSize
+from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import StudentConfig, lineage
@@ -93,7 +92,7 @@ class Job:
         return {e: self.objective.for_student(blocks.get(e, blocks[Expert.HIGH_NOISE])) for e in Expert}
 
     def with_layers(self, kept: list[int]) -> "Job":
-        """Replace the student's `importance` by the layers that it chose."""
+        """Replace the student's `importance` by the layers that were chosen by it."""
         return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=kept))
 
     @cached_property
@@ -106,7 +105,7 @@ class Job:
             or fingerprint(self.folder.path / e.value for e in self.folder.configs),
             "student": digest(dataclasses.asdict(self.student), self.student_transformer),
             "data": digest(
-                self.items.digest, str(self.rollouts), str(self.size), str(self.buckets), r.video_fps
+                self.items.digest, *map(str, (self.rollouts, self.size, self.buckets)), r.video_fps
             ),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
@@ -117,7 +116,7 @@ class Job:
             "optimizer": _learning(self.student_ds["optimizer"]),
             "scheduler": self.student_ds.get("scheduler"),
             "gradient_clipping": self.student_ds["gradient_clipping"],
-            "precision": ds_config.dtype_name(self.student_ds),
+            "precision": dtype_name(self.student_ds),
             **self._tuning,
         }
 
@@ -156,7 +155,7 @@ class Job:
     def resolved(self) -> dict[str, Any]:
         """The settings as they run, as one recipe that needs no other file."""
         student = {k: v for k, v in dataclasses.asdict(self.student).items() if v is not None}
-        given = as_dict(self.run) | {
+        given = dataclasses.asdict(self.run) | {
             "deepspeed_config": self.student_ds,
             "teacher_deepspeed_config": self.teacher_ds,
             "student_config": student,
@@ -166,12 +165,7 @@ class Job:
     def write_resolved(self) -> None:
         """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
         folder, recipe = self.output / "resolved", self.resolved
-        paths = {
-            "deepspeed_config": "student_deepspeed",
-            "teacher_deepspeed_config": "teacher_deepspeed",
-            "student_config": "student",
-        }
-        for key, name in paths.items():
+        for key, name in zip(JSON_FILES, ("student", "student_deepspeed", "teacher_deepspeed"), strict=True):
             write_json(folder / f"{name}.json", recipe[key])
             recipe[key] = str(folder / f"{name}.json")
         write_json(folder / "run.json", recipe)
@@ -185,10 +179,10 @@ class Job:
         return [
             f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
             f"{f.config['num_layers']} layers, {read_placement(self.teacher_ds).describe(self.teacher_ds)}, "
-            f"{ds_config.dtype_name(self.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
+            f"{dtype_name(self.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
             f"student   {student / 1e6:.1f}M parameters, {len(self.student_experts)} expert(s) of "
-            f"{layers} layers, from {self.student.init}, ZeRO stage {ds_config.stage(self.student_ds)}, "
-            f"{ds_config.dtype_name(self.student_ds)}",
+            f"{layers} layers, from {self.student.init}, ZeRO stage {stage(self.student_ds)}, "
+            f"{dtype_name(self.student_ds)}",
             f"data      {len(self.items)} prompts, {media} with media, "
             f"{r.height}x{r.width}, {r.num_frames} frame(s)",
             *(f"{key:<14} {value}" for key, value in self._tuning.items()),

@@ -1,7 +1,7 @@
 """Settings of a run: one dataclass for the recipe's keys, the flags and `resolved/run.json`."""
 
-import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
@@ -13,7 +13,7 @@ from wandistiller.utils.validation import Count, Positive, check, types_of, writ
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
-"""Value that lets the planner choose the student's engine or the teacher's placement."""
+"""Value that leaves the student's engine or the teacher's placement to `planner.resolve_auto`."""
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
 Amount = Annotated[int, Gt(0), Le(10**6)]
@@ -33,138 +33,113 @@ Buckets = Annotated[
 ]
 
 
-def setting(default: Any, group: str, help: str, **more: Any) -> Any:
-    """Define a field of RunConfig; `more` goes to argparse (metavar)."""
+def _setting(group: str, default: Any, help: str, **more: Any) -> Any:
+    """Define a field of RunConfig in a group of `--help`; `more` goes to argparse (metavar)."""
     return field(default=default, metadata={"group": group, "help": help, "argparse": more})
+
+
+paths, engines, learning, size, output = (
+    partial(_setting, group) for group in ("paths", "engines", "learning", "size", "output")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """All keys of a recipe. None stands for the teacher's own value, or the default in the help text."""
 
-    teacher_path: str = setting("", "paths", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
-    teacher_revision: str | None = setting(
-        None, "paths", "branch, tag or commit of a hub id; default its main branch"
+    teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
+    data_path: str = paths("", "prompts: .txt, .jsonl, a folder of media with .txt beside, or `tiny`")
+    output_dir: str = paths("", "where the run is written")
+    cache_dir: str | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
+    student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
+    deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
+    teacher_deepspeed_config: JsonFile = paths(
+        "ds_configs/teacher/zero_inference_cpu.json", "the teacher's engine: its placement"
     )
-    data_path: str = setting(
-        "", "paths", "prompts: .txt, .jsonl, a folder of media with .txt beside, or `tiny`"
+    batch_size: Amount | None = engines(
+        None, "samples per rank and micro-step, written into the student's JSON"
     )
-    output_dir: str = setting("", "paths", "where the run is written")
-    cache_dir: str | None = setting(None, "paths", "encoded prompts and latents; default OUTPUT/cache")
-    student_config: JsonFile = setting(
-        "ds_configs/students/half.json", "paths", "the student's architecture and start"
+    lr: Annotated[float, Gt(0), Le(1)] | None = engines(
+        None, "learning rate, written into the student's JSON"
     )
-    deepspeed_config: JsonFile = setting(DEFAULT_ENGINE, "paths", "the student's engine, or auto")
-    teacher_deepspeed_config: JsonFile = setting(
-        "ds_configs/teacher/zero_inference_cpu.json", "paths", "the teacher's engine: its placement"
+    mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(
+        None, "bf16, fp16 or no, written into the student's JSON", metavar="P"
     )
-    batch_size: Amount | None = setting(
-        None, "engines", "samples per rank and micro-step, written into the student's JSON"
+    gradient_checkpointing: bool = engines(False, "adds activation_checkpointing to the student's JSON")
+    teacher_device_strategy: Literal[tuple(strategies())] | None = engines(
+        None, "a shipped teacher JSON, or its short name; see ds_configs/README.md", metavar="NAME"
     )
-    lr: Annotated[float, Gt(0), Le(1)] | None = setting(
-        None, "engines", "learning rate, written into the student's JSON"
+    teacher_on_cpu: bool = engines(False, "the same as --teacher_device_strategy cpu")
+    teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
+        None, "float32, float16, or bfloat16; else as the teacher's JSON says", metavar="D"
     )
-    mixed_precision: Literal["bf16", "fp16", "no"] | None = setting(
-        None, "engines", "bf16, fp16 or no, written into the student's JSON", metavar="P"
-    )
-    gradient_checkpointing: bool = setting(
-        False, "engines", "adds activation_checkpointing to the student's JSON"
-    )
-    teacher_device_strategy: Literal[tuple(strategies())] | None = setting(
-        None, "engines", "a shipped teacher JSON, or its short name; see ds_configs/README.md", metavar="NAME"
-    )
-    teacher_on_cpu: bool = setting(False, "engines", "the same as --teacher_device_strategy cpu")
-    teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = setting(
-        None, "engines", "float32, float16, or bfloat16; else as the teacher's JSON says", metavar="D"
-    )
-    objective: Objectives = setting(
+    objective: Objectives = learning(
         "velocity",
-        "learning",
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",
     )
-    guidance_scale: Scale | None = setting(
-        None, "learning", "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)"
+    guidance_scale: Scale | None = learning(
+        None, "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)"
     )
-    guidance_scale_2: Scale | None = setting(
-        None, "learning", "guidance, low-noise expert; default 3 (`tiny`: 2)"
+    guidance_scale_2: Scale | None = learning(None, "guidance, low-noise expert; default 3 (`tiny`: 2)")
+    negative_prompt: str = learning(WAN_NEGATIVE_PROMPT, "the unconditional branch's prompt; default Wan's")
+    shift: Annotated[float, Gt(0), Le(1000)] | None = learning(
+        None, "timestep shift; default the teacher's scheduler's"
     )
-    negative_prompt: str = setting(
-        WAN_NEGATIVE_PROMPT, "learning", "the unconditional branch's prompt; default Wan's"
+    ema: Annotated[float, Gt(0), Lt(1)] | None = learning(
+        None, "decay of an average of the weights, such as 0.999, which is then exported"
     )
-    shift: Annotated[float, Gt(0), Le(1000)] | None = setting(
-        None, "learning", "timestep shift; default the teacher's scheduler's"
+    ema_start: Annotated[int, Ge(0), Le(10**9)] = learning(0, "steps of the run before that average begins")
+    learning_rates: dict[str, Positive] | None = learning(
+        None, 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest'
     )
-    ema: Annotated[float, Gt(0), Lt(1)] | None = setting(
-        None, "learning", "decay of an average of the weights, such as 0.999, which is then exported"
-    )
-    ema_start: Annotated[int, Ge(0), Le(10**9)] = setting(
-        0, "learning", "steps of the run before that average begins"
-    )
-    learning_rates: dict[str, Positive] | None = setting(
-        None, "learning", 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest'
-    )
-    frozen: list[str] | None = setting(
-        None, "learning", "parts that are not trained: blocks.0-3 patch_embedding bias"
-    )
-    lora: dict | None = setting(
-        None, "learning", 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}'
-    )
-    seed: int = setting(0, "learning", "every random draw depends on it")
-    max_steps: TrainingSteps | None = setting(
-        None, "learning", "optimizer steps in the whole run; default 1000"
-    )
-    num_steps: TrainingSteps | None = setting(None, "learning", "the same as --max_steps")
-    num_epochs: Amount | None = setting(None, "learning", "passes over the data, instead of --max_steps")
-    expert_blocks: Amount = setting(1, "learning", "parts of a global batch that each draw an expert")
-    height: Count | None = setting(None, "size", "pixels; default 480 (`tiny`: 64)")
-    width: Count | None = setting(None, "size", "pixels; default 832 (`tiny`: 64)")
-    num_frames: Count = setting(1, "size", "4k+1; 1 is an image")
-    buckets: Buckets = setting(
+    frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
+    lora: dict | None = learning(None, 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}')
+    seed: int = learning(0, "every random draw depends on it")
+    max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
+    num_steps: TrainingSteps | None = learning(None, "the same as --max_steps")
+    num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
+    expert_blocks: Amount = learning(1, "parts of a global batch that each draw an expert")
+    height: Count | None = size(None, "pixels; default 480 (`tiny`: 64)")
+    width: Count | None = size(None, "pixels; default 832 (`tiny`: 64)")
+    num_frames: Count = size(1, "4k+1; 1 is an image")
+    buckets: Buckets = size(
         False,
-        "size",
         "cut media to the nearest of several shapes of height x width pixels; in a recipe also [[h, w], ...]",
     )
-    video_fps: Annotated[float, Gt(0), Le(10**6)] | None = setting(
-        None, "size", "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
+    video_fps: Annotated[float, Gt(0), Le(10**6)] | None = size(
+        None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )
-    strict: bool = setting(
-        False, "size", "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
+    strict: bool = size(
+        False, "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
     )
-    rollout_steps: SamplingSteps = setting(20, "size", "sampling steps of teacher-made latents")
-    rollouts_per_prompt: Amount = setting(1, "size", "teacher-made latents for each prompt without media")
-    prepare_batch: Amount = setting(4, "size", "samples of one teacher call, and per file of the cache")
-    rollout_path: bool = setting(False, "size", "store the states of the teacher's path too")
-    save_every: Count = setting(
-        500, "output", "optimizer steps between checkpoints; the last is always saved"
+    rollout_steps: SamplingSteps = size(20, "sampling steps of teacher-made latents")
+    rollouts_per_prompt: Amount = size(1, "teacher-made latents for each prompt without media")
+    prepare_batch: Amount = size(4, "samples of one teacher call, and per file of the cache")
+    rollout_path: bool = size(False, "store the states of the teacher's path too")
+    save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
+    keep_checkpoints: Count = output(3, "newest checkpoints kept")
+    sample_every: Count = output(500, "optimizer steps between pictures; the last always has one")
+    sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
+    sample_dir: str | None = output(None, "folder of those pictures; default OUTPUT/samples")
+    sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
+    sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
+    log_level: Literal["debug", "info", "warning"] = output("info", "")
+    resume: str = output("auto", "auto, never, or a checkpoint folder")
+    allow_changed: list[str] | None = output(
+        None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
-    keep_checkpoints: Count = setting(3, "output", "newest checkpoints kept")
-    sample_every: Count = setting(500, "output", "optimizer steps between pictures; the last always has one")
-    sample_interval: Count | None = setting(
-        None, "output", "epochs between pictures, instead of --sample_every"
+    on_nonfinite: Literal["stop", "skip"] = output(
+        "stop", "a step whose loss or gradient is not finite: stop, or skip it", metavar="P"
     )
-    sample_dir: str | None = setting(None, "output", "folder of those pictures; default OUTPUT/samples")
-    sample_steps: SamplingSteps = setting(40, "output", "sampling steps of those pictures")
-    sample_prompts: list[str] | None = setting(
-        None, "output", "prompts of the pictures; default 8 of the data's"
+    nonfinite_limit: Count = output(
+        10, "steps of the whole run that may be skipped so; the next one stops it"
     )
-    log_level: Literal["debug", "info", "warning"] = setting("info", "output", "")
-    resume: str = setting("auto", "output", "auto, never, or a checkpoint folder")
-    allow_changed: list[str] | None = setting(
-        None, "output", "keys in which the checkpoint may be of another run: optimizer ..."
+    profile_memory: Count | None = output(
+        None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
     )
-    on_nonfinite: Literal["stop", "skip"] = setting(
-        "stop", "output", "a step whose loss or gradient is not finite: stop, or skip it", metavar="P"
-    )
-    nonfinite_limit: Count = setting(
-        10, "output", "steps of the whole run that may be skipped so; the next one stops it"
-    )
-    profile_memory: Count | None = setting(
-        None, "output", "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
-    )
-    timeout: Positive = setting(
-        1800.0, "output", "seconds without a sign of life from any rank before all stop"
-    )
-    dry_run: bool = setting(False, "output", "check everything, print the plan, load no weights, exit")
+    timeout: Positive = output(1800.0, "seconds without a sign of life from any rank before all stop")
+    dry_run: bool = output(False, "check everything, print the plan, load no weights, exit")
 
 
 def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
@@ -194,8 +169,3 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     if problems:
         raise ConfigError(*problems)
     return run
-
-
-def as_dict(config: RunConfig) -> dict[str, Any]:
-    """Return the config as a recipe."""
-    return dataclasses.asdict(config)

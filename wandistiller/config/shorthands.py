@@ -4,13 +4,12 @@ from dataclasses import fields
 from typing import Any
 
 from wandistiller.config.run_config import RunConfig, read_run_config
+from wandistiller.config.validate import collecting
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
-
-TEACHER_JSON = "ds_configs/teacher/{}.json"
 
 
 def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
@@ -32,10 +31,8 @@ def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) ->
     if "teacher_deepspeed_config" in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
     problems = _expand(recipe or "recipe", values) + _expand("command line", flags)
-    try:
+    with collecting(problems):
         run = read_run_config(values, flags, recipe or "command line")
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
     if problems:
         raise ConfigError(*problems)
     return run
@@ -54,7 +51,7 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
     named, strategy = given.get("teacher_deepspeed_config"), given.get(key)
     if isinstance(strategy, str) and strategy in strategies():
         del given[key]
-        file = TEACHER_JSON.format(strategies()[strategy])
+        file = f"ds_configs/teacher/{strategies()[strategy]}.json"
         if named not in (None, file):
             problems.append(
                 f"{where}: `{key}` is {strategy}, which means {file}, but `teacher_deepspeed_config` "
@@ -74,8 +71,8 @@ def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, which asks for "
-        f"{its_dtype}. Keep one."
+        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, where the "
+        f"precision is {its_dtype}. Keep one."
     ]
 
 

@@ -29,10 +29,9 @@ from wandistiller.student.config import IMPORTANCE, read_student_config
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placement import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
-from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
 from wandistiller.wan.sampling import path_sigmas
-from wandistiller.wan.transformer import numels, top_modules
+from wandistiller.wan.transformer import numels, top_modules, width
 
 
 @contextmanager
@@ -77,12 +76,7 @@ def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> 
         parts["items"] = read_dataset(run.data_path)
     if "folder" in parts:
         with collecting(problems):
-            where, values = run.student_config, run.student_config
-            if isinstance(where, dict):
-                where = "recipe"
-            else:
-                values = read_json(where)
-            config = read_student_config(where, values, parts["folder"])
+            config = read_student_config(*ds_config.load(run.student_config), parts["folder"])
             parts["student"], parts["student_transformer"] = config
     with collecting(problems):
         where, ds = _student_json(run, parts, world)
@@ -90,8 +84,7 @@ def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> 
         problems += config_problems(where, without_block(parts["student_ds"]), here=here)
     with collecting(problems):
         where, ds = ds_config.load(run.teacher_deepspeed_config)
-        ds = ds_config.with_dtype(ds, run.teacher_dtype)
-        parts["teacher_ds"] = teacher_engine(where, ds, world)
+        parts["teacher_ds"] = teacher_engine(where, ds_config.with_dtype(ds, run.teacher_dtype), world)
         problems += config_problems(where, without_block(parts["teacher_ds"]), here=here)
     return parts
 
@@ -100,11 +93,14 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
     """List settings that do not fit each other, or this machine if the run is to be `here`."""
     problems: list[str] = []
     if "folder" in parts:
-        problems += _placement_problems(run, parts, collectives.number_of_gpus() if here else world)
+        gpus = collectives.number_of_gpus() if here else world
+        problems += _placement_problems(run, parts, gpus) if "teacher_ds" in parts else []
         problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
         problems += _objective_problems(run, parts) if "objective" in parts else []
     problems += _profile_problems(run, here) if run.profile_memory else []
-    problems += block_problems(run, parts) + _media_problems(run, parts) + _folder_problems(run)
+    problems += block_problems(run, parts) + _media_problems(run, parts)
+    for key in ("output_dir", "cache_dir", "sample_dir"):
+        problems += folder_problems(key, folder) if (folder := getattr(run, key)) else []
     problems += _unlockable(parts, world) if here else []
     remedy = f"Write keys among: {', '.join(resume.CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in resume.CHANGEABLE]
@@ -116,10 +112,8 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
 
 def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
     """List the problem that a rank's engines lock more memory than this user may."""
-    configs = {"teacher_ds": parts["folder"].config if "folder" in parts else None}
-    configs |= {"student_ds": parts.get("student_transformer")}
-    locked = 0
-    for key, config in configs.items():
+    locked, teacher = 0, parts["folder"].config if "folder" in parts else None
+    for key, config in (("teacher_ds", teacher), ("student_ds", parts.get("student_transformer"))):
         if (ds := parts.get(key)) and config:
             itemsize = getattr(torch, ds_config.dtype_name(ds)).itemsize
             locked += locked_bytes(ds, numels(config).values(), world, itemsize)
@@ -157,9 +151,7 @@ def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[st
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
     unknown = {"num_attention_heads": 1, "attention_head_dim": 1, "num_layers": 1}  # its error is reported
     config = parts.get("student_transformer") or unknown
-    ds = fill_auto(
-        apply_overrides(ds, overrides), config["num_attention_heads"] * config["attention_head_dim"]
-    )
+    ds = fill_auto(apply_overrides(ds, overrides), width(config))
     try:
         total = ds_config.batch_size(where, ds, world).total
     except ConfigError:
@@ -208,7 +200,9 @@ def _complete(
     usual = usual_for(folder)
     scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
     default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
-    total = batch.total if batch else 1
+    total, sample_every = batch.total if batch else 1, run.sample_every
+    if run.sample_interval:
+        sample_every = _steps_of(run.sample_interval, run, items, total)
     return dataclasses.replace(
         run,
         guidance_scale=scale,
@@ -219,32 +213,18 @@ def _complete(
         width=run.width or usual.width,
         max_steps=_max_steps(run, items, total),
         num_epochs=None,
-        sample_every=_steps_of(run.sample_interval, run, items, total)
-        if run.sample_interval
-        else run.sample_every,
+        sample_every=sample_every,
         sample_interval=None,
-        teacher_dtype=None,
-        batch_size=None,
-        lr=None,
-        mixed_precision=None,
-        gradient_checkpointing=False,
         sample_prompts=run.sample_prompts or _spread(items),
+        teacher_dtype=None,
+        **dataclasses.asdict(EngineOverrides()),
     )
 
 
 def _placement_problems(run: RunConfig, parts: dict[str, Any], gpus: int) -> list[str]:
     """List misfits of the teacher's placement with its modules and this rank's GPUs."""
-    if "teacher_ds" not in parts:
-        return []
-    where, _ = ds_config.load(run.teacher_deepspeed_config)
-    modules = top_modules(parts["folder"].config)
+    where, modules = ds_config.load(run.teacher_deepspeed_config)[0], top_modules(parts["folder"].config)
     return read_placement(parts["teacher_ds"]).teacher_problems(where, modules, gpus)
-
-
-def _folder_problems(run: RunConfig) -> list[str]:
-    """List output folders that cannot be written to."""
-    keys = ("output_dir", "cache_dir", "sample_dir")
-    return [p for key in keys if getattr(run, key) for p in folder_problems(key, getattr(run, key))]
 
 
 def block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
@@ -276,6 +256,6 @@ def _media_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
         problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")
     if "items" in parts and (video := parts["items"].first(MediaType.VIDEO)):
         problems += filter(None, [video_problem(video.media)])
-    for height, width in run.buckets if isinstance(run.buckets, list) and "folder" in parts else []:
-        problems += parts["folder"].size_problems(height, width, run.num_frames)
+    for size in run.buckets if isinstance(run.buckets, list) and "folder" in parts else []:
+        problems += parts["folder"].size_problems(*size, run.num_frames)
     return problems

@@ -1,1 +1,1 @@
-"""Memory, disk and time of a run before it starts, and the JSONs that fit."""
+"""Memory, disk and time of a run before it starts; resolve_auto.py decides which JSONs `auto` becomes."""

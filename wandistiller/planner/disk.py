@@ -11,6 +11,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import on_nvme
+from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.student_network import student_network
@@ -52,11 +53,11 @@ def _size(nbytes: int) -> str:
 
 def written(job: Job, *, accelerator: bool) -> DiskUse:
     """Files of `job`; prompts are encoded in bf16 with an accelerator, else in float32."""
-    run, experts, (trained, frozen) = job.run, len(job.student_experts), student_network(job)
+    run, experts, network = job.run, len(job.student_experts), student_network(job)
     each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
     kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
-    student = 4 * sum(frozen.values()) + 2 * count_parameters(job.student_transformer)
-    return DiskUse(_cache(job, accelerator), experts * each * sum(trained.values()), kept, experts * student)
+    student = 4 * network.frozen_numel + 2 * count_parameters(job.student_transformer)
+    return DiskUse(_cache(job, accelerator), experts * each * network.trained_numel, kept, experts * student)
 
 
 def _cache(job: Job, accelerator: bool) -> int:
@@ -82,11 +83,11 @@ def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:
     accelerator = machine.device_free is not None
     if swap is None:
         return replace(machine, files=written(job, accelerator=accelerator).whole)
-    files = collectives.gather_objects(
-        to_come(job, accelerator=accelerator) if collectives.rank() == 0 else {}
-    )[0]
-    found = collectives.gather_objects((disk_free(swap), on_disk_of(swap, files)))
-    return replace(machine, disk_free=min(free for free, _ in found), files=max(n for _, n in found))
+    of_rank_0 = to_come(job, accelerator=accelerator) if collectives.rank() == 0 else {}
+    files = collectives.gather_objects(of_rank_0)[0]
+    of_ranks = collectives.gather_objects((disk_free(swap), on_disk_of(swap, files)))
+    free, nbytes = zip(*of_ranks, strict=True)
+    return replace(machine, disk_free=min(free), files=max(nbytes))
 
 
 def swap_folder(job: Job, shipped: bool = False) -> Path:
@@ -97,34 +98,28 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
     """
     jsons = [job.student_ds, job.teacher_ds]
     if shipped or not any(map(on_nvme, jsons)):
-        jsons += [
-            read_json(f"ds_configs/{name}.json")
-            for name in ("student/zero3_nvme", "teacher/zero_inference_nvme")
-        ]
-    sections = [
-        ds.get("zero_optimization", {}).get(f"offload_{what}", {})
-        for ds in jsons
-        for what in ("param", "optimizer")
-    ]
-    return min((Path(s["nvme_path"]) for s in sections if s.get("device") == "nvme"), key=disk_free)
+        names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
+        jsons += [read_json(f"ds_configs/{name}.json") for name in names]
+    sections = [offload_section(ds, target) for ds in jsons for target in ("param", "optimizer")]
+    return min((Path(s["nvme_path"]) for s in sections if s["device"] == "nvme"), key=disk_free)
 
 
 def to_come(job: Job, *, accelerator: bool) -> dict[Path, int]:
     """Bytes that `job` will still write on this machine, by folder."""
     need = written(job, accelerator=accelerator)
     return {
-        job.cache: max(0, need.cache - _there(job.cache)),
-        job.output: max(0, need.output - _there(job.output / "checkpoints")),
+        job.cache: max(0, need.cache - _present(job.cache)),
+        job.output: max(0, need.output - _present(job.output / "checkpoints")),
     }
 
 
-def _there(folder: Path) -> int:
+def _present(folder: Path) -> int:
     """Bytes of the files in a folder; a file with several names counts once."""
-    found = {}
+    sizes = {}
     for top, _, names in os.walk(folder):
         with suppress(OSError):  # one went away meanwhile
-            found |= {os.stat(f"{top}/{name}").st_ino: os.stat(f"{top}/{name}").st_size for name in names}
-    return sum(found.values())
+            sizes |= {os.stat(f"{top}/{name}").st_ino: os.stat(f"{top}/{name}").st_size for name in names}
+    return sum(sizes.values())
 
 
 def on_disk_of(folder: Path, files: dict[Path, int]) -> int:
@@ -133,15 +128,12 @@ def on_disk_of(folder: Path, files: dict[Path, int]) -> int:
 
 
 def log_disk_use(job: Job) -> None:
-    """Log on rank 0 the files of the run and the free space of their disks."""
-    if collectives.rank() == 0:
-        collectives.log0("%s", disk_line(job, accelerator=collectives.device().type != "cpu"))
-
-
-def disk_line(job: Job, *, accelerator: bool) -> str:
-    """The line of `log_disk_use`: TOO LITTLE where a disk has less space than the run will write."""
+    """Log on rank 0 the files of the run and the free space of their disks: TOO LITTLE if they are larger."""
+    if collectives.rank() != 0:
+        return
+    accelerator = collectives.device().type != "cpu"
     still, free = to_come(job, accelerator=accelerator), []
     for place in {disk(place): place for place in still}.values():
         short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""
         free.append(f"{_size(disk_free(place))} free at {place}{short}")
-    return f"disk      {written(job, accelerator=accelerator)}; {', '.join(free)}"
+    collectives.log0("disk      %s; %s", written(job, accelerator=accelerator), ", ".join(free))

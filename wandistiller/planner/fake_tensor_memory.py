@@ -1,15 +1,14 @@
-"""Memory of text encoder and VAE, from traces of our own calls on tensors without memory."""
+"""Memory of text encoder and VAE, traced with fake tensors, which take no memory, through our own calls."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import text_encoder_of, vae_of
 from wandistiller.wan.encoders import decoded, encoded, states
@@ -30,52 +29,45 @@ class Need(NamedTuple):
     """Peak of all else, input and output included."""
 
 
-def text_encoding(config: dict[str, Any], dtype: torch.dtype, *, accelerator: bool) -> Need:
+@once_for_each
+def text_encoding(config: dict[str, Any], dtype: str, *, accelerator: bool) -> Need:
     """Memory of the text encoder of this config for one prompt."""
-    return _with_margin(_text_encoding(json.dumps(config, sort_keys=True), dtype), accelerator)
+    with FakeTensorMode(), torch.no_grad():
+        encoder = text_encoder_of(config, getattr(torch, dtype))
+        with Live() as live:
+            token_BL = torch.zeros(1, TEXT_TOKENS, dtype=torch.long)
+            states(encoder, token_BL, torch.ones_like(token_BL))
+    return _need(encoder, live, accelerator)
 
 
 def encoding(vae: dict[str, Any], pixels: tuple[int, ...], *, accelerator: bool) -> Need:
     """Memory of the VAE of this config to encode pixels_BCFHW of this shape."""
-    return _with_margin(_coding(json.dumps(vae, sort_keys=True), "encoder", pixels), accelerator)
+    return _coding(vae, "encoder", pixels, 1 + (pixels[2] - 1) // 4, accelerator)
 
 
 def decoding(vae: dict[str, Any], latents: tuple[int, ...], *, accelerator: bool) -> Need:
     """Memory of the VAE of this config to decode latents of this shape, (B, C, F, H, W)."""
-    return _with_margin(_coding(json.dumps(vae, sort_keys=True), "decoder", latents), accelerator)
+    return _coding(vae, "decoder", latents, latents[2], accelerator)
 
 
-def _with_margin(need: Need, accelerator: bool) -> Need:
-    return need if accelerator else Need(need.weights, int(ON_CPU * need.work))
-
-
-@cache
-def _text_encoding(config: str, dtype: torch.dtype) -> Need:
+@once_for_each
+def _coding(config: dict[str, Any], part: str, shape: tuple[int, ...], calls: int, accelerator: bool) -> Need:
+    """Memory of one part of the VAE, which is called for every four frames."""
     with FakeTensorMode(), torch.no_grad():
-        encoder = text_encoder_of(json.loads(config), dtype)
-        with Live() as live:
-            token_BL = torch.zeros(1, TEXT_TOKENS, dtype=torch.long)
-            states(encoder, token_BL, torch.ones_like(token_BL))
-    return Need(_weights(encoder), live.most)
-
-
-@cache
-def _coding(config: str, part: str, shape: tuple[int, ...]) -> Need:
-    with FakeTensorMode(), torch.no_grad():
-        vae = vae_of(json.loads(config))
-        calls = shape[2] if part == "decoder" else 1 + (shape[2] - 1) // 4
+        vae = vae_of(config)
         with shortened(getattr(vae, part), calls), Live() as live:
             (decoded if part == "decoder" else encoded)(vae, torch.empty(shape))
-    return Need(_weights(vae), live.most)
+    return _need(vae, live, accelerator)
 
 
-def _weights(model: nn.Module) -> int:
-    return sum(p.nbytes for p in model.parameters())
+def _need(model: nn.Module, live: Live, accelerator: bool) -> Need:
+    weights = sum(p.nbytes for p in model.parameters())
+    return Need(weights, live.most if accelerator else int(ON_CPU * live.most))
 
 
 @contextmanager
 def shortened(network: nn.Module, calls: int) -> Iterator[None]:
-    """Run only the first CHUNKS calls and the last of those that code a video; skip the others."""
+    """Run only the first CHUNKS calls and the last of the `calls` that code a video; skip the others."""
     forward, shapes = network.forward, []
 
     def call(x: Tensor, **more: Any) -> Tensor:

@@ -4,34 +4,38 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Lt
 
 from wandistiller.distributed import collectives
-from wandistiller.utils.errors import ConfigError, problem, unknown_keys
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
+from wandistiller.utils.validation import check, types_of
+
+Rate = Annotated[float, Gt(0), Lt(10**9)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates of one rank, unless the note names a node."""
 
-    tflops: float
+    tflops: Rate
     """10^12 operations a second of matrix products in the engine's precision, on the accelerator or CPU."""
-    cpu_tflops: float
+    cpu_tflops: Rate
     """10^12 operations a second of all cores of a node together."""
-    pcie: float
+    pcie: Rate
     """10^9 bytes a second between CPU memory and the accelerator, one way."""
-    link: float
+    link: Rate
     """10^9 bytes a second from one rank to another of its node."""
-    network: float
+    network: Rate
     """10^9 bytes a second that all ranks of a node together send to other nodes."""
-    memory: float
+    memory: Rate
     """10^9 bytes a second of a node's CPU memory, read and written together."""
-    disk: float
+    disk: Rate
     """10^9 bytes a second read from a node's disk."""
 
 
@@ -65,14 +69,9 @@ def override_rates(base: Rates, given: dict[str, Any]) -> Rates:
     Raises:
         ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
     """
-    found = unknown_keys("command line", given, [f.name for f in fields(Rates)], "rates.")
-    found += [
-        problem("command line", f"rates.{key}", value, "Write a number over 0.")
-        for key, value in given.items()
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9
-    ]
-    if found:
-        raise ConfigError(*found)
+    problems, given = check("command line", given, types_of(Rates), "rates.")
+    if problems:
+        raise ConfigError(*problems)
     return replace(base, **given)
 
 
@@ -87,37 +86,37 @@ def measure_rates(folder: Path, dtype: torch.dtype) -> dict[str, float]:
     """
     device, cpu = torch.device(collectives.device()), torch.device("cpu")
     peers = collectives.node_peers()
-    found = {
+    measured = {
         "tflops": _products(device, dtype),
         "memory": len(peers) * _copies(cpu, cpu),
         "disk": len(peers) * _reads(folder),
     }
     if device.type == "cuda":
-        found |= {"pcie": _copies(cpu, device), "cpu_tflops": len(peers) * _products(cpu, dtype)}
+        measured |= {"pcie": _copies(cpu, device), "cpu_tflops": len(peers) * _products(cpu, dtype)}
     else:
-        found["cpu_tflops"] = len(peers) * found["tflops"]
-    nodes = sorted({tuple(theirs) for theirs in collectives.gather_objects(peers)})
+        measured["cpu_tflops"] = len(peers) * measured["tflops"]
+    nodes = sorted(set(map(tuple, collectives.gather_objects(peers))))
     if max(map(len, nodes)) > 1:
-        found["link"] = _gathers(peers)
+        measured["link"] = _gathers(peers)
     if len(nodes) > 1:  # the first ranks of all nodes, the second ones, ...: as many paths as ranks of a node
         place = peers.index(collectives.rank())
-        found["network"] = len(peers) * _gathers([ranks[place] for ranks in nodes if len(ranks) > place])
-    everywhere = collectives.gather_objects(found)
-    return {name: float(f"{min(theirs[name] for theirs in everywhere):.3g}") for name in found}
+        measured["network"] = len(peers) * _gathers([ranks[place] for ranks in nodes if len(ranks) > place])
+    of_ranks = collectives.gather_objects(measured)
+    return {name: float(f"{min(rates[name] for rates in of_ranks):.3g}") for name in measured}
 
 
 def _seconds(work: Callable[[], object]) -> float:
     """Least seconds of `work` on all ranks, which begin together, after a first time. Collective."""
     work()
-    taken = []
+    seconds = []
     for _ in range(MEASURED):
         collectives.gather_objects(None)
         began = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return min(map(max, zip(*collectives.gather_objects(taken), strict=True)))
+        seconds.append(time.perf_counter() - began)
+    return min(map(max, zip(*collectives.gather_objects(seconds), strict=True)))
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:

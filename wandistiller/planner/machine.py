@@ -1,4 +1,4 @@
-"""Free memory and disk of a machine, and the demands of a run."""
+"""Free memory and disk of a machine, and what a run needs of each."""
 
 import os
 from dataclasses import dataclass
@@ -56,22 +56,15 @@ def this_machine(swap_path: Path) -> Machine:
     """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""
     device = collectives.device()
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    own = Machine(
-        free,
-        host_free(),
-        disk_free(swap_path),
-        collectives.world_size(),
-        len(collectives.node_peers()),
-        device_total=total,
-    )
-    found = collectives.gather_objects(own)
+    own = free, total, host_free(), disk_free(swap_path), len(collectives.node_peers())
+    frees, totals, hosts, disks, on_nodes = zip(*collectives.gather_objects(own), strict=True)
     return Machine(
-        device_free=None if free is None else min(m.device_free for m in found),
-        host_free=min(m.host_free for m in found),
-        disk_free=min(m.disk_free for m in found),
-        ranks=own.ranks,
-        ranks_on_node=max(m.ranks_on_node for m in found),
-        device_total=None if total is None else min(m.device_total for m in found),
+        device_free=None if free is None else min(frees),
+        host_free=min(hosts),
+        disk_free=min(disks),
+        ranks=collectives.world_size(),
+        ranks_on_node=max(on_nodes),
+        device_total=None if total is None else min(totals),
     )
 
 
@@ -91,19 +84,21 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
     Args:
         root: the folder of proc/ and sys/.
     """
-    parts = ["no accelerator"]
+    gpu = "no accelerator"
     if torch.cuda.is_available():
         device = collectives.device()
         free, total = torch.cuda.mem_get_info(device)
-        numbers = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total, free
-        words = ("allocated", "reserved", "in all", "free")
-        parts = [
-            f"GPU {device.index}: "
-            + ", ".join(f"{n / GIB:.2f} GiB {word}" for n, word in zip(numbers, words, strict=True))
-        ]
+        numbers = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "in all": total,
+            "free": free,
+        }
+        gpu = f"GPU {device.index}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
     own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
-    parts += [
+    parts = [
+        gpu,
         f"this process: {own['VmRSS'] / GIB:.2f} GiB of CPU memory, "
         f"{own['VmSize'] / GIB:.2f} GiB of address space",
         f"limited to {', '.join(limits)}" if limits else "no limit",
@@ -143,16 +138,13 @@ class Demand(NamedTuple):
 
 
 def demands(rank: Bytes, machine: Machine) -> list[Demand]:
-    """Demands for each kind of memory of `machine` by ranks that take `rank` each."""
-    device, here = rank.device + rank.transient, machine.ranks_on_node
-    if machine.device_free is None:
-        found = [Demand("of CPU memory", here * (device + rank.host) + rank.node, machine.host_free, SYSTEM)]
-    else:
-        found = [
-            Demand("on each GPU", device, machine.device_free, PIECES),
-            Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM),
-        ]
+    """Demands for each kind of memory of `machine` by ranks that take `rank` each, as `plan` computes it."""
+    here, demanded = machine.ranks_on_node, []
+    if machine.device_free is not None:
+        demanded.append(Demand("on each GPU", rank.device + rank.transient, machine.device_free, PIECES))
+    disk = rank.disk and here * rank.disk + machine.files
     return [
-        *found,
-        Demand("of disk", rank.disk and here * rank.disk + machine.files, machine.disk_free, SYSTEM),
+        *demanded,
+        Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM),
+        Demand("of disk", disk, machine.disk_free, SYSTEM),
     ]

@@ -9,21 +9,20 @@ import torch
 from wandistiller.config.job import Job
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
-from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
-from wandistiller.planner.recommend import choices
+from wandistiller.planner.resolve_auto import choices
 from wandistiller.teacher.placement import read_placement
 from wandistiller.utils import allocators
 from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB
 
 SHOWN = 3
-"""Combinations of shipped JSONs that are named."""
+"""Number of combinations of shipped JSONs in the advice."""
 LEAST = 0.01
-"""Share of the memory in use below which a saving is not worth a line."""
+"""Smallest share of the memory in use that is worth a line if it is saved."""
 
 
 def advice(job: Job, spent: Spent, machine: Machine, preparing: bool = False) -> list[str]:
@@ -37,41 +36,30 @@ def advice(job: Job, spent: Spent, machine: Machine, preparing: bool = False) ->
     return [*_fragmentation(spent), *_settings(job, spent, machine, preparing), *_hints(job, preparing)]
 
 
-def needed(job: Job, machine: Machine, preparing: bool) -> Bytes:
-    """Peak memory of a rank until it has trained a step, or while the teacher fills the cache."""
+def needed(job: Job, spent: Spent, machine: Machine, preparing: bool) -> int:
+    """Peak bytes of the memory that ran out on a rank, with its share of what a node's ranks share.
+
+    Until it has trained a step, or while the teacher fills the cache.
+    """
     phases = plan(job, machine)
-    return (
-        phases["prepare"].at("rollouts")
-        if preparing
-        else most({name: phases[name] for name in ("load", "train")})
-    )
-
-
-def taken(rank: Bytes, spent: Spent, machine: Machine) -> int:
-    """Bytes of one kind of memory that a rank takes, its share of what a node's ranks share included."""
-    device, host = rank.device + rank.transient, rank.host + rank.node // machine.ranks_on_node
-    if machine.device_free is None:
-        return device + host
-    return device if spent is Spent.DEVICE else host
+    load_and_train = {name: phases[name] for name in ("load", "train")}
+    rank = phases["prepare"].at("rollouts") if preparing else most(load_and_train)
+    if spent is Spent.DEVICE:
+        return rank.device + rank.transient
+    return rank.host + rank.node // machine.ranks_on_node
 
 
 def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iterator[str]:
     """The fastest JSONs that fit and take less than the run's own, at its global batch and precision."""
-
-    def need(job: Job) -> int:
-        return taken(needed(job, machine, preparing), spent, machine)
-
     known = read_placement(job.teacher_ds).memory_known
-    fits, most_of_it = (
-        choices(job, machine, default_rates(machine.device_size), here=True),
-        (1 - LEAST) * need(job),
-    )
-    less = list(islice((choice for choice in fits if not known or need(choice.job) < most_of_it), SHOWN))
+    most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
+    fits = choices(job, machine, default_rates(machine.device_size), here=True)
+    saves = (c for c in fits if not known or needed(c.job, spent, machine, preparing) < most_of_it)
+    less = list(islice(saves, SHOWN))
     if not less:
         yield f"no student and teacher JSON of ds_configs/ take less {spent.value} and fit"
     for choice in less:
-        files = f"ds_configs/student/{choice.student}.json, ds_configs/teacher/{choice.teacher}.json"
-        yield f"{choice} ({files}): {choice.why(machine)}"
+        yield f"{choice} ({', '.join(choice.files)}): {choice.why(machine)}"
 
 
 def _hints(job: Job, preparing: bool) -> Iterator[str]:

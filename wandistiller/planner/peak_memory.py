@@ -7,7 +7,6 @@ import torch
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
@@ -17,8 +16,8 @@ from wandistiller.planner.student_memory import (
     GATHERED,
     bucket_bytes,
     cast_bytes,
+    itemsize,
     spread_bytes,
-    start_bytes,
     student_parts,
 )
 from wandistiller.planner.student_network import matched_blocks, student_network
@@ -26,7 +25,7 @@ from wandistiller.planner.teacher_memory import hidden_states, teacher_parts
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
-from wandistiller.wan.transformer import numels, width
+from wandistiller.wan.transformer import count_parameters, numels, width
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -93,66 +92,50 @@ class _Planner:
         j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
         kept, call = self._teacher(j.batch.micro) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
-        numel, experts = numels(j.student_transformer), len(j.student_experts)
-        start = start_bytes(j.student_transformer, experts)
-        exported = (4 if j.run.lora else 2) * sum(numel.values())  # a LoRA is fused in float32
+        numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
+        held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
+        exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
         return {
             "prepare": self._prepare(),
             "load": PhasePeak(
                 self.base | kept,
                 {
-                    "start": {"student's weights in float32": Bytes(host=start)},
+                    "start": {"student's weights in float32": start},
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
                 },
             ),
-            "train": PhasePeak(
-                self.base | kept | student, {"teacher": call | hidden_states(j, self.tokens)} | steps
-            ),
-            "checkpoint": PhasePeak(
-                self.base | kept | student | {"a tensor": Bytes(host=4 * max(numel.values()))}
-            ),
+            "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens)} | steps),
+            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
             "draw": self._draw(kept | student, call, gathered),
-            "export": PhasePeak(self.base | {"a network": Bytes(host=exported)}),
+            "export": PhasePeak(self.base | {"a network": exported}),
         }
 
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student's backward pass."""
         j, blocks = self.job, len(matched_blocks(self.job))
-        items = tuple(getattr(torch, dtype_name(ds)).itemsize for ds in (j.teacher_ds, j.student_ds))
+        items = itemsize(j.teacher_ds), itemsize(j.student_ds)
         widths = width(j.folder.config), width(j.student_transformer)
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
-        j, ds, ranks, experts = (
-            self.job,
-            self.job.student_ds,
-            self.machine.ranks,
-            len(self.job.student_experts),
-        )
-        ema = j.run.ema is not None
+        j, ds, ranks, ema = self.job, self.job.student_ds, self.machine.ranks, self.job.run.ema is not None
+        experts = len(j.student_experts)
         parts = student_parts(self.network, experts, ds, ranks, accelerator=self.gpu, ema=ema)
         saved = activation_bytes(j.student_transformer, ds, self.latent, self.samples, accelerator=self.gpu)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
-        step = {
-            f"student's {use}, in a step": Bytes(transient=b.transient)
-            for use, b in parts.items()
-            if b.transient
-        }
+        transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
+        step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
             spread = spread_bytes(self.network, ds, ranks)
             passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, ds))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
-        gathered = f"student's {GATHERED}, in a step"
-        return (
-            kept,
-            {use: b for use, b in step.items() if use == gathered},
-            {"student": passes, "optimizer": optimizer},
-        )
+        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
+        return kept, gathered, {"student": passes, "optimizer": optimizer}
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
@@ -166,8 +149,8 @@ class _Planner:
 
     def _prompts(self) -> dict[str, Parts]:
         """The text encoder is loaded into CPU memory, with its file if that is in another precision."""
-        config, dtype = text_config(self.job.folder.path), torch.bfloat16 if self.gpu else torch.float32
-        need = text_encoding(config, dtype, accelerator=self.gpu)
+        config, name = text_config(self.job.folder.path), "bfloat16" if self.gpu else "float32"
+        need, dtype = text_encoding(config, name, accelerator=self.gpu), getattr(torch, name)
         stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
         file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
         kept = need.weights
@@ -209,5 +192,5 @@ class _Planner:
         )
 
     def _vae(self, weights: int) -> Bytes:
-        """It comes to an accelerator through CPU memory."""
+        """Memory of the VAE, which comes to an accelerator through CPU memory."""
         return Bytes(device=weights, host=weights if self.gpu else 0)

@@ -1,18 +1,19 @@
 """Lower bound of the time of a step: what is computed, and what is moved at the same time, at given rates."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from math import ceil, prod
 from typing import Any, NamedTuple
-
-import torch
 
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
-from wandistiller.engine.ds_config import dtype_name, offload_device, offload_section, stage
+from wandistiller.engine.ds_config import offload_device, offload_section, stage
 from wandistiller.engine.transfers import Transfer, ring_transfers
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
+from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import student_model, student_network, student_shape
 from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.blocks import PROJECTIONS
@@ -46,7 +47,7 @@ class StageTime(NamedTuple):
 
     def moving(self, rates: Rates) -> float:
         """Seconds of the slowest way, of all repetitions."""
-        seconds = dict.fromkeys((m.way for m in self.moves), 0.0)
+        seconds: Counter[str] = Counter()
         for m in self.moves:
             seconds[m.way] += m.nbytes / (1e9 * getattr(rates, m.way))
         return self.times * max(seconds.values(), default=0.0)
@@ -60,56 +61,52 @@ def _shares(job: Job) -> dict[Latent, float]:
     """Share of samples by the shape of the latent; media are assumed to be spread evenly over the buckets."""
     items, rollouts = job.items, job.run.rollouts_per_prompt
     media = int((items.kinds != MediaType.PROMPT).sum()) / items.samples(rollouts)
-    found: dict[Latent, float] = {}
+    shares: Counter[Latent] = Counter()
     for sizes, share in (([job.size], 1 - media), (job.buckets or [job.size], media)):
         for s in sizes:
             latent = job.folder.latent_shape(s.height, s.width, s.num_frames)
-            found[latent] = found.get(latent, 0.0) + share / len(sizes)
-    return {latent: share for latent, share in found.items() if share}
+            shares[latent] += share / len(sizes)
+    return {latent: share for latent, share in shares.items() if share}
 
 
 @once_for_each
-def _step_flops(shape: list[Any], latent: Latent, again: list[Any] | None) -> int:
+def _step_flops(shape: list[Any], latent: Latent, policy: dict[str, Any] | None) -> int:
     """Operations of the student's forward and backward pass over one sample, by its `student_shape`."""
     model = student_model(*shape)
     patch = model.config.patch_size
     tokens = prod(n // p for n, p in zip(latent[1:], patch, strict=True))
     projected = sum(p.numel() for name, p in model.named_parameters() if name.startswith(PROJECTIONS))
-    recompute = CheckpointPolicy(checkpoint=again[0], checkpoint_every=again[1]) if again else None
-    return step_flops(model, latent, recompute) + 3 * 2 * tokens * projected
+    return step_flops(model, latent, policy and CheckpointPolicy(**policy)) + 3 * 2 * tokens * projected
 
 
 class StepTime:
     """Least time of a step of `job` on a rank of `machine`."""
 
     def __init__(self, job: Job, machine: Machine, rates: Rates):
-        self.job, self.machine, self.rates = job, machine, rates
+        self.job, self.rates = job, rates
         self.shares, self.topology = _shares(job), machine.topology
 
     def all(self) -> list[StageTime]:
         """The stages of a step, one after the other."""
-        return [
-            *(self._teacher() if self.job.objective.needs_teacher else ()),
-            self._student(),
-            self._optimizer(),
-        ]
+        teacher = [self._teacher()] if self.job.objective.needs_teacher else []
+        return [*teacher, self._student(), self._optimizer()]
 
     def floor(self) -> float:
         """Least seconds of a step."""
-        return sum(cost.seconds(self.rates) for cost in self.all())
+        return sum(work.seconds(self.rates) for work in self.all())
 
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
-        j, (call,) = self.job, self._teacher()
-        made = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
-        made = min(made, j.run.max_steps * j.batch.total)
-        return made / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
+        j, call = self.job, self._teacher()
+        samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
+        samples = min(samples, j.run.max_steps * j.batch.total)
+        return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
 
     def _mean(self, of: Callable[[Latent], float]) -> float:
         """Mean over the samples of a function of the latent's shape."""
         return sum(share * of(latent) for latent, share in self.shares.items())
 
-    def _teacher(self) -> Iterator[StageTime]:
+    def _teacher(self) -> StageTime:
         """The calls of a step; those of an owner wait for each other."""
         j, t, tflops = self.job, self.topology, self.rates.tflops
         placement, both = read_placement(j.teacher_ds), branches(j)
@@ -117,36 +114,32 @@ class StepTime:
         moves = self._streamed() * min(placement.guidance_passes, both)
         if placement.on_one_rank:
             tflop *= t.ranks_on_node
-            moves += self._to_owner()
+            states, text = int(2 * self._mean(prod)), TEXT_TOKENS * j.folder.config["text_dim"]
+            if others := t.ranks_on_node - 1:
+                nbytes = 4 * j.batch.micro * (states + text) * others  # float32
+                moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
-        yield StageTime("the teacher's call", j.batch.accumulation, tflop, tflops, tuple(moves))
+        return StageTime("the teacher's call", j.batch.accumulation, tflop, tflops, tuple(moves))
 
     def _streamed(self) -> list[Transfer]:
         """Transfers of the teacher's weights in one forward pass, of one expert."""
         config, ds = self.job.folder.config, self.job.teacher_ds
         return list(read_placement(ds).traffic(config, ds, self.topology))
 
-    def _to_owner(self) -> Iterator[Transfer]:
-        """Inputs to an owner and outputs from it, float32."""
-        j, others = self.job, self.topology.ranks_on_node - 1
-        states, text = int(2 * self._mean(prod)), TEXT_TOKENS * j.folder.config["text_dim"]
-        if others:
-            yield Transfer("inputs and outputs", 4 * j.batch.micro * (states + text) * others, "link")
-
     def _student(self) -> StageTime:
         """Forward and backward pass of a micro-step."""
         j, t, ds, network = self.job, self.topology, self.job.student_ds, student_network(self.job)
-        item, policy = getattr(torch, dtype_name(ds)).itemsize, read_recompute(ds)
-        policy = [policy.checkpoint, policy.checkpoint_every] if policy else None
+        policy = read_recompute(ds)
+        policy = asdict(policy) if policy else None
         each = self._mean(lambda latent: _step_flops(student_shape(j), latent, policy))
         tflop = j.batch.micro * len(j.objective.states) * each / 1e12
-        gradients = item * sum(network.trained.values())
+        gradients = itemsize(ds) * network.trained_numel
         moves: list[Transfer] = []
         if stage(ds) >= 2:
             moves += ring_transfers("gradients to the other ranks", self._reduced(gradients), t)
         if stage(ds) == 3:
-            moves += self._gathered(gradients + item * sum(network.frozen.values()))
+            moves += self._gathered(gradients + itemsize(ds) * network.frozen_numel)
         if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
             moves.append(Transfer("gradients over PCIe", gradients // t.ranks, "pcie"))
         return StageTime("the student's passes", j.batch.accumulation, tflop, self.rates.tflops, tuple(moves))
@@ -157,11 +150,8 @@ class StepTime:
         Args:
             whole: bytes of all weights.
         """
-        t, ds, both = (
-            self.topology,
-            self.job.student_ds,
-            2 * whole,
-        )  # recomputed blocks still have their weights
+        t, ds = self.topology, self.job.student_ds
+        both = 2 * whole  # forward and backward; recomputed blocks still have their weights
         # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
         second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
         far = whole // self.job.batch.accumulation if second else both
@@ -176,11 +166,8 @@ class StepTime:
     def _optimizer(self) -> StageTime:
         """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
         t, ds = self.topology, self.job.student_ds
-        trained, home = (
-            sum(student_network(self.job).trained.values()),
-            offload_section(ds, "optimizer")["device"],
-        )
-        whole, part = trained * getattr(torch, dtype_name(ds)).itemsize, trained // t.ranks
+        trained, home = student_network(self.job).trained_numel, offload_section(ds, "optimizer")["device"]
+        whole, part = trained * itemsize(ds), trained // t.ranks
         of_node, moves = part * t.ranks_on_node, []
         if stage(ds) <= 1:
             moves += ring_transfers("gradients to the other ranks", self._reduced(whole), t)
@@ -205,5 +192,5 @@ class StepTime:
         """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""
         if not self.job.objective.needs_teacher or not self._streamed():
             return None
-        (call,) = self._teacher()
+        call = self._teacher()
         return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))

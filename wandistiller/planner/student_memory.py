@@ -1,10 +1,10 @@
 """Memory of the student on one rank under its DeepSpeed JSON, by the arithmetic of deepspeed 0.19.8.
 
-Activations are in wan/activation_memory.py; peak_memory.py puts all together.
+Activations are in wan/activation_memory.py; peak_memory.py adds everything up.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +22,16 @@ from wandistiller.engine.zero_memory import (
 from wandistiller.planner.student_network import Network
 from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.transformer import numels
+
+WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
+GATHERED, HELD = "gathered weights", "weights that backward waits for"
+"""The student's parts; these two under ZeRO-3 alone."""
+AVERAGE = "moving average"
 
 
-def start_bytes(config: dict[str, Any], experts: int) -> int:
-    """Bytes of CPU memory from which every rank starts: all weights in float32."""
-    return 4 * sum(numels(config).values()) * experts
+def itemsize(ds: dict[str, Any]) -> int:
+    """Bytes of a number in the precision of a DeepSpeed JSON."""
+    return getattr(torch, dtype_name(ds)).itemsize
 
 
 @once_for_each
@@ -42,17 +46,12 @@ def student_parts(
         accelerator: with one, host memory may be page-locked.
         ema: with an average of its weights.
     """
-    item = getattr(torch, dtype_name(ds)).itemsize
-    trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)
-    found = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(trained, frozen, ds, ranks, accelerator)
+    parts = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(network, ds, ranks, accelerator)
     if ema:
-        average = 4 * sum(s.numel for s in trained) // (1 if stage(ds) == 0 else ranks)
-        found[AVERAGE] = (
-            Bytes(device=average)
-            if offload_section(ds, "optimizer")["device"] == "none"
-            else Bytes(host=average)
-        )
-    return {name: one_at_a_time([part] * experts) for name, part in found.items()}
+        average = 4 * network.trained_numel // (1 if stage(ds) == 0 else ranks)
+        on_device = offload_section(ds, "optimizer")["device"] == "none"
+        parts[AVERAGE] = Bytes(device=average) if on_device else Bytes(host=average)
+    return {name: one_at_a_time([part] * experts) for name, part in parts.items()}
 
 
 def cast_bytes(network: Network, ds: dict[str, Any]) -> int:
@@ -61,14 +60,12 @@ def cast_bytes(network: Network, ds: dict[str, Any]) -> int:
     One at its start and two in a step, by parameter and flat, next to the gradients themselves (deepspeed
     0.19.8, FP16_Optimizer).
     """
-    return 4 * sum(network.trained.values()) if stage(ds) == 0 and dtype_name(ds) != "float32" else 0
+    return 4 * network.trained_numel if stage(ds) == 0 and itemsize(ds) < 4 else 0
 
 
 def bucket_bytes(network: Network, ds: dict[str, Any]) -> int:
     """Bytes of gradients that are sent to the other ranks at once."""
-    return getattr(torch, dtype_name(ds)).itemsize * min(
-        sum(network.trained.values()), zero_setting(ds, "reduce_bucket_size")
-    )
+    return itemsize(ds) * min(network.trained_numel, zero_setting(ds, "reduce_bucket_size"))
 
 
 def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:
@@ -78,103 +75,81 @@ def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:
     """
     if stage(ds) not in (1, 2):
         return 0
-    part = round_up(sum(network.trained.values()), 2 * ranks) // ranks
-    return getattr(torch, dtype_name(ds)).itemsize * part * (ranks + 1)
+    part = round_up(network.trained_numel, 2 * ranks) // ranks
+    return itemsize(ds) * part * (ranks + 1)
 
 
-AVERAGE = "moving average"
-WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
-GATHERED, HELD = "gathered weights", "weights that backward waits for"
-"""The student's parts; the last two under ZeRO-3 alone."""
-
-
-def _whole(
-    sizes: list[ParameterSize], frozen: list[ParameterSize], ds: dict[str, Any], ranks: int, accelerator: bool
-) -> dict[str, Bytes]:
+def _whole(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
-    item, numel = sizes[0].item, sum(s.numel for s in sizes)
+    item, numel = itemsize(ds), network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(ds)) * numel
     return {
-        WEIGHTS: Bytes(device=item * numel + partition_bytes(frozen, ranks=1)),
+        WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
         MASTERS: Bytes(device=masters),
         GRADIENTS: Bytes(transient=item * numel),
     }
 
 
-def _flat(
-    sizes: list[ParameterSize], frozen: list[ParameterSize], ds: dict[str, Any], ranks: int, accelerator: bool
-) -> dict[str, Bytes]:
+def _flat(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-1 and 2: all weights on every rank, of which it updates `part` elements."""
-    item, numel, states = sizes[0].item, sum(s.numel for s in sizes), optimizer_states(ds)
-    part = round_up(numel, 2 * ranks) // ranks
-    weights, largest = (
-        item * part * ranks + partition_bytes(frozen, ranks=1),
-        item * max(s.numel for s in sizes),
-    )
-    bucket = item * min(numel, zero_setting(ds, "reduce_bucket_size"))
-    adds = (
-        stage(ds) == 2 and ds["gradient_accumulation_steps"] > 1
-    )  # a micro-step's gradients to the earlier ones'
+    item, numel, states = itemsize(ds), network.trained_numel, optimizer_states(ds)
+    part, largest = round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
+    weights, bucket = item * (part * ranks + network.frozen_numel), bucket_bytes(network, ds)
+    # a micro-step's gradients are added to the earlier ones'
+    adds = stage(ds) == 2 and ds["gradient_accumulation_steps"] > 1
     gradients = item * (numel if stage(ds) == 1 else 2 * part if adds else part)
     offload = offload_section(ds, "optimizer")
     if offload["device"] == "none":
-        step = 2 * item * part + (
-            4 * part if item < 4 else 0
-        )  # its own gradients as they came, flat, and in float32
+        # its own gradients as they came, flat, and in float32
+        step = 2 * item * part + (4 * part if item < 4 else 0)
         return {
             WEIGHTS: Bytes(device=weights),
             MASTERS: Bytes(device=(4 + states) * part),
             GRADIENTS: Bytes(transient=max(gradients + bucket, step)),
         }
-    lock = _lock(offload, accelerator)
+    lock = partial(_locked, offload, accelerator)
+    transient = bucket + (gradients if stage(ds) == 1 else 0)
     return {
         WEIGHTS: Bytes(device=weights) + lock(item * part),
         MASTERS: Bytes(host=states * part) + lock(4 * part),
         GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
-        BUCKETS: Bytes(device=largest, transient=bucket + (gradients if stage(ds) == 1 else 0))
-        + lock(largest),
+        BUCKETS: Bytes(device=largest, transient=transient) + lock(largest),
     }
 
 
-def _partitioned(
-    sizes: list[ParameterSize], frozen: list[ParameterSize], ds: dict[str, Any], ranks: int, accelerator: bool
-) -> dict[str, Bytes]:
+def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-3: on each rank a partition of `part` elements, updated in groups."""
-    item, every, states = sizes[0].item, [*sizes, *frozen], optimizer_states(ds)
-    part, all_parts = (partition_bytes(some, ranks) // item for some in (sizes, every))
+    item, states, bucket = itemsize(ds), optimizer_states(ds), bucket_bytes(network, ds)
+    trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)
+    every = [*trained, *frozen]
+    part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, zero_setting(ds, "sub_group_size"))
     kept, transient = gathered_bytes(every, ds, ranks, reused=zero_setting(ds, "stage3_max_reuse_distance"))
     held = _held_bytes(every, ds) if transient else 0
-    bucket = item * min(sum(s.numel for s in sizes), zero_setting(ds, "reduce_bucket_size"))
-    step = (4 + (item if item < 4 else 0)) * group  # gradients flat, and in float32
+    in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
     weights = {
         "none": Bytes(device=item * all_parts),
-        "cpu": _lock({}, accelerator)(item * all_parts),
-        "nvme": Bytes(
-            host=item * min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9)),
-            disk=item * all_parts,
-        ),
-    }[offload_device(ds)]
+        "cpu": _locked({}, accelerator, item * all_parts),
+        "nvme": Bytes(host=item * in_cpu, disk=item * all_parts),
+    }
     offload = offload_section(ds, "optimizer")
-    lock = _lock(offload, accelerator)
+    lock = partial(_locked, offload, accelerator)
     # on NVMe: a group's gradients next to its buffers, until the first step (deepspeed 0.19.8)
+    buffers = 4 * group * offload.get("buffer_count", 4)
     masters, gradients = {
         "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
         "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
-        "nvme": (
-            Bytes(4 * group, host=4 * group * offload.get("buffer_count", 4), disk=(8 + states) * part),
-            lock(item * part),
-        ),
+        "nvme": (Bytes(4 * group, host=buffers, disk=(8 + states) * part), lock(item * part)),
     }[offload["device"]]
-    # reduced gradients are there twice, in the bucket and in the order of the ranks; the step comes later
-    buckets = Bytes(
-        bucket, transient=max(bucket, step - transient - held if offload["device"] == "none" else 0)
-    )
+    # reduced gradients are there twice, in the bucket and in the order of the ranks; in the step, which comes
+    # later, they are flat and in float32
+    step = (4 + (item if item < 4 else 0)) * group
+    later = step - transient - held if offload["device"] == "none" else 0
     return {
-        WEIGHTS: weights,
+        WEIGHTS: weights[offload_device(ds)],
         MASTERS: masters,
         GRADIENTS: gradients,
-        BUCKETS: buckets,
+        BUCKETS: Bytes(bucket, transient=max(bucket, later)),
         GATHERED: Bytes(kept, transient),
         HELD: Bytes(transient=held),
     }
@@ -193,13 +168,9 @@ def optimizer_states(ds: dict[str, Any]) -> int:
     return 4 if ds["optimizer"]["type"].lower() in ("lion", "adagrad") else 8
 
 
-def _lock(offload: dict[str, Any], accelerator: bool) -> Callable[[int], Bytes]:
-    """CPU memory for n bytes: small page-locked pieces come in powers of two."""
-
-    def taken(n: int) -> Bytes:
-        if not accelerator or not offload.get("pin_memory", True):
-            return Bytes(host=n)
-        whole = n if n > ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
-        return Bytes(host=whole, pinned=whole)
-
-    return taken
+def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:
+    """CPU memory for n bytes, page-locked where `offload` says so: small pieces come in powers of two."""
+    if not accelerator or not offload.get("pin_memory", True):
+        return Bytes(host=n)
+    whole = n if n > ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
+    return Bytes(host=whole, pinned=whole)

@@ -1,4 +1,4 @@
-"""The parameters of a student's network before it is built, on the meta device."""
+"""The student's network before it is built: its parameters, on the meta device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,20 +19,23 @@ class Network(NamedTuple):
     trained: dict[str, int]
     frozen: dict[str, int] = {}
 
+    @property
+    def trained_numel(self) -> int:
+        return sum(self.trained.values())
+
+    @property
+    def frozen_numel(self) -> int:
+        return sum(self.frozen.values())
+
 
 def student_shape(job: Job) -> tuple[Any, ...]:
     """The arguments of `student_model` for one of the student's networks."""
-    return (
-        job.student_transformer,
-        job.run.frozen,
-        job.run.lora,
-        matched_blocks(job),
-        width(job.folder.config),
-    )
+    run, teacher_width = job.run, width(job.folder.config)
+    return job.student_transformer, run.frozen, run.lora, matched_blocks(job), teacher_width
 
 
 def student_network(job: Job) -> Network:
-    """Trained parameters of one student network, with adapters and projections, and its frozen ones."""
+    """Parameters of one student network, adapters and projections included."""
     return network_of(*student_shape(job))
 
 
@@ -59,7 +62,7 @@ def student_model(
 
 @once_for_each
 def network_of(*shape: Any) -> Network:
-    found: dict[bool, dict[str, int]] = {True: {}, False: {}}
-    for name, p in student_model(*shape).named_parameters():
-        found[p.requires_grad][name] = p.numel()
-    return Network(found[True], found[False])
+    """Parameters of `student_model` for these arguments."""
+    parameters = list(student_model(*shape).named_parameters())
+    trained = {name: p.numel() for name, p in parameters if p.requires_grad}
+    return Network(trained, {name: p.numel() for name, p in parameters if not p.requires_grad})

@@ -3,13 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from wandistiller.config.job import Job
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
+from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.placement import read_placement
 from wandistiller.utils.memoize import once_for_each
@@ -49,19 +47,15 @@ def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: 
     on_gpu = gpu and not placement.on_cpu
     activations = call_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
     pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
-    kept = replace(
-        weights,
-        transient=0,
-        host=weights.host + placement.overhead(ds),
-        pinned=weights.host if pinned else 0,
-    )
+    host = weights.host + placement.overhead(ds)
+    kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
         kept = Bytes(node=kept.device)
+    work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
+    arriving = Bytes(transient=weights.transient)
     return {"teacher's weights": kept}, {
-        "teacher's weights on their way": Bytes(transient=weights.transient),
-        "a call of the teacher": Bytes(host=activations)
-        if placement.on_cpu
-        else Bytes(transient=activations),
+        "teacher's weights on their way": arriving,
+        "a call of the teacher": work,
     }
 
 
@@ -71,6 +65,6 @@ def hidden_states(job: Job, tokens: int) -> Parts:
         return {}
     passes = read_placement(job.teacher_ds).guidance_passes
     together = 2 // passes if branches(job) == 2 else 0
-    item = getattr(torch, dtype_name(job.teacher_ds)).itemsize
-    nbytes = blocks * tokens * width(job.folder.config) * item * job.batch.micro * (1 + together)
+    each = tokens * width(job.folder.config) * itemsize(job.teacher_ds)
+    nbytes = blocks * each * job.batch.micro * (1 + together)
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

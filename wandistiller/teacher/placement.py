@@ -22,7 +22,7 @@ TEACHER_REFUSES = {
     "zenflow": "A frozen teacher has no optimizer; remove it.",
 }
 AUTO = "auto"
-"""The placement that the planner replaces by another."""
+"""The placement that `planner.resolve_auto` replaces by another."""
 
 
 @cache

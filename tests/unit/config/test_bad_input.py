@@ -85,8 +85,8 @@ def parameter(case: Case) -> object:
 @pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 def test_wrong_input_is_refused_with_its_place_and_remedy(case: Case, tmp_path: Path, wan2: Path) -> None:
     words = case.write(tmp_path / "case", wan2)
-    found = outcome(words, tmp_path / "case")
-    assert faults(case, found, tmp_path / "case", wan2) == [], found.printed
+    result = outcome(words, tmp_path / "case")
+    assert faults(case, result, tmp_path / "case", wan2) == [], result.printed
 
 
 @pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
@@ -95,17 +95,11 @@ def test_two_ranks_stop_together_and_only_rank_0_speaks(every: int, tmp_path: Pa
     folders = [tmp_path / str(i) for i in range(len(cases))]
     lines = [[str(here), case.write(here, wan2)] for case, here in zip(cases, folders, strict=True)]
     (tmp_path / "cases.json").write_text(json.dumps(lines))
-    program(
-        ROOT / "tests" / "helpers" / "bad_inputs_on_ranks.py",
-        tmp_path / "cases.json",
-        tmp_path / "results.json",
-        ranks=2,
-    )
-    speaks, silent = (
-        [Outcome(**o) for o in theirs] for theirs in json.loads((tmp_path / "results.json").read_text())
-    )
+    results = tmp_path / "results.json"
+    program(ROOT / "tests/helpers/bad_inputs_on_ranks.py", tmp_path / "cases.json", results, ranks=2)
+    speaks, silent = ([Outcome(**o) for o in of_rank] for of_rank in json.loads(results.read_text()))
     wrong = {}
     for case, here, first, second in zip(cases, folders, speaks, silent, strict=True):
-        said = [f"rank 1 says {second.printed}"] if second.errors else []
-        wrong[case.name] = faults(case, first, here, wan2) + silent_faults(second) + said
-    assert {name: found for name, found in wrong.items() if found} == {}
+        printed = [f"rank 1 printed {second.printed}"] if second.errors else []
+        wrong[case.name] = faults(case, first, here, wan2) + silent_faults(second) + printed
+    assert {name: messages for name, messages in wrong.items() if messages} == {}

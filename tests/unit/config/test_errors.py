@@ -1,7 +1,6 @@
 """Errors as a user meets them: all at once, once each, from all ranks together."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bad_inputs import Case, outcome
-from ranks import ROOT
+from ranks import ROOT, free_port
 
 from wandistiller.teacher.placements import device_map
 
@@ -20,17 +19,17 @@ def errors(tmp_path: Path, wan2: Path, one_rank: object, quiet_logging: None) ->
     """A function that runs a case in this process, and returns the messages."""
 
     def refused(case: Case) -> list[str]:
-        found = outcome(case.write(tmp_path / "case", wan2), tmp_path / "case")
-        assert (found.code, found.wrote) == (2, [])
-        return [error.removeprefix("error: ") for error in found.errors]
+        result = outcome(case.write(tmp_path / "case", wan2), tmp_path / "case")
+        assert (result.code, result.wrote) == (2, [])
+        return [error.removeprefix("error: ") for error in result.errors]
 
     return refused
 
 
 def test_everything_wrong_in_every_file_is_reported_at_once(errors: Callable[[Case], list[str]]) -> None:
     files = {"student.json": {"a": 1}, "engine.json": {"b": 1}, "placement.json": {"c": 1}}
-    found = errors(Case("", (), files, {"data_path": "none.txt", "height": 100, "objective": "x"}))
-    assert len(found) == len(set(found)) == 8  # the student's engine lacks batch and optimizer too
+    problems = errors(Case("", (), files, {"data_path": "none.txt", "height": 100, "objective": "x"}))
+    assert len(problems) == len(set(problems)) == 8  # the student's engine lacks batch and optimizer too
 
 
 def test_a_teacher_without_weights(
@@ -48,9 +47,8 @@ def test_a_teacher_on_nvme_without_async_io(
     monkeypatch.setenv("CC", "/bin/false")  # as where no compiler or no libaio is
     file = "ds_configs/teacher/zero_inference_nvme.json"
     (error,) = errors(Case("", (), flags=("--teacher_deepspeed_config", file)))
-    assert error.startswith(
-        f'{file}: `zero_optimization.offload_param.device` is "nvme". DeepSpeed\'s async_io cannot'
-    )
+    key = "zero_optimization.offload_param.device"
+    assert error.startswith(f'{file}: `{key}` is "nvme". DeepSpeed\'s async_io cannot')
 
 
 def test_a_device_map_without_accelerate(
@@ -59,12 +57,6 @@ def test_a_device_map_without_accelerate(
     monkeypatch.setattr(device_map, "find_spec", lambda name: None)
     (error,) = errors(Case("", (), flags=("--teacher_device_strategy", "sequential")))
     assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 TWO_RANKS = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"

@@ -12,7 +12,7 @@ from deepspeed.runtime import lr_schedules
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import PROMPTS
+from recipes import recipe
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import read_run
@@ -90,25 +90,15 @@ ENGINE_KEYS = sorted(
 @pytest.fixture
 def sound(tmp_path: Path, wan2: Path, one_rank: object) -> dict[str, Any]:
     """A recipe without a fault, with its JSONs inside."""
-    (tmp_path / "prompts.txt").write_text(PROMPTS)
-    recipe = {
-        "teacher_path": str(wan2),
-        "data_path": str(tmp_path / "prompts.txt"),
-        "output_dir": str(tmp_path / "out"),
-        "student_config": {"num_layers": 2},
-        "deepspeed_config": ENGINE,
-        "height": 64,
-        "width": 64,
-        "max_steps": 2,
-        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
-    }
-    assert read_job(RunConfig(**recipe), 1).batch.total == 4
-    return recipe
+    engines = {"deepspeed_config": ENGINE, "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
+    values = recipe(tmp_path, wan2, output_dir=str(tmp_path / "out"), **engines)
+    assert read_job(RunConfig(**values), 1).batch.total == 4
+    return values
 
 
-def check(file: Path, recipe: dict[str, Any]) -> None:
-    """Read and check a whole run; a fault must be told with what to write."""
-    file.write_text(json.dumps(recipe))
+def check(file: Path, values: dict[str, Any]) -> None:
+    """Read and check a whole run; a fault must be named, once."""
+    file.write_text(json.dumps(values))
     try:
         read_job(read_run(str(file), {}), 1)
     except ConfigError as error:

@@ -1,5 +1,6 @@
-"""What a run is said to write to disk, against sums done by hand and against what a run then wrote."""
+"""Planned files of a run, against sums done by hand and against what a run then wrote."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from wandistiller.cli.main import main
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
-from wandistiller.planner.disk import disk_line, on_its_disk, written
+from wandistiller.planner.disk import log_disk_use, on_its_disk, written
 from wandistiller.planner.machine import Machine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, disk
 from wandistiller.wan.transformer import count_parameters
 
@@ -27,15 +27,18 @@ def job(published: Path, wan: str = "Wan2.1-T2V-1.3B", **more: Any) -> Job:
     return planned.published_job(published, ONE, wan, **more)
 
 
-def test_a_checkpoint_is_weights_and_two_moments_of_each_network_and_the_average(published: Path) -> None:
-    two = "ds_configs/students/half_two_experts.json"
-    for n, wan, more in (
-        (12, "Wan2.1-T2V-1.3B", {}),
-        (16, "Wan2.1-T2V-1.3B", {"ema": 0.9}),
-        (24, "Wan2.2-T2V-A14B", {"student_config": two}),
-    ):
-        asked = job(published, wan, **more)
-        assert written(asked, accelerator=True).checkpoint == n * count_parameters(asked.student_transformer)
+TWO_EXPERTS = {"wan": "Wan2.2-T2V-A14B", "student_config": "ds_configs/students/half_two_experts.json"}
+
+
+@pytest.mark.parametrize(
+    ("each", "experts", "more"), [(12, 1, {}), (16, 1, {"ema": 0.9}), (12, 2, TWO_EXPERTS)]
+)
+def test_a_checkpoint_is_weights_moments_and_average_of_each_network_and_the_student_two_bytes(
+    published: Path, each: int, experts: int, more: dict[str, Any]
+) -> None:
+    run = job(published, **more)
+    files, numel = written(run, accelerator=True), experts * count_parameters(run.student_transformer)
+    assert (files.checkpoint, files.student) == (each * numel, 2 * numel)
 
 
 def test_frozen_weights_are_kept_once_for_all_checkpoints(published: Path) -> None:
@@ -48,55 +51,47 @@ def test_frozen_weights_are_kept_once_for_all_checkpoints(published: Path) -> No
     assert part.output == 4 * part.checkpoint + part.student
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "keep", "at_once"), [(100, 500, 3, 1), (1000, 500, 3, 2), (5000, 500, 3, 4)]
-)
-def test_one_more_checkpoint_is_there_than_are_kept(
-    published: Path, steps: int, every: int, keep: int, at_once: int
-) -> None:
-    asked = job(published, max_steps=steps, save_every=every, keep_checkpoints=keep)
-    assert written(asked, accelerator=True).checkpoints == at_once
+@pytest.mark.parametrize(("steps", "at_once"), [(100, 1), (1000, 2), (5000, 4)])
+def test_one_more_checkpoint_is_there_than_are_kept(published: Path, steps: int, at_once: int) -> None:
+    run = job(published, max_steps=steps, save_every=500, keep_checkpoints=3)
+    assert written(run, accelerator=True).checkpoints == at_once
 
 
 def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_steps_reach(
     published: Path,
 ) -> None:
-    def cache(**more: Any) -> int:
-        return written(job(published, **more), accelerator=True).cache
+    def more_than_a_latent_each(**more: Any) -> int:
+        usual, changed = (job(published, **{"max_steps": 100} | changes) for changes in ({}, more))
+        return written(changed, accelerator=True).cache - written(usual, accelerator=True).cache
 
     prompts, batch = len(job(published).items), job(published).batch.total
-    assert cache(rollouts_per_prompt=2, max_steps=100) - cache(max_steps=100) == prompts * X0
-    assert (
-        cache(max_steps=100, rollout_path=True, rollout_steps=10) - cache(max_steps=100) == 10 * prompts * X0
-    )
-    assert cache(rollouts_per_prompt=100, max_steps=3) - cache(max_steps=100) == (3 * batch - prompts) * X0
+    assert more_than_a_latent_each(rollouts_per_prompt=2) == prompts * X0
+    assert more_than_a_latent_each(rollout_path=True, rollout_steps=10) == 10 * prompts * X0
+    assert more_than_a_latent_each(rollouts_per_prompt=100, max_steps=3) == (3 * batch - prompts) * X0
 
 
-def test_a_run_writes_what_was_said(tmp_path: Path, wan1: Path) -> None:
-    given = recipe(
-        tmp_path,
-        wan1,
-        output_dir=str(tmp_path / "out"),
-        max_steps=2,
-        save_every=1,
-        student_config={"num_layers": 1},
-    )
-    read = read_job(merged(given, {}, None), 1)
-    said = written(read, accelerator=False)
+def test_a_run_writes_the_planned_files(tmp_path: Path, wan1: Path) -> None:
+    more = {"max_steps": 2, "save_every": 1, "student_config": {"num_layers": 1}}
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "out"), **more)
+    files = written(read_job(merged(given, {}, None), 1), accelerator=False)
     wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
     saved = tmp_path / "out/checkpoints/step_00000002"
     states = sum(f.stat().st_size for f in saved.rglob("*.safetensors"))
     student = sum(f.stat().st_size for f in (tmp_path / "out/student/transformer").glob("*.safetensors"))
     cache = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*.safetensors"))
-    assert said.checkpoint <= states < 1.05 * said.checkpoint + 20_000  # names and places of the pieces
-    assert said.student <= student < 1.05 * said.student + 20_000
-    assert 0.5 * cache < said.cache < 2 * cache
+    assert files.checkpoint <= states < 1.05 * files.checkpoint + 20_000  # names and places of the pieces
+    assert files.student <= student < 1.05 * files.student + 20_000
+    assert 0.5 * cache < files.cache < 2 * cache
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_written(published: Path, tmp_path: Path) -> None:
-    roomy = disk_line(job(published, output_dir=str(tmp_path)), accelerator=True)
+def test_a_disk_that_is_too_small_is_logged_before_anything_is_written(
+    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     many = {"keep_checkpoints": 10**6, "save_every": 1, "max_steps": 10**6}
-    narrow = disk_line(job(published, output_dir=str(tmp_path), **many), accelerator=True)
+    with caplog.at_level(logging.INFO):
+        for more in ({}, many):
+            log_disk_use(job(published, output_dir=str(tmp_path), **more))
+    roomy, narrow = caplog.messages
     assert "TOO LITTLE" not in roomy and narrow.endswith(f"free at {tmp_path}, TOO LITTLE")
 
 
@@ -108,11 +103,11 @@ other_disk = pytest.mark.skipif(
 
 @other_disk
 def test_only_files_of_the_same_disk_are_beside_what_is_swapped(published: Path, tmp_path: Path) -> None:
-    asked = job(published, output_dir=str(MEMORY / "nowhere"), cache_dir=str(tmp_path))
-    files = written(asked, accelerator=True)
-    assert on_its_disk(ONE, asked, tmp_path / "swap").files == files.cache > 0
-    assert on_its_disk(ONE, asked, MEMORY / "swap").files == files.output
-    assert on_its_disk(ONE, asked, None).files == written(asked, accelerator=True).whole
+    run = job(published, output_dir=str(MEMORY / "nowhere"), cache_dir=str(tmp_path))
+    files = written(run, accelerator=True)
+    assert on_its_disk(ONE, run, tmp_path / "swap").files == files.cache > 0
+    assert on_its_disk(ONE, run, MEMORY / "swap").files == files.output
+    assert on_its_disk(ONE, run, None).files == files.whole
 
 
 @other_disk
@@ -120,42 +115,18 @@ def test_only_files_of_the_same_disk_are_beside_what_is_swapped(published: Path,
 def test_plan_looks_at_the_disks_that_the_run_names(
     wan1: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = ["--teacher_path", str(wan1), "--data_path", "tiny", "--height", "32", "--width", "32"]
-    assert (
-        main(["plan", *words, "--output_dir", str(tmp_path / "x"), "--cache_dir", str(MEMORY / "nowhere")])
-        == 0
-    )
-    said = capsys.readouterr().err
-    assert f"of the disk of {MEMORY / 'nowhere'} (" in said and said.count("of the disk of ") > 1
+    words = f"--teacher_path {wan1} --data_path tiny --height 32 --width 32 --output_dir {tmp_path / 'x'}"
+    assert main(["plan", *words.split(), "--cache_dir", str(MEMORY / "nowhere")]) == 0
+    output = capsys.readouterr().err
+    assert f"of the disk of {MEMORY / 'nowhere'} (" in output and output.count("of the disk of ") > 1
 
 
 @pytest.mark.usefixtures("quiet_logging")
-def test_plan_counts_files_and_says_what_fewer_checkpoints_bring(
+def test_plan_counts_files_and_names_what_fewer_checkpoints_save(
     published: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = [
-        "--teacher_path",
-        str(published / "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
-        "--data_path",
-        str(published / "prompts.txt"),
-        "--gpus",
-        "8",
-        "--gpu_memory",
-        "80",
-        "--host_memory",
-        "1000",
-        "--max_steps",
-        "5000",
-    ]
+    machine = "--gpus 8 --gpu_memory 80 --host_memory 1000 --max_steps 5000 --disk"
     each = written(job(published, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
-    assert main(["plan", *words, "--disk", "2000"]) == 0 and "does NOT fit" not in capsys.readouterr().err
-    assert main(["plan", *words, "--disk", "300"]) == 0
-    assert (
-        "GiB of disk (30.0 of them kept in reserve) leave. "
-        f"--keep_checkpoints 1 takes {2 * each:.1f} GiB less" in (capsys.readouterr().err)
-    )
-
-
-def test_the_student_is_in_two_bytes(published: Path) -> None:
-    asked = job(published, student_config=read_json("ds_configs/students/half.json"))
-    assert written(asked, accelerator=True).student == 2 * count_parameters(asked.student_transformer)
+    hint = f"(30.0 of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less"
+    assert "does NOT fit" not in planned.plan_output(published, capsys, f"{machine} 2000")
+    assert f"GiB of disk {hint}" in planned.plan_output(published, capsys, f"{machine} 300")

@@ -1,8 +1,6 @@
 """Memory of VAE and text encoder by FakeTensor, against sums by hand, real tensors and whole videos."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,6 @@ from wandistiller.wan.encoders import decoded, encoded
 from wandistiller.wan.pipeline import TINY
 
 MIB = 2**20
-
-
-# What is counted
 
 
 def test_a_tensor_counts_until_nothing_holds_it() -> None:
@@ -42,50 +37,35 @@ def test_views_and_what_was_there_before_count_nothing() -> None:
 
 
 def test_on_a_cpu_a_margin_comes_on_top_of_the_tensors() -> None:
-    gpu, cpu = (
-        decoding(WAN21, (1, 16, 1, 60, 104), accelerator=accelerator) for accelerator in (True, False)
-    )
-    assert cpu == (gpu.weights, int(ON_CPU * gpu.work))
+    on_gpu, on_cpu = (decoding(WAN21, (1, 16, 1, 60, 104), accelerator=gpu) for gpu in (True, False))
+    assert on_cpu == (on_gpu.weights, int(ON_CPU * on_gpu.work))
 
 
-# Against real tensors
-
-
-def really(vae: dict[str, Any], shape: tuple[int, ...], decode: bool) -> int:
-    """The most that real tensors took on this CPU, the whole video run."""
-    model = vae_of(vae)
-    with torch.no_grad(), Live() as seen:
-        (decoded if decode else encoded)(model, torch.zeros(shape))
-    return seen.most
-
-
-TEACHER = read_json(TINY / "vae" / "config.json")
-VAES = {"tiny": (TEACHER, 8), "Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
+VAES = {"tiny": (read_json(TINY / "vae" / "config.json"), 8), "Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
 
 
 @pytest.mark.parametrize("frames", [1, 21])
 @pytest.mark.parametrize("name", VAES)
-def test_what_is_said_of_a_vae_is_what_real_tensors_of_the_whole_video_take(name: str, frames: int) -> None:
+def test_planned_memory_of_a_vae_is_that_of_real_tensors_of_the_whole_video(name: str, frames: int) -> None:
     vae, spatial = VAES[name]
     pixels = (2, 3, frames, 32, 48)
     latents = (1, vae["z_dim"], (frames - 1) // 4 + 1, 32 // spatial, 48 // spatial)
-    assert encoding(vae, pixels, accelerator=True).work == really(vae, pixels, decode=False)
-    assert decoding(vae, latents, accelerator=True).work == really(vae, latents, decode=True)
+    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+        model = vae_of(vae)
+        with torch.no_grad(), Live() as measured:
+            call(model, torch.zeros(shape))
+        assert plan(vae, shape, accelerator=True).work == measured.most
 
 
-def test_what_is_said_of_a_text_encoder_is_what_real_tensors_take(wan1: Path) -> None:
-    config = json.loads((wan1 / "text_encoder" / "config.json").read_text())
+def test_planned_memory_of_a_text_encoder_is_that_of_real_tensors(wan1: Path) -> None:
+    config = read_json(wan1 / "text_encoder" / "config.json")
     model, token_BL = text_encoder_of(config), torch.zeros(1, 512, dtype=torch.long)
     mask_BL = (torch.arange(512) < 7).long()[None]  # with padding, as all prompts have
-    with torch.no_grad(), Live() as seen:
+    with torch.no_grad(), Live() as measured:
         model(token_BL, mask_BL)
     tokens = token_BL.nbytes + mask_BL.nbytes
-    assert text_encoding(config, torch.float32, accelerator=True).work - tokens == pytest.approx(
-        seen.most, abs=tokens
-    )
-
-
-# Wan's own
+    planned = text_encoding(config, "float32", accelerator=True).work - tokens
+    assert planned == pytest.approx(measured.most, abs=tokens)
 
 
 def test_of_a_long_video_only_four_chunks_are_run() -> None:
@@ -111,5 +91,5 @@ def test_decoding_81_frames_of_480_by_832_takes_7_6_gib() -> None:
 
 
 def test_umt5_xxl_has_5_7_billion_parameters_and_little_else() -> None:
-    need = text_encoding(UMT5_XXL, torch.bfloat16, accelerator=True)
+    need = text_encoding(UMT5_XXL, "bfloat16", accelerator=True)
     assert need.weights == pytest.approx(2 * 5.68e9, rel=1e-3) and need.work < 0.02 * need.weights

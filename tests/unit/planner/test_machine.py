@@ -1,6 +1,5 @@
-"""Free memory of machines, and the demands of a run."""
+"""Free memory of machines, and what a run needs of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands, this_machine
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, disk_free, host_free
-
-# The machine
 
 MEMINFO = "MemTotal:  65536000 kB\nMemFree:  1000 kB\nMemAvailable:  41943040 kB\n"  # 40 GiB
 
@@ -48,11 +45,6 @@ def v1(limit: int, used: int, cache: int) -> dict[str, Any]:
     }
 
 
-def test_high_is_a_limit_too_beyond_which_the_kernel_takes_memory_back(tmp_path: Path) -> None:
-    held = v2(20 * GIB, 5 * GIB) | {"memory.high": 12 * GIB}
-    assert host_free(system(tmp_path, "0::/user\n", user=held)) == 7 * GIB
-
-
 LIMIT, NEED = 8 * 2**20, 100 * 2**20
 
 
@@ -70,10 +62,9 @@ def test_buffers_of_nvme_that_may_not_stay_in_memory_are_refused(
 ) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/status").write_text(f"Name: python\nCapEff:\t{capabilities}\n")
-    found = lock_problems(need, limit, tmp_path)
-    assert bool(found) == refused and all(
-        "100 MiB a rank" in p and "may lock 8 MiB (`ulimit -l`)" in p for p in found
-    )
+    problems = lock_problems(need, limit, tmp_path)
+    assert len(problems) == refused
+    assert all("100 MiB a rank" in p and "may lock 8 MiB (`ulimit -l`)" in p for p in problems)
 
 
 def test_locked_are_the_buffers_of_weights_and_of_the_optimizer() -> None:
@@ -82,40 +73,37 @@ def test_locked_are_the_buffers_of_weights_and_of_the_optimizer() -> None:
     assert locked_bytes(read_json("ds_configs/student/zero3_offload.json"), [10**9], 2, 2) == 0
 
 
-def test_without_a_limit_the_system_s_available_memory_is_free(tmp_path: Path) -> None:
-    assert host_free(system(tmp_path, "0::/user\n", user=v2("max", 5))) == 40 * GIB
+NESTED = {"slice": v2(20 * GIB, 15 * GIB), "slice__job": v2(16 * GIB, 2 * GIB)}
+TOP = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/docker/a\n"
+FREE = {
+    "without a limit, the system's available memory": ("0::/job\n", {"job": v2("max", 5)}, 40),
+    "a control group's limit less its use": ("0::/job\n", {"job": v2(16 * GIB, 6 * GIB)}, 10),
+    "also file cache in use": ("0::/job\n", {"job": v2(16 * GIB, 14 * GIB, GIB, 3 * GIB)}, 6),
+    "the least of nested groups": ("0::/slice/job\n", NESTED, 5),
+    "no more than the machine has": ("0::/job\n", {"job": v2(500 * GIB, 0)}, 40),
+    "nothing over the limit": ("0::/job\n", {"job": v2(GIB, 2 * GIB)}, 0),
+    "up to `high`, beyond which the kernel takes memory back": (
+        "0::/job\n",
+        {"job": v2(20 * GIB, 5 * GIB) | {"memory.high": 12 * GIB}},
+        7,
+    ),
+    "in version 1, in a container that sees its own group at the top": (
+        TOP,
+        {"memory": v1(8 * GIB, 6 * GIB, GIB)},
+        3,
+    ),
+    "in version 1, also the cache of the whole group": (
+        "4:memory:/job\n",
+        {"memory__job": v1(9 * GIB, 8 * GIB, 2 * GIB)},
+        3,
+    ),
+}
+"""What is free -> proc/self/cgroup, files of control groups, and GiB."""
 
 
-def test_a_control_group_s_limit_less_its_use_is_free(tmp_path: Path) -> None:
-    assert host_free(system(tmp_path, "0::/job\n", job=v2(16 * GIB, 6 * GIB))) == 10 * GIB
-
-
-def test_file_cache_in_use_counts_as_free(tmp_path: Path) -> None:
-    assert host_free(system(tmp_path, "0::/job\n", job=v2(16 * GIB, 14 * GIB, GIB, 3 * GIB))) == 6 * GIB
-
-
-def test_the_least_of_nested_groups_counts(tmp_path: Path) -> None:
-    groups = {"slice": v2(20 * GIB, 15 * GIB), "slice__job": v2(16 * GIB, 2 * GIB)}
-    assert host_free(system(tmp_path, "0::/slice/job\n", **groups)) == 5 * GIB
-
-
-def test_a_limit_above_the_machine_s_memory_frees_nothing(tmp_path: Path) -> None:
-    assert host_free(system(tmp_path, "0::/job\n", job=v2(500 * GIB, 0))) == 40 * GIB
-
-
-def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
-    assert host_free(system(tmp_path, "0::/job\n", job=v2(GIB, 2 * GIB))) == 0
-
-
-def test_a_version_1_container_that_sees_its_own_group_at_the_top_is_read(tmp_path: Path) -> None:
-    lines = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/docker/a\n"
-    assert host_free(system(tmp_path, lines, memory=v1(8 * GIB, 6 * GIB, GIB))) == 3 * GIB
-
-
-def test_version_1_s_cache_is_that_of_the_whole_group(tmp_path: Path) -> None:
-    assert (
-        host_free(system(tmp_path, "4:memory:/job\n", memory__job=v1(9 * GIB, 8 * GIB, 2 * GIB))) == 3 * GIB
-    )
+@pytest.mark.parametrize(("cgroup", "groups", "free"), FREE.values(), ids=FREE)
+def test_free_cpu_memory_is(tmp_path: Path, cgroup: str, groups: dict[str, Any], free: int) -> None:
+    assert host_free(system(tmp_path, cgroup, **groups)) == free * GIB
 
 
 def test_a_folder_that_is_not_there_yet_has_its_parent_s_disk(tmp_path: Path) -> None:
@@ -123,19 +111,10 @@ def test_a_folder_that_is_not_there_yet_has_its_parent_s_disk(tmp_path: Path) ->
 
 
 def test_this_machine_is_measured_without_other_ranks(tmp_path: Path) -> None:
-    found = this_machine(tmp_path)
-    assert (found.ranks, found.ranks_on_node) == (1, 1)
-    assert (found.device_free is None) == (collectives.device().type == "cpu")
-    assert 0 < found.host_free < 2**50 and found.disk_free > 0
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Machine]:
-    """What two ranks of this machine measure."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "program.py").write_text(PROGRAM)
-    program(folder / "program.py", folder, ranks=2)
-    return [Machine(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(2)]
+    machine = this_machine(tmp_path)
+    assert (machine.ranks, machine.ranks_on_node) == (1, 1)
+    assert (machine.device_free is None) == (collectives.device().type == "cpu")
+    assert 0 < machine.host_free < 2**50 and machine.disk_free > 0
 
 
 PROGRAM = """import dataclasses, json, sys
@@ -144,36 +123,24 @@ from wandistiller.distributed import collectives
 from wandistiller.planner.machine import this_machine
 
 collectives.init("warning")
-found = this_machine(Path(sys.argv[1]))
-(Path(sys.argv[1]) / f"{collectives.rank()}.json").write_text(json.dumps(dataclasses.asdict(found)))
+machine = this_machine(Path(sys.argv[1]))
+(Path(sys.argv[1]) / f"{collectives.rank()}.json").write_text(json.dumps(dataclasses.asdict(machine)))
 collectives.destroy()
 """
 
 
-def test_all_ranks_find_the_same_machine(on_two_ranks: list[Machine]) -> None:
-    assert on_two_ranks[0] == on_two_ranks[1]
-
-
-def test_ranks_of_one_machine_are_counted_as_such(on_two_ranks: list[Machine]) -> None:
-    assert (on_two_ranks[0].ranks, on_two_ranks[0].ranks_on_node) == (2, 2)
-
-
-# What a run would take of it
+def test_two_ranks_of_one_machine_measure_the_same_and_count_each_other(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program(tmp_path / "program.py", tmp_path, ranks=2)
+    first, second = (Machine(**read_json(tmp_path / f"{rank}.json")) for rank in range(2))
+    assert first == second and (first.ranks, first.ranks_on_node) == (2, 2)
 
 
 def test_ranks_of_a_node_share_its_memory_and_each_has_a_gpu() -> None:
     gpus = Machine(24 * GIB, 128 * GIB, 512 * GIB, 4, 2)
-    device, host, disk = demands(
-        Bytes(device=GIB, transient=2 * GIB, host=5 * GIB, node=7 * GIB, disk=GIB), gpus
-    )
+    rank = Bytes(device=GIB, transient=2 * GIB, host=5 * GIB, node=7 * GIB, disk=GIB)
+    device, host, disk = demands(rank, gpus)
     assert (device.need, host.need, disk.need) == (3 * GIB, 17 * GIB, 2 * GIB)
-
-
-def test_without_gpus_all_is_cpu_memory() -> None:
-    host, _ = demands(
-        Bytes(device=GIB, transient=2 * GIB, host=5 * GIB, node=7 * GIB), Machine(None, 64 * GIB, GIB, 2, 2)
-    )
-    assert host.need == 23 * GIB
 
 
 @pytest.mark.parametrize(("free", "reserve"), [(100 * GIB, 10 * GIB), (10 * GIB, 2 * GIB), (4 * GIB, GIB)])

@@ -29,20 +29,12 @@ def test_a_shipped_recipe_fits_its_machine_and_can_be_trained(
     recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
     teacher = read_json(recipe)["teacher_path"]
     assert teacher in PUBLISHED and len(recipe.read_text().splitlines()) <= 12
-    flags = [
-        "--recipe",
-        str(recipe),
-        "--teacher_path",
-        str(published / teacher),
-        "--data_path",
-        str(published / "prompts.txt"),
-        "--output_dir",
-        str(tmp_path),
-    ]
-    machine = ["--gpus", gpus, "--gpu_memory", each, "--host_memory", str(CPU_MEMORY[name]), "--disk", "1800"]
-    assert main(["plan", *flags, *machine]) == 0
-    said = capsys.readouterr().err
-    assert "\nfits: " in said and "NOT fit" not in said and " 64 a step" in said
+    paths = f"--teacher_path {published / teacher} --data_path {published}/prompts.txt"
+    flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
+    machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
+    assert main(["plan", *flags, *machine.split()]) == 0
+    output = capsys.readouterr().err
+    assert "\nfits: " in output and "NOT fit" not in output and " 64 a step" in output
     assert main(["train", *flags, "--dry_run"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""What is advised when memory runs out: combinations of `recommend` that take less, and standing hints."""
+"""Advice after memory ran out: combinations of shipped JSONs that take less, and standing hints."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from planned import gpus, published_job
 from wandistiller.config.job import Job
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.oom_advice import SHOWN, advice, needed, taken
-from wandistiller.planner.recommend import choices
+from wandistiller.planner.oom_advice import SHOWN, advice, needed
+from wandistiller.planner.resolve_auto import choices
 from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB
 
@@ -54,24 +54,23 @@ def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run
 ) -> None:
     job = greedy(published, machine, **more)
     fits = choices(job, machine, default_rates(machine.device_free), here=True)
-    own, *others = (
-        taken(needed(j, machine, preparing=False), spent, machine) for j in (job, *(c.job for c in fits))
-    )
+    own, *others = (needed(j, spent, machine, preparing=False) for j in (job, *(c.job for c in fits)))
     less = [choice for choice, need in zip(fits, others, strict=True) if need < 0.99 * own][:SHOWN]
-    found = named(advice(job, spent, machine))
-    assert len(found) == len(less) == SHOWN
-    for line, choice in zip(found, less, strict=True):
-        assert line.startswith(f"{choice} (ds_configs/student/{choice.student}.json")
-        assert " s at least" in line
+    lines = named(advice(job, spent, machine))
+    assert len(lines) == len(less) == SHOWN
+    for line, choice in zip(lines, less, strict=True):
+        assert (
+            line.startswith(f"{choice} (ds_configs/student/{choice.student}.json") and " s at least" in line
+        )
         assert choice.job.batch.total == job.batch.total
 
 
 def test_where_nothing_fits_only_hints_are_left(published: Path) -> None:
     small = gpus(4, 2, 8)
-    found = advice(greedy(published, small), Spent.DEVICE, small)
-    assert found[0] == "no student and teacher JSON of ds_configs/ take less accelerator memory and fit"
-    assert not named(found)
-    assert all(word in "\n".join(found) for word in ("--num_frames", "--height, --width", "`num_layers`"))
+    lines = advice(greedy(published, small), Spent.DEVICE, small)
+    assert lines[0] == "no student and teacher JSON of ds_configs/ take less accelerator memory and fit"
+    assert not named(lines)
+    assert all(word in "\n".join(lines) for word in ("--num_frames", "--height, --width", "`num_layers`"))
 
 
 def test_only_what_the_run_does_not_have_is_hinted_at(published: Path) -> None:
@@ -85,6 +84,6 @@ def test_only_what_the_run_does_not_have_is_hinted_at(published: Path) -> None:
 
 
 def test_while_the_cache_is_filled_hints_are_about_the_teacher(published: Path) -> None:
-    found = advice(greedy(published, GPUS, prepare_batch=4), Spent.DEVICE, GPUS, preparing=True)
-    assert "--prepare_batch 1" in found
-    assert "--gradient_checkpointing" not in found and "fewer layers" not in "\n".join(found)
+    lines = advice(greedy(published, GPUS, prepare_batch=4), Spent.DEVICE, GPUS, preparing=True)
+    assert "--prepare_batch 1" in lines
+    assert "--gradient_checkpointing" not in lines and "fewer layers" not in "\n".join(lines)

@@ -15,44 +15,37 @@ from wandistiller.wan.transformer import numels
 
 
 def test_one_gpu_streams_the_whole_teacher_each_call(published: Path) -> None:
-    costs = StepTime(job(published, ONE_24), ONE_24, RATES)
-    call = costs.all()[0]
-    parameters = sum(numels(job(published, ONE_24).folder.config).values())
-    assert call.times == 8 and sum(m.nbytes for m in call.moves) == 2 * parameters
-    assert call.moving(RATES) == pytest.approx(8 * 2 * parameters / 20e9)
+    run = job(published, ONE_24)
+    call, whole = StepTime(run, ONE_24, RATES).all()[0], 2 * sum(numels(run.folder.config).values())
+    assert call.times == 8 and sum(m.nbytes for m in call.moves) == whole
+    assert call.moving(RATES) == pytest.approx(8 * whole / 20e9)
 
 
-def test_eight_gpus_each_bring_an_eighth_and_send_it_to_the_others(published: Path) -> None:
-    moves = {m.way: m.nbytes for m in StepTime(job(published, EIGHT_80), EIGHT_80, RATES).all()[0].moves}
-    whole = 2 * sum(numels(job(published, EIGHT_80).folder.config).values())
-    assert moves == {"pcie": whole // 8, "link": whole * 7 // 8}
-
-
-def _moved(job: Job, machine: Machine) -> dict[str, int]:
-    """Bytes of all transfers by way."""
-    moves = [
-        move for cost in StepTime(job, machine, RATES).all() for move in cost.moves for _ in range(cost.times)
-    ]
-    return {
-        way: sum(move.nbytes for move in moves if move.way == way) for way in {move.way for move in moves}
-    }
-
-
-@pytest.mark.parametrize(("placement", "elsewhere"), [("sharded", 15), ("sharded_node", 0)])
-def test_a_teacher_whose_shards_stay_in_a_node_sends_none_to_the_other(
-    published: Path, placement: str, elsewhere: int
+@pytest.mark.parametrize(
+    ("machine", "placement", "shares"),
+    [
+        (
+            EIGHT_80,
+            "zero_inference_cpu",
+            {"pcie": 1 / 8, "link": 7 / 8},
+        ),  # an eighth each, sent to the others
+        (TWO_NODES, "sharded", {"link": 15 / 16, "network": 15 / 16}),
+        (TWO_NODES, "sharded_node", {"link": 7 / 8}),  # nothing to the other node
+    ],
+)
+def test_the_teacher_s_weights_go_once_to_every_rank_that_shares_them(
+    published: Path, machine: Machine, placement: str, shares: dict[str, float]
 ) -> None:
-    asked = job(
-        published,
-        TWO_NODES,
-        teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json",
-        objective="velocity",
-    )
-    moves = {m.way: m.nbytes for m in StepTime(asked, TWO_NODES, RATES).all()[0].moves}
-    whole = 2 * sum(numels(asked.folder.config).values())
-    assert moves == (
-        {"link": whole * 15 // 16, "network": whole * 15 // 16} if elsewhere else {"link": whole * 7 // 8}
-    )
+    run = job(published, machine, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json")
+    moves = {m.way: m.nbytes for m in StepTime(run, machine, RATES).all()[0].moves}
+    whole = 2 * sum(numels(run.folder.config).values())
+    assert moves == {way: whole * share for way, share in shares.items()}
+
+
+def sent_between_nodes(run: Job) -> int:
+    """Bytes of a whole step between two nodes."""
+    stages = StepTime(run, TWO_NODES, RATES).all()
+    return sum(s.times * m.nbytes for s in stages for m in s.moves if m.way == "network")
 
 
 AROUND = {
@@ -65,37 +58,31 @@ AROUND = {
 
 
 @pytest.mark.parametrize("engine", AROUND)
-def test_gradients_and_weights_go_around_all_ranks_as_often_as_the_stage_asks(
+def test_gradients_and_weights_go_around_all_ranks_as_often_as_the_stage_needs(
     published: Path, engine: str
 ) -> None:
-    asked = job(
-        published,
-        TWO_NODES,
-        deepspeed_config=f"ds_configs/student/{engine}.json",
-        teacher_device_strategy="gpu",
-    )
-    once = 2 * sum(numels(asked.student_transformer).values()) * 15 // 16
-    assert _moved(asked, TWO_NODES)["network"] == pytest.approx(
-        AROUND[engine](asked.batch.accumulation) * once, rel=1e-6
-    )
+    jsons = {"deepspeed_config": f"ds_configs/student/{engine}.json", "teacher_device_strategy": "gpu"}
+    run = job(published, TWO_NODES, **jsons)
+    once = 2 * sum(numels(run.student_transformer).values()) * 15 // 16
+    times = AROUND[engine](run.batch.accumulation)
+    assert sent_between_nodes(run) == pytest.approx(times * once, rel=1e-6)
 
 
 def test_with_second_parts_in_a_node_weights_go_between_nodes_once_a_step(published: Path) -> None:
     ds = read_json("ds_configs/student/zero3.json")
     ds["zero_optimization"]["zero_hpz_partition_size"] = 8
-    asked = job(published, TWO_NODES, deepspeed_config=ds, teacher_device_strategy="gpu")
-    once = 2 * sum(numels(asked.student_transformer).values()) * 15 // 16
-    assert _moved(asked, TWO_NODES)["network"] == pytest.approx(
-        (asked.batch.accumulation + 1) * once, rel=1e-6
-    )
+    run = job(published, TWO_NODES, deepspeed_config=ds, teacher_device_strategy="gpu")
+    once = 2 * sum(numels(run.student_transformer).values()) * 15 // 16
+    assert sent_between_nodes(run) == pytest.approx((run.batch.accumulation + 1) * once, rel=1e-6)
 
 
-def test_guidance_asks_for_two_samples_and_a_scale_of_1_for_one(published: Path) -> None:
-    one = forward_flops(job(published, ONE_24).folder.config, (16, 1, 60, 104)) / 1e12
-    both, text = (
-        StepTime(job(published, ONE_24, guidance_scale=w), ONE_24, RATES).all()[0].tflop for w in (5.0, 1.0)
-    )
-    assert (both, text) == (pytest.approx(2 * one), pytest.approx(one))
+@pytest.mark.parametrize(("scale", "samples"), [(5.0, 2), (1.0, 1)])
+def test_guidance_computes_two_samples_and_a_scale_of_1_one(
+    published: Path, scale: float, samples: int
+) -> None:
+    run = job(published, ONE_24, guidance_scale=scale)
+    one = forward_flops(run.folder.config, (16, 1, 60, 104)) / 1e12
+    assert StepTime(run, ONE_24, RATES).all()[0].tflop == pytest.approx(samples * one)
 
 
 def test_the_micro_batch_that_hides_the_streaming_computes_for_as_long(published: Path) -> None:
@@ -104,10 +91,10 @@ def test_the_micro_batch_that_hides_the_streaming_computes_for_as_long(published
     assert (micro - 1) * call.computing() < call.moving(RATES) <= micro * call.computing()
 
 
-def test_only_of_a_teacher_that_streams_a_micro_batch_is_told(published: Path) -> None:
+def test_no_micro_batch_hides_the_streaming_of_a_teacher_that_does_not_stream(published: Path) -> None:
     """An owner's weights stay where they are, whatever goes to it and back."""
-    asked = job(published, EIGHT_80, teacher_deepspeed_config="ds_configs/teacher/owner.json")
-    assert StepTime(asked, EIGHT_80, RATES).micro_batch_that_hides_streaming() is None
+    run = job(published, EIGHT_80, teacher_deepspeed_config="ds_configs/teacher/owner.json")
+    assert StepTime(run, EIGHT_80, RATES).micro_batch_that_hides_streaming() is None
 
 
 def test_adapters_need_no_gradients_of_the_frozen_weights(published: Path) -> None:
@@ -115,9 +102,8 @@ def test_adapters_need_no_gradients_of_the_frozen_weights(published: Path) -> No
         StepTime(job(published, ONE_24, lora=lora), ONE_24, RATES).all()[1].tflop
         for lora in (None, {"rank": 16})
     )
-    assert adapters / full == pytest.approx(
-        3 / 4, rel=0.05
-    )  # twice forward and once backward, not twice; but for the text
+    # twice forward and once backward, not twice; but for the text
+    assert adapters / full == pytest.approx(3 / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("media", [True, False])
@@ -129,9 +115,9 @@ def test_a_step_computes_for_the_mean_of_the_buckets_that_media_are_cut_to(
         (tmp_path / f"{i}.png").touch()
     data = {"data_path": str(tmp_path)} if media else {}
     sizes = [(480, 832), (240, 416)]
-    asked = job(published, ONE_24, guidance_scale=1.0, buckets=[list(s) for s in sizes], **data)
-    each = [forward_flops(asked.folder.config, asked.folder.latent_shape(*s, 1)) / 1e12 for s in sizes]
-    assert StepTime(asked, ONE_24, RATES).all()[0].tflop == pytest.approx(sum(each) / 2 if media else each[0])
+    run = job(published, ONE_24, guidance_scale=1.0, buckets=[list(s) for s in sizes], **data)
+    each = [forward_flops(run.folder.config, run.folder.latent_shape(*s, 1)) / 1e12 for s in sizes]
+    assert StepTime(run, ONE_24, RATES).all()[0].tflop == pytest.approx(sum(each) / 2 if media else each[0])
 
 
 def test_adam_on_the_cpu_goes_as_fast_as_memory(published: Path) -> None:
@@ -141,10 +127,8 @@ def test_adam_on_the_cpu_goes_as_fast_as_memory(published: Path) -> None:
 
 
 def test_rollouts_are_every_step_of_the_path_of_each_sample_on_all_gpus(published: Path) -> None:
-    asked = job(
-        published, EIGHT_80, rollouts_per_prompt=3, rollout_steps=20, guidance_scale=5.0, max_steps=1000
-    )
-    each = 2 * 20 * forward_flops(asked.folder.config, (16, 1, 60, 104)) / 1e12
-    assert StepTime(asked, EIGHT_80, RATES).rollouts() == pytest.approx(
-        len(asked.items) * 3 * each / 8 / RATES.tflops
-    )
+    more = {"rollouts_per_prompt": 3, "rollout_steps": 20, "guidance_scale": 5.0, "max_steps": 1000}
+    run = job(published, EIGHT_80, **more)
+    each = 2 * 20 * forward_flops(run.folder.config, (16, 1, 60, 104)) / 1e12
+    seconds = len(run.items) * 3 * each / 8 / RATES.tflops
+    assert StepTime(run, EIGHT_80, RATES).rollouts() == pytest.approx(seconds)

@@ -12,7 +12,7 @@ from tensors import tensor_bytes
 from wandistiller.batch import Expert
 from wandistiller.engine.ds_config import student_engine
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.student_memory import AVERAGE, cast_bytes, start_bytes, student_parts
+from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.planner.student_network import Network, network_of
 from wandistiller.student.student import Student
 from wandistiller.student.trainable import set_trainable
@@ -20,7 +20,7 @@ from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, velocity
 
 BF16 = {"bf16": {"enabled": True}}
-SMALL, LARGE, TWO = "1.3B", "14B", "A14B"
+LARGE, TWO = "14B", "A14B"
 P = 14_288_491_584  # parameters of Wan 14B; all of its tensors have even sizes
 WIDTH = 5120
 
@@ -43,37 +43,35 @@ def student_json(
 def student(
     folder: WanFolder, ds: dict[str, Any], ranks: int = 1, experts: int = 1, accelerator: bool = False
 ) -> Bytes:
-    checked, _ = student_engine("s.json", ds, ranks)
-    return sum(
-        student_parts(
-            Network(numels(folder.config)), experts, checked, ranks, accelerator=accelerator
-        ).values(),
-        Bytes(),
-    )
+    checked, network = student_engine("s.json", ds, ranks)[0], Network(numels(folder.config))
+    parts = student_parts(network, experts, checked, ranks, accelerator=accelerator)
+    return sum(parts.values(), Bytes())
+
+
+def train_a_step(made: Student, device: torch.device) -> None:
+    engine = made.engine(Expert.HIGH_NOISE)
+    inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
+    engine.backward(velocity(engine, *(t.to(device) for t in inputs)).square().mean())
+    engine.step()
+
+
+SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
 
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), *((s, home) for s in (1, 2, 3) for home in ("none", "cpu"))]
 )
-def test_a_student_s_engine_keeps_the_bytes_that_were_said(
+def test_a_student_s_engine_keeps_the_planned_bytes(
     one_rank: torch.device, stage: int, offload: str, bf16: bool
 ) -> None:
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
     ds, _ = student_engine("s.json", student_json(stage, offload=offload, bf16=bf16), 1)
-    before = tensor_bytes()
-    made = Student({Expert.HIGH_NOISE: small_transformer(0, 2, **sizes)}, ds)
-    engine = made.engine(Expert.HIGH_NOISE)
-    inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
-    loss = velocity(engine, *(t.to(one_rank) for t in inputs)).square().mean()
-    engine.backward(loss)
-    engine.step()
-    del loss
-    said = sum(
-        student_parts(Network(numels(dict(engine.module.config))), 1, ds, 1, accelerator=False).values(),
-        Bytes(),
-    )
-    assert tensor_bytes() - before == pytest.approx(said.device + said.host, rel=0.01)
+    before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
+    network = Network(numels(dict(model.config)))
+    made = Student({Expert.HIGH_NOISE: model}, ds)
+    train_a_step(made, one_rank)
+    planned = sum(student_parts(network, 1, ds, 1, accelerator=False).values(), Bytes())
+    assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.01)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "none"), (2, "cpu"), (3, "cpu")])
@@ -81,11 +79,10 @@ def test_a_student_s_engine_keeps_the_bytes_that_were_said(
 def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     one_rank: torch.device, stage: int, offload: str, tuned: str
 ) -> None:
-    frozen, lora = (
-        (["blocks.0", "ffn"], None) if tuned == "frozen" else (None, {"rank": 4, "targets": ["to_q", "ffn"]})
-    )
+    lora = {"rank": 4, "targets": ["to_q", "ffn"]} if tuned == "lora" else None
+    frozen = ["blocks.0", "ffn"] if tuned == "frozen" else None
     ds, _ = student_engine("s.json", student_json(stage, offload=offload), 1)
-    model = small_transformer(0, 2, num_attention_heads=4, attention_head_dim=64, ffn_dim=512)
+    model = small_transformer(0, 2, **SIZES)
     config, before = dict(model.config), tensor_bytes()
     model = model.requires_grad_(True)
     set_trainable(model, frozen, lora, seed=0)
@@ -96,14 +93,11 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     assert network_of(config, frozen, lora, (), 256) == Network(*sizes)
     before -= sum(p.nbytes for p in model.parameters())  # of a network that the engine takes over
     made = Student({Expert.HIGH_NOISE: model}, ds, ema=0.9)
-    engine = made.engine(Expert.HIGH_NOISE)
-    inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
-    engine.backward(velocity(engine, *(t.to(one_rank) for t in inputs)).square().mean())
-    engine.step()
+    train_a_step(made, one_rank)
     parts = student_parts(Network(*sizes), 1, ds, 1, accelerator=False, ema=True)
     assert parts[AVERAGE].device + parts[AVERAGE].host == 4 * sum(sizes[0].values())
-    said = sum(parts.values(), Bytes())
-    assert tensor_bytes() - before == pytest.approx(said.device + said.host, rel=0.02)
+    planned = sum(parts.values(), Bytes())
+    assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,8 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
 def test_without_offloading_a_student_on_two_ranks_keeps(
     wans: dict[str, WanFolder], stage: int, kept: int
 ) -> None:
-    assert (
-        student(wans[LARGE], student_json(stage, stage3_param_persistence_threshold=0), 2).device == kept
-    )  # 3: and a bucket
+    ds = student_json(stage, stage3_param_persistence_threshold=0)
+    assert student(wans[LARGE], ds, 2).device == kept  # 3: and a bucket
 
 
 @pytest.mark.parametrize(("bf16", "each"), [(True, 4), (False, 0)])
@@ -133,20 +126,20 @@ def test_zero_1_keeps_all_gradients_until_the_step(wans: dict[str, WanFolder]) -
 
 
 def test_zero_2_offloaded_leaves_the_weights_and_a_buffer_on_the_device(wans: dict[str, WanFolder]) -> None:
-    there = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
+    memory = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
     largest = 2 * 6 * WIDTH * WIDTH
-    assert (there.device, there.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
+    assert (memory.device, memory.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
 
 
 def test_zero_3_offloaded_leaves_a_part_of_the_weights_on_the_device(wans: dict[str, WanFolder]) -> None:
-    there = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
-    assert (there.device, there.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
+    memory = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
+    assert (memory.device, memory.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
 
 
 def test_zero_3_with_all_offloaded_leaves_only_the_bucket(wans: dict[str, WanFolder]) -> None:
     ds = student_json(3, offload="cpu", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"})
-    there = student(wans[LARGE], ds, 2)
-    assert (there.device, there.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
+    memory = student(wans[LARGE], ds, 2)
+    assert (memory.device, memory.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
 
 
 def test_zero_3_holds_all_weights_in_the_backward_pass_unless_blocks_are_computed_anew(
@@ -158,9 +151,8 @@ def test_zero_3_holds_all_weights_in_the_backward_pass_unless_blocks_are_compute
 
 
 def test_large_page_locked_memory_takes_what_it_needs(wans: dict[str, WanFolder]) -> None:
-    free, locked = (
-        student(wans[LARGE], student_json(2, offload="cpu"), 2, accelerator=gpu) for gpu in (False, True)
-    )
+    ds = student_json(2, offload="cpu")
+    free, locked = (student(wans[LARGE], ds, 2, accelerator=gpu) for gpu in (False, True))
     assert locked.host == free.host and free.pinned == 0
     assert locked.pinned == free.host - 8 * P // 2  # all but the optimizer's moments
 
@@ -177,14 +169,8 @@ def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
     )  # weights, masters, gradients, a tensor on its way
     assert max(pieces) < 2**20
     ds, _ = student_engine("s.json", student_json(2, offload="cpu"), 1)
-    pinned = sum(
-        p.pinned for p in student_parts(Network(numels(config)), 1, ds, 1, accelerator=True).values()
-    )
-    assert pinned == sum(2 ** ceil(log2(n)) for n in pieces)
-
-
-def test_a_rank_starts_from_all_weights_in_float32(wans: dict[str, WanFolder]) -> None:
-    assert start_bytes(wans[SMALL].config, 2) == 2 * 4 * 1_418_996_800
+    parts = student_parts(Network(numels(config)), 1, ds, 1, accelerator=True)
+    assert sum(part.pinned for part in parts.values()) == sum(2 ** ceil(log2(n)) for n in pieces)
 
 
 def test_two_engines_keep_twice_as_much_but_work_one_at_a_time(wans: dict[str, WanFolder]) -> None:

@@ -1,4 +1,4 @@
-"""The placement that stands for another one, which the planner chooses before anything is loaded."""
+"""The word `auto` in a teacher JSON: it stands for the placement that planner/resolve_auto.py decides on."""
 
 from typing import Any, ClassVar, NoReturn
 
@@ -6,7 +6,7 @@ from wandistiller.teacher.placements.base import Placement
 
 
 class Auto(Placement):
-    """The fastest placement that fits next to the student."""
+    """A stand-in, which is never loaded."""
 
     memory_known: ClassVar[bool] = False
 

@@ -1,4 +1,8 @@
-"""The fastest of the shipped JSONs that fit a machine; what a run leaves at `auto` becomes one of them."""
+"""Decides `auto`: the student's engine and the teacher's placement become the fastest shipped JSONs that fit.
+
+`plan --recommend` and the advice after memory ran out compare the same combinations. (The word `auto` in a
+teacher JSON is read by teacher/placements/auto.py, which loads nothing and decides nothing.)
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,25 +32,16 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 
-KEPT = (*BATCH_KEYS, "zero_optimization", "aio")
-"""Keys of a student JSON that are chosen here; the others are the run's."""
-STUDENTS = (
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2_offload",
-    "zero3_offload",
-    "zero3_offload_all",
-    "zero3_nvme",
-)
+SECTIONS = ("zero_optimization", "aio")
+"""Sections of a student JSON that are chosen here, with the batch keys; all else is the run's."""
+STUDENTS = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_all zero3_nvme".split()
 """In ds_configs/student/, the simplest first."""
 EQUAL = 0.01
 """Share of a step's time within which two lower bounds count as equal; they leave out more than that."""
 OWN = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
-"""Combinations named in the error."""
+"""Number of combinations in the error message."""
 
 
 class Choice(NamedTuple):
@@ -62,6 +57,11 @@ class Choice(NamedTuple):
     order: tuple[int, int]
     """Its place among the students' and teachers' JSONs; the first are the simplest and move least."""
 
+    @property
+    def files(self) -> tuple[str, str]:
+        """Both JSONs, where both were chosen."""
+        return f"ds_configs/student/{self.student}.json", f"ds_configs/teacher/{self.teacher}.json"
+
     def demands(self, machine: Machine) -> list[Demand]:
         """Its demand for each kind of memory of `machine`."""
         return [d for d in demands(self.takes, machine) if d.need]
@@ -72,10 +72,10 @@ class Choice(NamedTuple):
 
     def why(self, machine: Machine) -> str:
         """Its numbers, in words."""
-        taken = self.demands(machine)
+        needed = self.demands(machine)
         return (
-            f"takes {' and '.join(map(str, taken))} at most; free are "
-            f"{' and '.join(d.supply for d in taken)}; a step lasts {self.seconds:.3g} s at least"
+            f"takes {' and '.join(map(str, needed))} at most; free are "
+            f"{' and '.join(d.supply for d in needed)}; a step lasts {self.seconds:.3g} s at least"
         )
 
     def lines(self, machine: Machine) -> list[str]:
@@ -85,23 +85,17 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The engines of this run as recipe keys: file names where those suffice, else the content."""
-        j, ranks = self.job, self.job.batch.ranks
-        student, teacher = (
-            [] if name == OWN else [f"ds_configs/{kind}/{name}.json"]
-            for kind, name in (("student", self.student), ("teacher", self.teacher))
-        )
+        j, ranks, (student, teacher) = self.job, self.job.batch.ranks, self.files
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
-        cut = [
+        contents = [
             {k: v for k, v in ds.items() if k not in BATCH_KEYS} | batch
-            for ds in (*map(read_json, student), j.student_ds)
+            for ds in (read_json(student), j.student_ds)
         ]
+        same = (s for s in (student, *contents) if student_engine("", load(s)[1], ranks)[0] == j.student_ds)
+        of_file = teacher_engine("", read_json(teacher), ranks)
         return {
-            "deepspeed_config": next(
-                s for s in (*student, *cut) if student_engine("", load(s)[1], ranks)[0] == j.student_ds
-            ),
-            "teacher_deepspeed_config": next(
-                t for t in (*teacher, j.teacher_ds) if teacher_engine("", load(t)[1], ranks) == j.teacher_ds
-            ),
+            "deepspeed_config": next(same),
+            "teacher_deepspeed_config": teacher if of_file == j.teacher_ds else j.teacher_ds,
         }
 
     def __str__(self) -> str:
@@ -123,53 +117,33 @@ def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
 
 
 def ranked(
-    job: Job,
-    machine: Machine,
-    rates: Rates,
-    *,
-    student: bool = True,
-    teacher: bool = True,
-    here: bool = False,
+    job: Job, machine: Machine, rates: Rates, choose: tuple[bool, bool] = (True, True), here: bool = False
 ) -> list[Choice]:
     """Every combination at the run's global batch that its other settings allow, the fastest first.
 
     Args:
-        student: whether its engine is to be chosen; else it stays as it is.
-        teacher: whether its placement is.
+        choose: whether to choose the student's engine, and the teacher's placement; else it stays as it is.
         here: `machine` is this one, which must be able to build the engines.
     """
-    found = []
+    (student, teacher), every = choose, []
     for s, (name, changed) in enumerate(_students(job, here) if student else [(OWN, job)]):
         placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
         for t, (place, both) in enumerate(placed):
-            found.append(
-                Choice(
-                    name,
-                    place,
-                    both,
-                    most(plan(both, machine)),
-                    StepTime(both, machine, rates).floor(),
-                    (s, t),
-                )
-            )
-    return sorted(found, key=lambda c: (c.seconds, c.order))
+            takes, seconds = most(plan(both, machine)), StepTime(both, machine, rates).floor()
+            every.append(Choice(name, place, both, takes, seconds, (s, t)))
+    return sorted(every, key=lambda c: (c.seconds, c.order))
 
 
 def _students(job: Job, here: bool) -> Iterator[tuple[str, Job]]:
-    own = {k: v for k, v in job.student_ds.items() if k not in KEPT}
+    """The run with each shipped engine that goes with its other settings, in every possible micro-batch."""
+    own = {k: v for k, v in job.student_ds.items() if k not in (*BATCH_KEYS, *SECTIONS)}
     for name in STUDENTS:
-        ours = {
-            k: v
-            for k, v in read_json(f"ds_configs/student/{name}.json").items()
-            if k in ("zero_optimization", "aio")
-        }
-        made = list(_micro_batches(job, own | ours))
-        if (
-            made
-            and not tuning_problems(job.run, job.student_transformer, made[0].student_ds)
-            and not (here and config_problems("", without_block(made[0].student_ds)))
-        ):
-            yield from ((name, changed) for changed in made)
+        shipped = read_json(f"ds_configs/student/{name}.json")
+        changed = list(_micro_batches(job, own | {k: shipped[k] for k in SECTIONS if k in shipped}))
+        if not changed or tuning_problems(job.run, job.student_transformer, changed[0].student_ds):
+            continue
+        if not (here and config_problems("", without_block(changed[0].student_ds))):
+            yield from ((name, each) for each in changed)
 
 
 def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
@@ -177,11 +151,10 @@ def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
     share = job.batch.total // job.batch.ranks
     for micro in (m for m in (1, 2, 4, 8, 16, 32) if share % m == 0):
         with suppress(ConfigError):  # it does not go with the rest of the run's JSON
-            made, batch = student_engine(
-                "", ds | {MICRO: micro, ACCUMULATION: share // micro}, job.batch.ranks
-            )
+            cut = ds | {MICRO: micro, ACCUMULATION: share // micro}
+            checked, batch = student_engine("", cut, job.batch.ranks)
             if not block_problems(job.run, {"batch": batch}):
-                yield replace(job, student_ds=made, batch=batch)
+                yield replace(job, student_ds=checked, batch=batch)
 
 
 def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job]]:
@@ -202,17 +175,17 @@ def teachers(config: dict[str, Any], dtype: str, topology: Topology) -> list[tup
         config: the teacher's.
         dtype: its precision.
     """
-    found = []
+    candidates = []
     for name in teacher_jsons():
         with suppress(ConfigError):  # a library that it needs is not installed
-            given = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-            ds = teacher_engine(name, given, topology.ranks)
+            shipped = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
+            ds = teacher_engine(name, shipped, topology.ranks)
             if (placement := read_placement(ds)).is_candidate(ds, topology):
                 ways = {transfer.way for transfer in placement.traffic(config, ds, topology)}
                 slow = [way in ways for way in ("disk", "pcie", "network", "link")]
                 cost = (placement.on_cpu and topology.accelerator, *slow, placement.on_cpu)
-                found.append((cost, name, ds))
-    return [(name, ds) for _, name, ds in sorted(found, key=lambda row: row[:2])]
+                candidates.append((cost, name, ds))
+    return [(name, ds) for _, name, ds in sorted(candidates, key=lambda row: row[:2])]
 
 
 def resolve_auto(job: Job) -> Job:
@@ -244,20 +217,15 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     Raises:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
-    student, teacher = left_open(job)
-    every = ranked(
-        job, machine, default_rates(machine.device_size), student=student, teacher=teacher, here=here
-    )
+    every = ranked(job, machine, default_rates(machine.device_size), left_open(job), here)
     if fits := fitting(every, machine):
         return fits[0]
     near = sorted(every, key=lambda c: c.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
-    float32 = (
-        ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""
-    )
+    half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""
     raise ConfigError(
         f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. What helps: a smaller "
         "student, fewer frames, more GPUs or nodes, more CPU memory, a larger disk for the swap folder"
-        f"{float32}."
+        f"{half}."
     )

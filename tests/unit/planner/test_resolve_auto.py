@@ -1,0 +1,207 @@
+"""Choices of `auto` and `--recommend` for published Wans on machines of every size, and their messages."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from planned import EIGHT_80, ONE_24, RATES, TWO_NODES, gpus
+from planned import published_job as job
+from ranks import wandistiller, write_json
+from recipes import recipe
+
+from wandistiller.cli.plan import OWN, plan_lines
+from wandistiller.config.job import Job
+from wandistiller.config.shorthands import merged
+from wandistiller.config.validate import read_job
+from wandistiller.engine.transfers import Topology
+from wandistiller.planner.disk import on_its_disk
+from wandistiller.planner.hardware_rates import GPU, default_rates
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.resolve_auto import EQUAL, choices, chosen, ranked, teachers
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.pipeline import WanFolder
+
+SMALL, LARGE, FIVE, TWO = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"
+TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
+BOTH = TEACHER | {"deepspeed_config": "auto"}
+IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
+"""The teacher only fills the cache."""
+
+
+@pytest.mark.parametrize(
+    ("wan", "machine", "given", "student", "teacher"),
+    [
+        (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
+        (LARGE, gpus(1, 40, 256), TEACHER, "as given", "zero_inference_cpu"),  # 26.7 GiB beside 13.5
+        (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
+        (TWO, gpus(4, 40, 1000), TEACHER, "as given", "sharded"),
+        (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
+        (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
+        (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+        (SMALL, gpus(1, 24, 64), BOTH, "zero0", "replicated"),
+        (LARGE, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+    ],
+)
+def test_of_what_is_auto_the_fastest_that_fits_is_chosen(
+    published: Path, wan: str, machine: Machine, given: dict[str, Any], student: str, teacher: str
+) -> None:
+    choice = chosen(job(published, machine, wan, **given), machine)
+    assert (choice.student, choice.teacher) == (student, teacher)
+
+
+def test_what_is_swapped_has_room_beside_the_run_s_files(published: Path) -> None:
+    fits, not_beside = gpus(1, 24, 128), replace(gpus(1, 24, 128), disk_free=200 * GIB)
+    run = job(published, fits, LARGE, **BOTH)
+    assert chosen(run, not_beside).student == "zero3_nvme"
+    assert chosen(run, on_its_disk(fits, run, None)).student == "zero3_nvme"
+    with pytest.raises(ConfigError, match=r"would need 2\d\d\.\d GiB of disk"):
+        chosen(run, on_its_disk(not_beside, run, None))
+
+
+def names(run: Job, machine: Machine, here: bool = False) -> set[tuple[str, str]]:
+    """The pairs of JSONs that there are to choose from."""
+    return {(c.student, c.teacher) for c in ranked(run, machine, GPU[24], here=here)}
+
+
+def test_an_average_keeps_the_optimizer_off_nvme(published: Path) -> None:
+    machine = gpus(1, 24, 128)
+    plain, averaged = (
+        names(job(published, machine, LARGE, ema=ema, **BOTH), machine) for ema in (None, 0.999)
+    )
+    assert plain - averaged == {name for name in plain if name[0] == "zero3_nvme"} != set()
+
+
+def test_a_micro_step_never_spans_expert_blocks(published: Path) -> None:
+    machine = gpus(1, 80, 512)
+    for blocks, micro in ((1, {1, 2, 4, 8}), (4, {1, 2})):
+        every = ranked(job(published, machine, TWO, expert_blocks=blocks, **BOTH), machine, GPU[80])
+        assert {choice.job.batch.micro for choice in every} == micro
+
+
+def test_what_this_machine_cannot_build_is_passed_over(
+    published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    machine = gpus(1, 24, 128)
+    run = job(published, machine, LARGE, **BOTH)
+    here, elsewhere = names(run, machine, here=True), names(run, machine)
+    assert here == {name for name in elsewhere if "nvme" not in "".join(name)} != elsewhere
+
+
+def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published: Path) -> None:
+    machine = gpus(2, 24, 256)
+    run = job(published, machine, LARGE, **BOTH)
+    assert chosen(run, machine).job.identity == run.identity
+
+
+def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
+    machine = Machine(16 * GIB, 32 * GIB, 10 * GIB, 1, 1)
+    words = r"Nothing .* fits. Free are .*16.0 GiB on each GPU.*Nearest come: student .* would need .*"
+    with pytest.raises(ConfigError, match=words):
+        chosen(job(published, machine, TWO, **BOTH), machine)
+
+
+def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=2, **BOTH)
+    log = wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given)).stderr
+    assert log.count("chosen    student ") == 1 and " kept in reserve" in log
+    student, teacher = (
+        read_json(tmp_path / "run" / "resolved" / f"{name}_deepspeed.json") for name in ("student", "teacher")
+    )
+    assert student["train_batch_size"] == 8 and "zero_optimization" in student
+    assert teacher.get("wandistiller", {}).get("placement") != "auto"
+
+
+FEW = ["replicated", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
+NODES = ["replicated", "sharded_node", "sharded", "zero_inference_cpu_node", *FEW[1:]]
+
+
+@pytest.mark.parametrize(
+    ("topology", "names"),
+    [
+        (Topology(16, 8, True), NODES),
+        (Topology(8, 8, True), ["replicated", "sharded", *FEW[1:]]),
+        (Topology(1, 1, True), FEW),
+        (Topology(2, 2, False), ["replicated", "host_cpu", "sharded", "zero_inference_nvme"]),
+        (Topology(1, 1, False), ["replicated", "zero_inference_nvme"]),
+    ],
+)
+def test_placements_are_compared_where_they_differ_those_first_that_move_least(
+    wans: dict[str, WanFolder], topology: Topology, names: list[str]
+) -> None:
+    assert [name for name, _ in teachers(wans["1.3B"].config, "bfloat16", topology)] == names
+
+
+# Recommendations
+
+
+def test_gradients_that_go_around_once_a_step_are_recommended_where_the_network_is_slow(
+    published: Path,
+) -> None:
+    fits = choices(job(published, TWO_NODES, SMALL), TWO_NODES, replace(GPU[80], network=1.2))
+    seconds = {choice.student: choice.seconds for choice in reversed(fits)}
+    assert (fits[0].student, fits[0].teacher) == ("zero0", "replicated")
+    assert seconds["zero0"] < 0.9 * seconds["zero2"]
+
+
+@pytest.mark.parametrize("wan", [SMALL, LARGE, FIVE, TWO])
+def test_what_is_recommended_fits_and_nothing_faster_does(published: Path, wan: str) -> None:
+    best, *others = choices(job(published, EIGHT_80, wan), EIGHT_80, default_rates(EIGHT_80.device_free))
+    assert all(demand.is_met for demand in best.demands(EIGHT_80))
+    assert best.seconds <= (1 + EQUAL) * min(choice.seconds for choice in others)
+
+
+def test_of_equally_fast_ones_that_which_moves_least_is_first(published: Path) -> None:
+    """Eight samples a call hide the streaming, yet with room for the teacher nothing needs to be streamed."""
+    best = choices(job(published, EIGHT_80, SMALL), EIGHT_80, replace(RATES, link=500))[0]
+    assert (best.student, best.teacher) == ("zero0", "replicated")
+
+
+ENGINE = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 7},
+    },
+    "gradient_clipping": 0.5,
+    "csv_monitor": {"enabled": True, "output_path": "curves"},
+    "zero_optimization": {"stage": 2},
+    "wandistiller": {"checkpoint": "attention"},
+    "activation_checkpointing": {},
+}
+FLAGS = {"lr": 3e-4, "mixed_precision": "no", "teacher_dtype": "float32", "batch_size": 2, "num_steps": 30}
+EPOCHS = {"num_epochs": 3, "teacher_device_strategy": "gpu"}
+ON_GPU = {"teacher_device_strategy": "gpu", "teacher_dtype": "bfloat16"}
+RECOMMENDED = {
+    "shorthands of the quick start": (read_json("ds_configs/recipes/quickstart.json"), {}),
+    "flags": ({}, FLAGS),
+    "flags over a recipe": (EPOCHS, {"max_steps": 5, "teacher_on_cpu": True}),
+    "own optimizer, schedule and monitors": ({"deepspeed_config": ENGINE}, {}),
+    "guidance in two passes": ({"teacher_deepspeed_config": {"wandistiller": {"guidance_passes": 2}}}, {}),
+    "no teacher in training": ({"objective": "trajectory"}, ON_GPU),
+}
+
+
+@pytest.mark.parametrize(("values", "flags"), RECOMMENDED.values(), ids=RECOMMENDED)
+def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
+    tmp_path: Path, wan1: Path, values: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    keys = ("teacher_path", "data_path", "student_config", "height", "width")
+    given = {key: recipe(tmp_path, wan1)[key] for key in keys} | values
+    file, recommended = write_json(tmp_path / "given.json", given), tmp_path / "recommended.json"
+    output = {"output_dir": str(tmp_path)}
+    machine = {"gpus": 1, "gpu_memory": 24, "host_memory": 128, "disk": 1000, "nodes": 1, "rates": {}}
+    own = dict.fromkeys(OWN) | machine | {"recommend": recommended}
+    lines = plan_lines(own, flags | {"recipe": str(file)})
+    assert "fastest of the shipped JSONs that fit:" in lines and f"wrote {recommended}" in lines
+    planned = read_job(merged(given, flags | output, None), 1)
+    best = choices(planned, ONE_24, default_rates(ONE_24.device_free))[0].job
+    again = read_job(merged(read_json(recommended), output, str(recommended)), 1)
+    assert (again.student_ds, again.teacher_ds, again.batch) == (best.student_ds, best.teacher_ds, best.batch)
+    assert (again.identity, again.run.max_steps) == (best.identity, best.run.max_steps)
