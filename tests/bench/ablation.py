@@ -70,7 +70,7 @@ def row(name: str, steps: int, folder: Path) -> str:
     import torch
 
     from wandistiller.evaluation.metrics import wilson
-    from wandistiller.evaluation.sampling import Sampling, draw, open_pipeline
+    from wandistiller.evaluation.sample_files import Sampling, draw, open_pipeline
     from wandistiller.tiny import shapes
 
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ def make_buckets(height: int, width: int, multiple: tuple[int, int]) -> list[tup
     return sorted(sizes)
 
 
-def nearest_buckets(size_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.ndarray:
+def nearest_buckets(dimensions_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.ndarray:
     """Return the number of the bucket with the nearest aspect ratio for each (height, width).
 
     By logarithm, so that tall and wide are alike. (0, 0) goes to the most common bucket.
@@ -38,15 +38,15 @@ def nearest_buckets(size_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.n
     log_ratio = np.log([height / width for height, width in buckets])
     by_ratio = np.argsort(log_ratio, kind="stable")
     between = (log_ratio[by_ratio][1:] + log_ratio[by_ratio][:-1]) / 2
-    readable_N = size_N2.all(1)
-    ratio = size_N2[readable_N, 0] / size_N2[readable_N, 1]
-    bucket_N = np.zeros(len(size_N2), np.int64)
+    readable_N = dimensions_N2.all(1)
+    ratio = dimensions_N2[readable_N, 0] / dimensions_N2[readable_N, 1]
+    bucket_N = np.zeros(len(dimensions_N2), np.int64)
     bucket_N[readable_N] = by_ratio[np.searchsorted(between, np.log(ratio))]
     bucket_N[~readable_N] = np.bincount(bucket_N[readable_N], minlength=1).argmax()
     return bucket_N
 
 
-def pixel_sizes(path_of: Callable[[int], Path], number: int, table: Path) -> np.ndarray:
+def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -> np.ndarray:
     """Return (height, width) of each of `number` media as shown, (0, 0) of an unreadable one.
 
     Collective; the ranks share the work.
@@ -78,7 +78,7 @@ def pixel_sizes(path_of: Callable[[int], Path], number: int, table: Path) -> np.
 
 
 def _read_table(table: Path) -> dict[str, np.ndarray]:
-    """The table of `pixel_sizes`; empty if its file is damaged."""
+    """The table of `media_dimensions`; empty if its file is damaged."""
     try:
         known = load_file(table) if table.is_file() else {}
         if known and len(known["stamp"]) == len(known["size"]):

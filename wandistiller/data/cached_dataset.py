@@ -9,12 +9,12 @@ from torch import Tensor
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.media import Size
-from wandistiller.data.sampler import Permutation, StepSampler
+from wandistiller.data.sample_order import Permutation, SampleOrder
 from wandistiller.data.text_cache import TextCache
 from wandistiller.utils.errors import ConfigError
 
 
-class SampleIndex:
+class AllSamples:
     """All samples of the data by number: media once, prompts without media `per_prompt` times."""
 
     def __init__(
@@ -44,9 +44,9 @@ class SampleIndex:
 class SampleSelection:
     """The samples that the first `steps` optimizer steps use, with stand-ins for unusable ones."""
 
-    def __init__(self, samples: SampleIndex, *, seed: int, global_batch: int, steps: int):
+    def __init__(self, samples: AllSamples, *, seed: int, global_batch: int, steps: int):
         self.samples, self._groups, self._seed = samples, samples.groups, seed
-        self._sampler = StepSampler([len(group) for group in self._groups], seed, global_batch)
+        self._sampler = SampleOrder([len(group) for group in self._groups], seed, global_batch)
         used = zip(self._groups, self._sampler.used_indices(steps), strict=True)
         self.numbers = [int(n) for group, members in used for n in np.sort(group[members.numpy()])]
         """All samples of the run, unusable ones included."""
@@ -54,7 +54,7 @@ class SampleSelection:
         self._bad: set[int] = set()
         self._instead: dict[int, int] = {}
 
-    def sample_at(self, sample_index: int) -> int:
+    def number_at(self, sample_index: int) -> int:
         """Return the number of the sample at a global index."""
         group, member = self._sampler.locate(sample_index)
         number = int(self._groups[group][member])
@@ -123,16 +123,16 @@ class CachedData:
         """Samples that the run uses."""
         return len(self._keys)
 
-    def sample_at(self, sample_index: int) -> int:
+    def number_at(self, sample_index: int) -> int:
         """Return the number of the sample at a global index, `step * global_batch` + slot."""
-        return self._selection.sample_at(sample_index)
+        return self._selection.number_at(sample_index)
 
     def item_at(self, sample_index: int) -> PromptItem:
         """Return the prompt, and the medium if there is one, at a global index."""
-        return self._selection.samples[self.sample_at(sample_index)].item
+        return self._selection.samples[self.number_at(sample_index)].item
 
     def _keys_at(self, sample_index: int) -> tuple[str, str]:
-        number = self.sample_at(sample_index)
+        number = self.number_at(sample_index)
         if number not in self._keys:
             raise IndexError(
                 f"Sample index {sample_index} is beyond the run's last step; only its own samples are cached."

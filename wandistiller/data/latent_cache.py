@@ -55,7 +55,7 @@ class LatentCache:
         fps: float,
         vae_fingerprint: str,
         teacher_fingerprint: str,
-        shard_size: int,
+        samples_per_file: int,
     ):
         """Name the cache's folders; nothing is read or written yet.
 
@@ -63,10 +63,10 @@ class LatentCache:
             fps: frames a second that videos are sampled at.
             vae_fingerprint: fingerprint of the VAE, for samples from media.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
-            shard_size: samples per file and per teacher call.
+            samples_per_file: samples per file and per teacher call.
         """
         self.folder, self.rollouts = folder, rollouts
-        self._fps, self._shard_size = fps, shard_size
+        self._fps, self._samples_per_file = fps, samples_per_file
         making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making)))
         self._media = TensorCache(cache / "latents" / digest(vae_fingerprint))
@@ -102,7 +102,10 @@ class LatentCache:
         files = []
         for size in dict.fromkeys(samples[key].size for key in missing):
             of_size = [key for key in missing if samples[key].size == size]
-            files += [of_size[i : i + self._shard_size] for i in range(0, len(of_size), self._shard_size)]
+            files += [
+                of_size[i : i + self._samples_per_file]
+                for i in range(0, len(of_size), self._samples_per_file)
+            ]
         own = files[collectives.rank() :: collectives.world_size()]
         own_unusable: dict[str, str] = {}
         with collectives.raise_on_all_ranks():
@@ -159,7 +162,9 @@ class LatentCache:
     ) -> None:
         """Sample with the teacher. Collective: every rank makes the same number of teacher calls."""
         missing, world = self._made.missing_keys(samples), collectives.world_size()
-        files = [missing[i : i + self._shard_size] for i in range(0, len(missing), self._shard_size)]
+        files = [
+            missing[i : i + self._samples_per_file] for i in range(0, len(missing), self._samples_per_file)
+        ]
         rounds = -(-len(files) // world)
         progress = Progress("latents from the teacher", rounds)
         for i in range(rounds):

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from wandistiller.config.job import Job
-from wandistiller.data.buckets import nearest_buckets, pixel_sizes
-from wandistiller.data.cached_dataset import CachedData, SampleIndex, SampleSelection
+from wandistiller.data.buckets import media_dimensions, nearest_buckets
+from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
 from wandistiller.data.dataset import SHOWN, MediaType
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.media import Size
@@ -43,7 +43,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         job.folder,
         job.rollouts,
         fps=job.run.video_fps,
-        shard_size=job.run.prepare_batch,
+        samples_per_file=job.run.prepare_batch,
         vae_fingerprint=fingerprint([job.folder.path / "vae"]),
         teacher_fingerprint=_teacher_fingerprint(job, text_fingerprint(job.folder.path, dtype)),
     )
@@ -66,7 +66,7 @@ def _select(
     job: Job, latents: LatentCache, device: torch.device
 ) -> tuple[SampleSelection, dict[int, Sample]]:
     """Select the run's samples, encode their media, and replace unreadable ones. Collective."""
-    all_samples = SampleIndex(job.items, job.run.rollouts_per_prompt, *_sizes(job))
+    all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.run.max_steps
     )
@@ -107,7 +107,7 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
     if not job.buckets or not len(media):
         return [job.size], None
     table = job.cache / "latents" / "sizes.safetensors"
-    in_pixels = pixel_sizes(lambda i: job.items[int(media[i])].media, len(media), table)
+    in_pixels = media_dimensions(lambda i: job.items[int(media[i])].media, len(media), table)
     sizes = list(dict.fromkeys([job.size, *job.buckets]))
     nearest = nearest_buckets(in_pixels, [(b.height, b.width) for b in job.buckets])
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]

@@ -22,7 +22,7 @@ from wandistiller.student.student import Student
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler, propagate_nonfinite
-from wandistiller.training.samples import SampleDrawer
+from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, set_activity
 
@@ -45,7 +45,7 @@ class Trainer:
         self.job, self.data, self.teacher, self.student = job, data, teacher, student
         self.batches = MicroBatches(data, job.schedule, job.batch, job.objective.states)
         self.monitor = Monitor(job, student.monitors)
-        self.samples = SampleDrawer(job, data, text, teacher, student, self.monitor)
+        self.pictures = PictureDrawer(job, data, text, teacher, student, self.monitor)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, student, self.save)
         self._memory_profile = MemoryProfile(job)
@@ -62,7 +62,7 @@ class Trainer:
         self.monitor.start(start)
         self._memory_profile.warn_if_past(start)
         if start:
-            self.samples.draw_if_due(start, again=False)
+            self.pictures.draw_if_due(start, again=False)
         for step in range(start, run.max_steps):
             with self._memory_profile.during(step + 1):
                 result = self.train_step(step)
@@ -73,7 +73,7 @@ class Trainer:
                 self.save(step + 1, wait=result.stop_requested)
             if result.stop_requested:
                 raise Stopped(f"after step {step + 1} of {run.max_steps}")
-            if self.samples.draw_if_due(step + 1) or saved:
+            if self.pictures.draw_if_due(step + 1) or saved:
                 self.monitor.record_phases()
             if (step + 1) % GC_EVERY == 0:
                 gc.collect()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.cached_dataset import SampleIndex, SampleSelection
+from wandistiller.data.cached_dataset import AllSamples, SampleSelection
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.data.media import Size
 from wandistiller.training.prepare import prepare
@@ -173,7 +173,7 @@ def test_only_what_the_run_reaches_is_encoded(tmp_path: Path, wan1: Path) -> Non
 def selection(kinds: list[MediaType], sizes: list[int], steps: int = 50) -> SampleSelection:
     """Of items with media in groups by `sizes`."""
     items = PromptDataset(lambda row: None, kinds, range(len(kinds)))
-    samples = SampleIndex(items, 1, [Size(s, s, 1) for s in range(max(sizes) + 1)], np.array(sizes))
+    samples = AllSamples(items, 1, [Size(s, s, 1) for s in range(max(sizes) + 1)], np.array(sizes))
     return SampleSelection(samples, seed=0, global_batch=4, steps=steps)
 
 
@@ -182,9 +182,9 @@ def test_a_stand_in_has_the_size_of_what_it_replaces_or_is_of_the_largest_group(
     bad: list[int], others: Collection[int]
 ) -> None:
     chosen = selection([MediaType.IMAGE] * 12, [0] * 6 + [1] * 4 + [2] * 2)
-    before = [chosen.sample_at(i) for i in range(200)]
+    before = [chosen.number_at(i) for i in range(200)]
     chosen.replace(bad)
-    for was, now in zip(before, map(chosen.sample_at, range(200)), strict=True):
+    for was, now in zip(before, map(chosen.number_at, range(200)), strict=True):
         assert now in others if was in bad else now == was
     assert sorted(chosen.used()) == [i for i in range(12) if i not in bad]
 
@@ -195,7 +195,7 @@ def test_a_stand_in_that_cannot_be_used_either_is_replaced_too() -> None:
     for _ in range(3):
         new = chosen.replace(new)
         assert len(new) == 2 and not bad & set(new)
-        assert set(new) <= {chosen.sample_at(i) for i in range(4)}
+        assert set(new) <= {chosen.number_at(i) for i in range(4)}
         bad |= set(new)
 
 

@@ -173,7 +173,9 @@ ROLLOUTS = Rollouts(steps=2, per_prompt=1, keep_path=True, seed=0, shift=3.0)
 SIZE = Size(32, 32, 1)
 
 
-def cache_in(folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, shard_size: int = 3) -> LatentCache:
+def cache_in(
+    folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, samples_per_file: int = 3
+) -> LatentCache:
     return LatentCache(
         folder,
         open_wan(str(wan)),
@@ -181,7 +183,7 @@ def cache_in(folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, shard_size:
         fps=16.0,
         vae_fingerprint="vae",
         teacher_fingerprint="teacher",
-        shard_size=shard_size,
+        samples_per_file=samples_per_file,
     )
 
 

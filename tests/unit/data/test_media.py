@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from wandistiller.data import buckets, media
-from wandistiller.data.buckets import make_buckets, nearest_buckets, pixel_sizes
+from wandistiller.data.buckets import make_buckets, media_dimensions, nearest_buckets
 from wandistiller.data.media import MediaError, Size, load_media, video_problem
 
 
@@ -202,9 +202,9 @@ def test_sizes_are_as_shown_remembered_and_looked_at_again_when_a_file_changes(
     ]
     files[3].write_bytes(b"no medium")
     table, wanted = tmp_path / "sizes.safetensors", [[40, 24], [24, 40], [32, 32], [0, 0]]
-    assert pixel_sizes(files.__getitem__, 4, table).tolist() == wanted
+    assert media_dimensions(files.__getitem__, 4, table).tolist() == wanted
     with monkeypatch.context() as without:
         without.setattr(buckets, "_pixel_size", None)  # to look would raise
-        assert pixel_sizes(files[::-1].__getitem__, 4, table).tolist() == wanted[::-1]
+        assert media_dimensions(files[::-1].__getitem__, 4, table).tolist() == wanted[::-1]
     picture(files[3], noise_HWC(7, 8))
-    assert pixel_sizes(files.__getitem__, 4, table).tolist() == [*wanted[:3], [7, 8]]
+    assert media_dimensions(files.__getitem__, 4, table).tolist() == [*wanted[:3], [7, 8]]

@@ -1,4 +1,4 @@
-"""Sample grids during a run: teacher above student, for fixed prompts and noise."""
+"""Pictures during a run: teacher above student, for fixed prompts and noise."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
 
 
-class SampleDrawer:
+class PictureDrawer:
     """Draws pictures of teacher and student; every method is collective, and the ranks share the work.
 
     It takes the memory of a micro-step of training and of the VAE, which is loaded only while it draws.

@@ -1,4 +1,4 @@
-"""Order of samples: a function of the seed and a sample's global index, so a run resumes by number."""
+"""The order in which training uses the data: a function of the seed and a global index, so a run resumes by number."""
 
 import hashlib
 import heapq
@@ -56,7 +56,7 @@ def _mixed(x: int | Tensor) -> int | Tensor:
     return x ^ (x >> 16)
 
 
-class StepSampler:
+class SampleOrder:
     """The sample at each global index, for samples in groups of one shape each.
 
     All samples of an optimizer step are of one group, so that shapes agree on every rank. A group of n

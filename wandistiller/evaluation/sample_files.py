@@ -1,4 +1,4 @@
-"""`wandistiller sample`: a pipeline folder and prompts -> PNG (or MP4) files and one grid."""
+"""Files of `wandistiller sample`: a finished pipeline and prompts -> PNG (or MP4) files and one grid."""
 
 import math
 from dataclasses import dataclass

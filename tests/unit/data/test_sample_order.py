@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from wandistiller.data.sampler import Permutation, StepSampler
+from wandistiller.data.sample_order import Permutation, SampleOrder
 
 SIZES = [70, 20, 10]
 
@@ -35,8 +35,8 @@ def test_neighbours_and_keys_are_unrelated() -> None:
         assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 0.04  # deviation 0.01
 
 
-def order(seed: int = 0, batch: int = 8, sizes: list[int] = SIZES) -> StepSampler:
-    return StepSampler(sizes, seed, batch)
+def order(seed: int = 0, batch: int = 8, sizes: list[int] = SIZES) -> SampleOrder:
+    return SampleOrder(sizes, seed, batch)
 
 
 def test_all_samples_of_a_step_are_of_one_group() -> None:
