@@ -1,4 +1,4 @@
-"""The order in which training uses the data: a function of the seed and a global index, so a run resumes by number."""
+"""Order of the data: a function of the seed and a sample's global index, so a run resumes by number."""
 
 import hashlib
 import heapq

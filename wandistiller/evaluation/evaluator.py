@@ -13,9 +13,9 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.evaluation.draw_files import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import Candidate, DiffusersPipeline, PeakMemory, PlacedTeacher
-from wandistiller.evaluation.sample_files import Sampling
 from wandistiller.flow import expert_at, keyed_generator, keyed_normal, path
 from wandistiller.tiny import shapes
 from wandistiller.wan.encoders import Vae

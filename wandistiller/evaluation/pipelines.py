@@ -14,7 +14,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import release_module_references
-from wandistiller.evaluation.sample_files import Sampling, draw, open_pipeline
+from wandistiller.evaluation.draw_files import Sampling, draw, open_pipeline
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.system_memory import GIB

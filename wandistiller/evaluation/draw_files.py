@@ -1,4 +1,4 @@
-"""Files of `wandistiller sample`: a finished pipeline and prompts -> PNG (or MP4) files and one grid."""
+"""The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
 from dataclasses import dataclass
