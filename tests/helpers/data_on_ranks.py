@@ -29,7 +29,14 @@ def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
         for index in (first + i for first in firsts for i in range(b.micro)):
             x0_BCFHW, text_BLD = data.batch([index])
             found.append(
-                (index, (data.number_at(index), list(x0_BCFHW.shape[1:]), digest_of(x0_BCFHW, text_BLD)))
+                (
+                    index,
+                    (
+                        data.selection.number_at(index),
+                        list(x0_BCFHW.shape[1:]),
+                        digest_of(x0_BCFHW, text_BLD),
+                    ),
+                )
             )
         everyone = sorted(pair for theirs in collectives.gather_objects(found) for pair in theirs)
         steps.append([sample for _, sample in everyone])

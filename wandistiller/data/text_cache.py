@@ -8,16 +8,15 @@ from torch import Tensor
 
 from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.turns import batched, own_share, until_stopped
 from wandistiller.distributed import collectives
-from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.shutdown import stopping
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
 from wandistiller.wan.encoders import Encoder, offload_kwargs
 from wandistiller.wan.transformer import TEXT_TOKENS
 
-PROMPTS_PER_SHARD = 64
+PROMPTS_PER_FILE = 64
 
 
 def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
@@ -47,15 +46,14 @@ class TextCache:
     def fill(self, device: torch.device) -> None:
         """Encode the missing prompts, the files divided among the ranks. Collective."""
         missing = self._tensors.missing_keys(self._prompts)
-        files = [missing[i : i + PROMPTS_PER_SHARD] for i in range(0, len(missing), PROMPTS_PER_SHARD)]
-        mine = files[collectives.rank() :: collectives.world_size()]
+        files = own_share(batched(missing, PROMPTS_PER_FILE))
         if missing:
             set_activity(f"encoding {len(missing)} prompts")
             collectives.log0("text: %d of %d prompts to encode", len(missing), len(self._prompts))
         room = room_of_a_rank(host_free(), len(collectives.node_peers())) if device.type == "cpu" else None
         with collectives.raise_on_all_ranks():
-            if mine:
-                self._encode(mine, device, room)
+            if files:
+                self._encode(files, device, room)
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
         self._tensors.missing_keys(missing)
 
@@ -65,13 +63,9 @@ class TextCache:
             model = self._folder / "text_encoder"
             kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
             encoder = Encoder(self._folder, self._dtype, device, **kwargs)
-            progress = Progress("text", len(files))
-            for keys in files:
-                if stopping.reason:
-                    break
+            for keys in until_stopped("text", files):
                 prompts = {k: clean(self._prompts[k]) for k in keys}
                 self._tensors.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
-                progress.advance()
         del encoder
         gc.collect()
 

@@ -68,7 +68,7 @@ class PictureDrawer:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher:
             return {"teacher": self._row(partial(self._sampled, self.teacher), vae)}
-        if self.data.has_paths and self.data.knows(self.job.run.sample_prompts):
+        if self.data.has_rollouts(self.job.run.sample_prompts):
             return {"teacher": self._row(self.data.x0_of, vae)}
         return {}
 

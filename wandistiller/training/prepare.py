@@ -42,12 +42,12 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         job.cache,
         job.folder,
         job.rollouts,
+        device,
         fps=job.run.video_fps,
         samples_per_file=job.run.prepare_batch,
-        vae_fingerprint=fingerprint([job.folder.path / "vae"]),
         teacher_fingerprint=_teacher_fingerprint(job, text_fingerprint(job.folder.path, dtype)),
     )
-    selection, samples = _select(job, latents, device)
+    selection, samples = _select(job, latents)
     prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
     text = TextCache(job.cache, job.folder.path, prompts, dtype)
     set_activity("encoding the prompts")
@@ -57,14 +57,12 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         set_activity("the teacher's rollouts")
-        latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
+        latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    return CachedData(selection, samples, latents, text, device), text, teacher
+    return CachedData(selection, samples, latents, text), text, teacher
 
 
-def _select(
-    job: Job, latents: LatentCache, device: torch.device
-) -> tuple[SampleSelection, dict[int, Sample]]:
+def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample]]:
     """Select the run's samples, encode their media, and replace unreadable ones. Collective."""
     all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
@@ -76,7 +74,7 @@ def _select(
     while new:
         samples |= {n: all_samples[n] for n in new}
         key = {n: latents.key(samples[n]) for n in new if samples[n].item.media}
-        unusable = latents.fill_media({k: samples[n] for n, k in key.items()}, device)
+        unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(unusable.values())))
         skipped |= unusable
@@ -101,15 +99,15 @@ def _messages(problems: list[str]) -> list[str]:
     return [*problems[:SHOWN], *more, remedy]
 
 
-def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
+def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
     """Return the sizes of samples, the run's own first, and the index of each medium's size. Collective."""
     media = np.flatnonzero(job.items.kinds != MediaType.PROMPT)
     if not job.buckets or not len(media):
-        return [job.size], None
+        return [job.size], np.zeros(len(media))
     table = job.cache / "latents" / "sizes.safetensors"
-    in_pixels = media_dimensions(lambda i: job.items[int(media[i])].media, len(media), table)
+    dimensions_N2 = media_dimensions(lambda i: job.items[int(media[i])].media, len(media), table)
     sizes = list(dict.fromkeys([job.size, *job.buckets]))
-    nearest = nearest_buckets(in_pixels, [(b.height, b.width) for b in job.buckets])
+    nearest = nearest_buckets(dimensions_N2, [(b.height, b.width) for b in job.buckets])
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 

@@ -180,8 +180,8 @@ def cache_in(
         folder,
         open_wan(str(wan)),
         rollouts,
+        CPU,
         fps=16.0,
-        vae_fingerprint="vae",
         teacher_fingerprint="teacher",
         samples_per_file=samples_per_file,
     )
@@ -203,8 +203,8 @@ def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
         calls.append(len(batch.text_BLD))
         return teacher.velocity(batch)
 
-    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}, CPU) == {}
-    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of, CPU)
+    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}) == {}
+    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of)
     return calls
 
 
@@ -284,7 +284,7 @@ def test_an_unusable_medium_is_named_remembered_and_tried_again_once_it_is_mende
 
     def unusable() -> dict[str, str]:
         cached = cache_in(tmp_path, wan1)
-        return cached.fill_media({cached.key(s): s for s in samples}, CPU)
+        return cached.fill_media({cached.key(s): s for s in samples})
 
     (said,) = unusable().values()
     assert said.startswith(f"{bad}: cannot be read: ")

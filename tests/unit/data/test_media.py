@@ -204,7 +204,7 @@ def test_sizes_are_as_shown_remembered_and_looked_at_again_when_a_file_changes(
     table, wanted = tmp_path / "sizes.safetensors", [[40, 24], [24, 40], [32, 32], [0, 0]]
     assert media_dimensions(files.__getitem__, 4, table).tolist() == wanted
     with monkeypatch.context() as without:
-        without.setattr(buckets, "_pixel_size", None)  # to look would raise
+        without.setattr(buckets, "_dimensions", None)  # to look would raise
         assert media_dimensions(files[::-1].__getitem__, 4, table).tolist() == wanted[::-1]
     picture(files[3], noise_HWC(7, 8))
     assert media_dimensions(files.__getitem__, 4, table).tolist() == [*wanted[:3], [7, 8]]

@@ -73,6 +73,6 @@ def test_a_resumed_order_is_that_of_an_uncut_run_and_another_seed_gives_another(
 @pytest.mark.parametrize("steps", [1, 7, 30, 200])
 def test_what_is_reached_is_what_the_steps_use(steps: int) -> None:
     used = {order().locate(i) for i in range(8 * steps)}
-    reached = order().used_indices(steps)
+    reached = order().used_members(steps)
     assert used == {(group, m) for group, members in enumerate(reached) for m in members.tolist()}
     assert sum(map(len, reached)) == len(used)

@@ -146,7 +146,7 @@ def shards(folder: Path) -> dict[Path, int]:
 
 @pytest.fixture
 def two_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_cache, "PROMPTS_PER_SHARD", 2)
+    monkeypatch.setattr(text_cache, "PROMPTS_PER_FILE", 2)
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
