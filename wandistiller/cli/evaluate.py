@@ -14,7 +14,7 @@ from wandistiller.evaluation.draw_files import Sampling, number_problems, read_p
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
-from wandistiller.export.model_card import FACTS
+from wandistiller.export.source import FACTS
 from wandistiller.teacher.placement import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
 from wandistiller.utils.files import read_json

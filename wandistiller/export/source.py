@@ -10,12 +10,14 @@ from diffusers import WanTransformer3DModel
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
-from wandistiller.export.model_card import CardContext
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
+
+FACTS = "wandistiller.json"
+"""File in an export with the facts of its run."""
 
 
 class Source(NamedTuple):
@@ -75,14 +77,6 @@ class Source(NamedTuple):
         # .get: checkpoints made before `teacher_revision` have no such fact
         revision = self.facts.get("teacher_revision")
         return open_wan(self.facts["teacher_path"], weights=weights, revision=revision)
-
-    def card_context(self, repository: str) -> CardContext:
-        """Contents of the model card; of a teacher that is gone only its name is left."""
-        try:
-            teacher = self.teacher(weights=False)
-        except ConfigError:
-            teacher = None
-        return CardContext(teacher, self.facts, self.recipe, self.folder.parent.parent, repository)
 
 
 def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source:

@@ -14,8 +14,8 @@ from wandistiller.export import model_card
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
-from wandistiller.export.model_card import CardContext
 from wandistiller.export.output import write_file
+from wandistiller.export.source import Source
 from wandistiller.wan.pipeline import WanFolder, open_wan
 
 ID = "org/wan-finetuned"
@@ -32,8 +32,8 @@ def facts(teacher: WanFolder) -> dict[str, Any]:
     }
 
 
-def about(teacher: WanFolder, run: Path, repository: str = "") -> CardContext:
-    return CardContext(teacher, facts(teacher), {"seed": 0}, run, repository)
+def about(teacher: WanFolder, run: Path) -> Source:
+    return Source(run / "checkpoints" / "step_00000005", facts(teacher), {"seed": 0})
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def teacher(wan1: Path, copy_of: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_student_of_a_hub_id_has_its_licence_and_names_it(teacher: WanFolder, tmp_path: Path) -> None:
-    write_pipeline_card(tmp_path, about(teacher, tmp_path))
+    write_pipeline_card(tmp_path, about(teacher, tmp_path), "")
     said = metadata_load(tmp_path / "README.md")
     assert said["base_model"] == [ID] and said["base_model_relation"] == "finetune"
     assert (said["license"], said["license_name"]) == ("other", "own")
@@ -59,14 +59,14 @@ def test_a_student_of_a_hub_id_has_its_licence_and_names_it(teacher: WanFolder, 
 def test_a_lora_is_an_adapter_of_its_teacher_whatever_that_is_called(
     teacher: WanFolder, tmp_path: Path
 ) -> None:
-    write_adapter_card(tmp_path, about(teacher, tmp_path), "Rank 4", ["a.safetensors"], comfy=True)
+    write_adapter_card(tmp_path, about(teacher, tmp_path), "", "Rank 4", ["a.safetensors"], comfy=True)
     said = metadata_load(tmp_path / "README.md")
     assert (said["base_model"], said["base_model_relation"]) == ([ID], "adapter")
     assert "`models/loras`" in (tmp_path / "README.md").read_text()
 
 
 def test_a_student_of_the_embedded_teacher_has_the_licence_of_this_package(tmp_path: Path) -> None:
-    write_pipeline_card(tmp_path, about(open_wan("tiny"), tmp_path))
+    write_pipeline_card(tmp_path, about(open_wan("tiny"), tmp_path), "")
     said = metadata_load(tmp_path / "README.md")
     assert said["license"] == "apache-2.0" and "base_model" not in said
 
@@ -97,13 +97,13 @@ def test_every_form_has_recipe_picture_tables_and_how_to_run_it(
     folder.mkdir()
     (run / "samples" / "step_00000005.png").write_bytes(b"a picture")
     (run / "evaluation.md").write_text("# title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nnotes")
-    it = about(teacher, run, repository)
+    it = about(teacher, run)
     if form == "pipeline":
-        write_pipeline_card(folder, it)
+        write_pipeline_card(folder, it, repository)
     elif form == "original":
-        write_original_card(folder, it, ["w.safetensors"], eight_bits=False)
+        write_original_card(folder, it, repository, ["w.safetensors"], eight_bits=False)
     else:
-        write_adapter_card(folder, it, "Rank 4", ["w.safetensors"], comfy=False)
+        write_adapter_card(folder, it, repository, "Rank 4", ["w.safetensors"], comfy=False)
     text = ModelCard.load(folder / "README.md").text
     call = {
         "pipeline": f'from_pretrained("{where}"',
@@ -120,7 +120,7 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
     teacher = open_wan(str(wan1))
     model = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer", torch_dtype=torch.bfloat16)
     write_file(tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", {})
-    write_original_card(tmp_path, about(teacher, tmp_path), ["w.safetensors"], eight_bits=False)
+    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], eight_bits=False)
     for dtype in (None, torch.bfloat16):
         found = WanTransformer3DModel.from_single_file(
             str(tmp_path / "w.safetensors"), config=str(tmp_path), torch_dtype=dtype
@@ -131,6 +131,6 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
 
 
 def test_eight_bits_are_for_comfyui_alone(teacher: WanFolder, tmp_path: Path) -> None:
-    write_original_card(tmp_path, about(teacher, tmp_path), ["w.safetensors"], eight_bits=True)
+    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], eight_bits=True)
     text = (tmp_path / "README.md").read_text()
     assert "`models/diffusion_models`" in text and ".comfy_quant" in text and "from_single_file" not in text

@@ -13,7 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Expert
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
-from wandistiller.export.model_card import MADE_FOR, CardContext, joined, write_card
+from wandistiller.export.model_card import HERE, MADE_FOR, joined, write_card
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.student.trainable import adapter_state
@@ -77,7 +77,7 @@ class LoraFormat(ExportFormat):
                         transformer_lora_adapter_metadata=adapter.config,
                     )
             names = [file.name for file in files]
-            write_adapter_card(folder, source.card_context(self.repository), ranks, names, comfy)
+            write_adapter_card(folder, source, self.repository, ranks, names, comfy)
         return [*files, target] if comfy else [target]
 
 
@@ -127,11 +127,13 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
-def write_adapter_card(folder: Path, context: CardContext, rank: str, files: list[str], comfy: bool) -> None:
+def write_adapter_card(
+    folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: bool
+) -> None:
     """Write README.md of a LoRA; `files` holds one for each expert, `rank` is a sentence with their ranks."""
-    facts = context.facts
+    facts = source.facts
     calls = [
-        f'pipe.load_lora_weights("{context.where}", weight_name="{file}"{more})'
+        f'pipe.load_lora_weights("{repository or HERE}", weight_name="{file}"{more})'
         for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
     ]
     text = CARD.format(
@@ -142,4 +144,4 @@ def write_adapter_card(folder: Path, context: CardContext, rank: str, files: lis
         calls="\n".join(calls),
     )
     text += f"\nFor ComfyUI put {joined(files)} into `models/loras`.\n" if comfy else ""
-    write_card(folder, context, "adapter", text)
+    write_card(folder, source, "adapter", text)
