@@ -60,16 +60,15 @@ class LoraFormat(ExportFormat):
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
         files = [per_expert(output, source.experts, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
-        adapters = dict(_adapters(source, self.energy, self.rank))
-        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters.values())
-        cast = [adapter.to(self.dtype) for adapter in adapters.values()]
+        adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
+        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters)
         with replaced(target) as folder:
             if comfy:
-                for file, adapter in zip(files, cast, strict=True):
+                for file, adapter in zip(files, adapters, strict=True):
                     write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.facts)
             else:
                 files = [Path(FILES[Expert(name)]) for name in source.experts]
-                for file, adapter in zip(files, cast, strict=True):
+                for file, adapter in zip(files, adapters, strict=True):
                     WanPipeline.save_lora_weights(
                         folder,
                         adapter.state,
@@ -81,14 +80,14 @@ class LoraFormat(ExportFormat):
         return [*files, target] if comfy else [target]
 
 
-def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, Adapter]]:
-    """Yield each expert's name and adapter: trained, or extracted from the difference to the teacher."""
+def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
+    """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
     facts = source.facts
     if facts.get("lora"):
         for name in source.experts:
             model = source.network(name)
             config = model.peft_config["default"]
-            yield name, Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
+            yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
     teacher = source.teacher(weights=True)
     different = [
@@ -110,7 +109,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, A
             "which no LoRA holds",
             file=sys.stderr,
         )
-        yield name, extracted.adapter
+        yield extracted.adapter
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
