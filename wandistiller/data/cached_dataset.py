@@ -29,8 +29,12 @@ class AllSamples:
         self._media, self._prompts = np.flatnonzero(has_media), np.flatnonzero(~has_media)
         rollouts = np.zeros(len(self._prompts) * per_prompt, np.int16)
         self._size_of = np.concatenate([size_of.astype(np.int16), rollouts])
-        self.groups = [group for s in range(len(sizes)) if len(group := np.flatnonzero(self._size_of == s))]
-        """Numbers of the samples of each size that occurs."""
+        self.groups = {s: np.flatnonzero(self._size_of == s) for s in np.unique(self._size_of).tolist()}
+        """Numbers of the samples of each size that occurs, by the size's index."""
+
+    def group_of(self, number: int) -> np.ndarray:
+        """Return the numbers of all samples of the same size."""
+        return self.groups[int(self._size_of[number])]
 
     def __getitem__(self, number: int) -> Sample:
         size = self._sizes[self._size_of[number]]
@@ -44,7 +48,7 @@ class SampleSelection:
     """The samples that the first `steps` optimizer steps use, with stand-ins for unusable ones."""
 
     def __init__(self, samples: AllSamples, *, seed: int, global_batch: int, steps: int):
-        self.samples, self._groups, self._seed = samples, samples.groups, seed
+        self.samples, self._groups, self._seed = samples, list(samples.groups.values()), seed
         self._order = SampleOrder([len(group) for group in self._groups], seed, global_batch)
         used = zip(self._groups, self._order.used_members(steps), strict=True)
         self.numbers = [int(n) for group, members in used for n in np.sort(group[members.numpy()])]
@@ -66,19 +70,15 @@ class SampleSelection:
             ConfigError: no sample is usable.
         """
         self._bad |= set(unusable)
-        self._instead = {
-            number: self._stand_in(number) for number in self.numbers[: self._drawn] if number in self._bad
-        }
+        drawn = self.numbers[: self._drawn]
+        self._instead = {number: self._stand_in(number) for number in drawn if number in self._bad}
         new = sorted(set(self._instead.values()) - set(self.numbers))
         self.numbers += new
         return new
 
     def _stand_in(self, number: int) -> int:
         """Return a sample of the same size; else one of the most common size, for the whole step."""
-        own = next(
-            group for group in self._groups if group[np.searchsorted(group, number) % len(group)] == number
-        )
-        for group in (own, max(self._groups, key=len)):
+        for group in (self.samples.group_of(number), max(self._groups, key=len)):
             shuffled = Permutation(len(group), self._seed, "instead", number)
             candidates = (int(group[shuffled(place)]) for place in range(len(group)))
             if (usable := next((n for n in candidates if n not in self._bad), None)) is not None:
@@ -116,12 +116,7 @@ class CachedData:
         return self.selection.samples[self.selection.number_at(sample_index)].item
 
     def _keys_at(self, sample_index: int) -> tuple[str, str]:
-        number = self.selection.number_at(sample_index)
-        if number not in self._keys:
-            raise IndexError(
-                f"Sample index {sample_index} is beyond the run's last step; only its own samples are cached."
-            )
-        return self._keys[number]
+        return self._keys[self.selection.number_at(sample_index)]
 
     def batch(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
         """Return x0_BCFHW (normalised, float32) and text_BLD (zero-padded) of sample indices of one step."""

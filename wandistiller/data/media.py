@@ -76,9 +76,8 @@ def _fit(image: Image.Image, size: Size) -> Image.Image:
         raise MediaError(
             f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {size.width} x {size.height}"
         )
-    image = image.convert("RGB").resize(
-        (round(width * scale), round(height * scale)), Image.Resampling.LANCZOS
-    )
+    covering = round(width * scale), round(height * scale)
+    image = image.convert("RGB").resize(covering, Image.Resampling.LANCZOS)
     left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
     return image.crop((left, top, left + size.width, top + size.height))
 

@@ -32,7 +32,7 @@ class TensorCache:
         self._folder = folder
         self._place: dict[str, Path] = {}
         self._shared: bool | None = None
-        """True if all nodes see one folder; None until `missing_keys` is called."""
+        """True if all nodes see one folder; None before the first call of `missing_keys`."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._place
@@ -47,9 +47,8 @@ class TensorCache:
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
-            self._place |= collectives.broadcast_object(
-                self._scan(wanted) if wanted and collectives.rank() == 0 else {}
-            )
+            place = self._scan(wanted) if wanted and collectives.rank() == 0 else {}
+            self._place |= collectives.broadcast_object(place)
         else:
             with collectives.raise_on_all_ranks():
                 self._place |= self._scan(wanted)
@@ -101,20 +100,20 @@ class TensorCache:
         try:
             with safe_open(file, "pt") as opened:
                 sums = opened.metadata() or {}
-                found = {name: opened.get_tensor(f"{key}.{name}") for name in names}
+                tensors = {name: opened.get_tensor(f"{key}.{name}") for name in names}
         except BROKEN as error:
             raise StorageError(
                 f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
                 "again; its tensors are made anew."
             ) from None
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             checksum = _checksum(tensor)
             if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
                 raise StorageError(
                     f"{file}: `{key}.{name}` does not have the checksum in the file's header. Remove the "
                     "file and start again; its tensors are made anew."
                 )
-        return list(found.values())
+        return list(tensors.values())
 
 
 def is_shared(folder: Path) -> bool:

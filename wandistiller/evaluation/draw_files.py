@@ -1,7 +1,7 @@
 """The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,12 @@ def read_prompts(given: list[str]) -> list[str]:
 
 def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
+    settings = asdict(sampling)
+    steps = settings.pop("steps")
     frames_BFHWC = pipeline(
         prompt=prompts,
-        negative_prompt=sampling.negative_prompt,
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        guidance_scale_2=sampling.guidance_scale_2,
+        **settings,
+        num_inference_steps=steps,
         generator=[torch.Generator().manual_seed(s) for s in seeds],
         output_type="np",
         max_sequence_length=TEXT_TOKENS,

@@ -120,9 +120,8 @@ class Evaluator:
         self._settings, self._device = settings, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        self._text = TextCache(
-            settings.output / "cache", settings.teacher.path, [*settings.prompts, negative], dtype
-        )
+        prompts = [*settings.prompts, negative]
+        self._text = TextCache(settings.output / "cache", settings.teacher.path, prompts, dtype)
         self._text.fill(self._device)
         self._null_LD = self._text[negative]
         self._vae = Vae(settings.teacher, self._device)
@@ -212,6 +211,5 @@ class Evaluator:
         sigma_B = torch.tensor([band.start + width * u for u in uniform], device=self._device)
         noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(self._device)
         text_BLD = torch.stack([self._text[self._settings.prompts[i]] for i in chunk]).to(self._device)
-        return Batch(
-            x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, band.expert
-        )
+        x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
+        return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, band.expert)

@@ -69,12 +69,8 @@ class LoraFormat(ExportFormat):
             else:
                 files = [Path(FILES[Expert(name)]) for name in source.experts]
                 for file, adapter in zip(files, adapters, strict=True):
-                    WanPipeline.save_lora_weights(
-                        folder,
-                        adapter.state,
-                        weight_name=file.name,
-                        transformer_lora_adapter_metadata=adapter.config,
-                    )
+                    config = {"transformer_lora_adapter_metadata": adapter.config}
+                    WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
             write_adapter_card(folder, source, self.repository, ranks, names, comfy)
         return [*files, target] if comfy else [target]
