@@ -78,9 +78,9 @@ def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -
 def _read_table(table: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read the sorted fingerprints and the dimensions in the table; empty if its file is damaged."""
     try:
-        known = load_file(table) if table.is_file() else {}
-        if known and len(known["stamp"]) == len(known["size"]):
-            return known["stamp"], known["size"]
+        columns = load_file(table) if table.is_file() else {}
+        if columns and len(columns["stamp"]) == len(columns["size"]):
+            return columns["stamp"], columns["size"]
     except (SafetensorError, OSError, ValueError, LookupError) as error:
         collectives.log0("cache     %s is damaged and made anew: %s", table, error)
     return np.zeros(0, np.uint64), np.zeros((0, 2), np.int32)

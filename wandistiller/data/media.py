@@ -127,7 +127,7 @@ def video_problem(path: Path) -> str | None:
 def file_fingerprint(path: Path) -> str:
     """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return digest(str(path), None)
-    return digest(str(path), found.st_size, found.st_mtime_ns)
+    return digest(str(path), status.st_size, status.st_mtime_ns)

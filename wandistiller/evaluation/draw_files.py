@@ -45,11 +45,11 @@ class Sampling:
     negative_prompt: str | None = None
 
 
-def number_problems(where: str, given: dict[str, Any]) -> list[str]:
+def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
     """Problems with the numbers in a pipeline's settings; None is skipped."""
-    problems = impossible_values(where, given)
+    problems = impossible_values(where, settings)
     for key, least, most in RANGES:
-        if (value := given.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
+        if (value := settings.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
             allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
             problems.append(problem(where, key, value, f"Write {allowed}."))
     return problems
@@ -75,14 +75,14 @@ def resolve_dtype(name: str) -> torch.dtype:
     return getattr(torch, auto if name == "auto" else name)
 
 
-def read_prompts(given: list[str]) -> list[str]:
+def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
-    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
-        return [item.prompt for item in read_dataset(given[0])]
-    if empty := [prompt for prompt in given if not clean(prompt)]:
+    if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix in (".txt", ".jsonl")):
+        return [item.prompt for item in read_dataset(words[0])]
+    if empty := [prompt for prompt in words if not clean(prompt)]:
         remedy = "Write some text, or name a .txt or .jsonl of prompts."
         raise ConfigError(problem("command line", "prompts", empty[0], remedy))
-    return given
+    return words
 
 
 def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:

@@ -101,12 +101,12 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
 
 @readable()
 def _checkpoint(folder: Path) -> Path:
-    found = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
-    if found is None or not (found / loading.STATE).is_file():
+    checkpoint = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
+    if checkpoint is None or not (checkpoint / loading.STATE).is_file():
         raise ConfigError(
             f"{folder}: no checkpoint there. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
-    if problems := manifest.verify(found):
-        raise ConfigError(f"{found}: {'; '.join(problems)}. Name another checkpoint.")
-    return found
+    if problems := manifest.verify(checkpoint):
+        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint.")
+    return checkpoint

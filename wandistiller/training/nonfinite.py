@@ -98,11 +98,11 @@ class NonFiniteStep(NamedTuple):
         skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
         if job.run.on_nonfinite == "stop":
             skip = "such steps left out (--on_nonfinite skip)"
-        found = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
+        remedies = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
         if any({"x0", "text"} & set(sample.not_finite) for sample in self.samples):
             remedy = f"remove {job.cache}; the same command makes it again."
-            found.insert(0, f"Cached tensors are not finite: {remedy}")
-        return found
+            remedies.insert(0, f"Cached tensors are not finite: {remedy}")
+        return remedies
 
 
 class NonFiniteHandler:

@@ -9,6 +9,7 @@ from torch import Tensor
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
+from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
 from wandistiller.monitoring.memory_usage import within
@@ -75,25 +76,23 @@ class PictureDrawer:
     def _row(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
         """Return the middle frame of `make(prompts)` for each prompt, image_CHW in [0, 1] on the CPU."""
         world, prompts, micro = collectives.world_size(), self.job.run.sample_prompts, self.job.batch.micro
-        share = -(
-            -len(prompts) // world
-        )  # equal for all ranks, so that collectives match; the surplus is cut
+        # equal for all ranks, so that collectives match; the surplus is cut
+        share = -(-len(prompts) // world)
         first = collectives.rank() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         images = []
-        for i in range(0, share, micro):
-            for x0_CFHW in make(own[i : i + micro]):
+        for part in batched(own, micro):
+            for x0_CFHW in make(part):
                 pixels_BCFHW = vae.decode(x0_CFHW[None])
                 images.append(pixels_BCFHW[0, :, pixels_BCFHW.shape[2] // 2].clone())
         return list(collectives.gather_tensor(torch.stack(images))[: len(prompts)].cpu())
 
     def _sampled(self, model: Teacher | Student, prompts: list[str]) -> Tensor:
         """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts."""
-        job, device = self.job, collectives.device()
-        shape = job.folder.latent_shape(job.size.height, job.size.width, job.size.num_frames)
+        job, run, device = self.job, self.job.run, collectives.device()
+        shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
-        noise_BCFHW = torch.stack([keyed_normal(shape, job.run.seed, *key) for key in keys]).to(device)
+        noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        return denoise(
-            model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps
-        )[0]
+        x0_BCFHW, _ = denoise(model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps)
+        return x0_BCFHW
