@@ -119,10 +119,8 @@ class Evaluator:
     def __init__(self, settings: Evaluation):
         self._settings, self._device = settings, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
-        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        prompts = [*settings.prompts, negative]
-        self._text = TextCache(settings.output / "cache", settings.teacher.path, prompts, dtype)
-        self._text.fill(self._device)
+        self._text = TextCache(settings.output / "cache", settings.teacher.path, self._device)
+        self._text.fill([*settings.prompts, negative])
         self._null_LD = self._text[negative]
         self._vae = Vae(settings.teacher, self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None

@@ -1,7 +1,6 @@
 """`wandistiller prepare`: fill the cache with encoded prompts and latents, as `train` does if need be."""
 
 import numpy as np
-import torch
 
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
@@ -9,7 +8,7 @@ from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelec
 from wandistiller.data.dataset import SHOWN, MediaType
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.media import Size
-from wandistiller.data.text_cache import TextCache, text_fingerprint
+from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.monitoring.memory_usage import within
@@ -37,7 +36,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         )
     set_activity("reading the cache")
     device = collectives.device()
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    text = TextCache(job.cache, job.folder.path, device)
     latents = LatentCache(
         job.cache,
         job.folder,
@@ -45,13 +44,12 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         device,
         fps=job.run.video_fps,
         samples_per_file=job.run.prepare_batch,
-        teacher_fingerprint=_teacher_fingerprint(job, text_fingerprint(job.folder.path, dtype)),
+        teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
     )
     selection, samples = _select(job, latents)
     prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
-    text = TextCache(job.cache, job.folder.path, prompts, dtype)
     set_activity("encoding the prompts")
-    text.fill(device)
+    text.fill(prompts)
     made = {latents.key(s): s for s in samples.values() if not s.item.media}
     teacher = None
     if latents.lacks_rollouts(made):
@@ -117,11 +115,11 @@ def guided_teacher(job: Job, text: TextCache) -> Teacher:
     return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
 
 
-def _teacher_fingerprint(job: Job, text: str) -> str:
+def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     r = job.run
     weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
-    return digest(weights, text, guidance, dtype_name(job.teacher_ds))
+    return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds))
 
 
 def run(job: Job) -> None:

@@ -75,8 +75,10 @@ def test_an_encoder_without_room_is_read_from_disk_with_equal_outputs(
     assert "disk" in small._model.hf_device_map.values()
 
 
-def cache_of(folder: Path, wan: Path, prompts: list[str], dtype: torch.dtype = torch.float32) -> TextCache:
-    return TextCache(folder, wan, prompts, dtype)
+def filled(folder: Path, wan: Path, prompts: list[str]) -> TextCache:
+    text = TextCache(folder, wan, torch.device("cpu"))
+    text.fill(prompts)
+    return text
 
 
 def shards(folder: Path) -> dict[Path, int]:
@@ -93,8 +95,7 @@ def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
     tmp_path: Path, wan2: Path
 ) -> None:
     prompts = ["a red circle", "blue &amp; green", "", "left", " a  red circle"]
-    text = cache_of(tmp_path, wan2, prompts)
-    text.fill(torch.device("cpu"))
+    text = filled(tmp_path, wan2, prompts)
     for prompt in prompts:
         assert torch.equal(text[prompt], encoded_by_diffusers(wan2, torch.float32, prompt))
 
@@ -102,14 +103,14 @@ def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
 def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> None:
     prompts = ["a", "red", "blue", "left", "right"]
-    cache_of(tmp_path, wan2, prompts)
+    TextCache(tmp_path, wan2, torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []  # to lay out a cache writes nothing
-    cache_of(tmp_path, wan2, prompts).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, prompts)
     before = shards(tmp_path)
     gone = min(before)
     gone.unlink()
     (tmp_path / "keep").write_text("")  # so that the freed inode may not be the new shard's
-    cache_of(tmp_path, wan2, prompts).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, prompts)
     after = shards(tmp_path)
     assert len(before) == 3 and before.keys() == after.keys()
     assert {f: n for f, n in before.items() if f != gone} == {f: n for f, n in after.items() if f != gone}
@@ -117,7 +118,7 @@ def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> No
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_file_of_the_cache_names_its_prompts(tmp_path: Path, wan2: Path) -> None:
-    cache_of(tmp_path, wan2, ["a", " red"]).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, ["a", " red"])
     (file,) = shards(tmp_path)
     with safe_open(file, "pt") as opened:
         assert sorted(v for k, v in opened.metadata().items() if not k.startswith("crc32 ")) == ["a", "red"]
@@ -127,11 +128,10 @@ def test_a_file_of_the_cache_names_its_prompts(tmp_path: Path, wan2: Path) -> No
 def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
     tmp_path: Path, wan2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_of(tmp_path, wan2, ["a", "red", "blue", "left"]).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, ["a", "red", "blue", "left"])
     before = shards(tmp_path)
     monkeypatch.setattr(text_cache, "Encoder", None)  # to load one would raise
-    text = cache_of(tmp_path, wan2, ["left", "red", "a"])
-    text.fill(torch.device("cpu"))
+    text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before and torch.equal(
         text["left"], encoded_by_diffusers(wan2, torch.float32, "left")
     )
