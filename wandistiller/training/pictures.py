@@ -12,12 +12,9 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
-from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.student import Student
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.monitor import Monitor
 from wandistiller.utils.images import save_grid
-from wandistiller.utils.logging import set_activity
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
 
@@ -29,31 +26,10 @@ class PictureDrawer:
     """
 
     def __init__(
-        self,
-        job: Job,
-        data: CachedData,
-        text: TextCache,
-        teacher: Teacher | None,
-        student: Student,
-        monitor: Monitor,
+        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student
     ):
-        self.job, self.data, self.text = job, data, text
-        self.teacher, self.student = teacher, student
-        self._monitor = monitor
+        self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
         self._first: dict[str, list[Tensor]] = {}
-
-    def draw_if_due(self, done: int, *, again: bool = True) -> bool:
-        """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
-        run, file = self.job.run, self.job.picture(done)
-        due = done % run.sample_every == 0 or done == run.max_steps
-        if not due or not again and collectives.broadcast_object(file.is_file()):
-            return False
-        set_activity(f"drawing pictures after step {done}")
-        with within("draw"):
-            rows = self.draw(done)
-            collectives.log0("drew %s", file)
-            self._monitor.record_pictures(done, rows, file)
-        return True
 
     def draw(self, done: int) -> dict[str, list[Tensor]]:
         """Write the grid of the student after `done` steps; return its rows of image_CHW, by name."""
