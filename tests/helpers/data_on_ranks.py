@@ -18,7 +18,7 @@ def digest_of(x0_BCFHW: Tensor, text_BLD: Tensor) -> str:
     return hashlib.sha256(x0_BCFHW.numpy().tobytes() + text_BLD.numpy().tobytes()).hexdigest()
 
 
-def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
+def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
     """Return by step (number, shape, digest of x0 and text) of each sample, in the global batch's order."""
     job = read_job(RunConfig(**recipe), collectives.world_size())
     data, _, _ = prepare(job)
@@ -45,7 +45,7 @@ def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
 
 if __name__ == "__main__":
     collectives.init("warning")
-    result = given(json.loads(Path(sys.argv[1]).read_text()))
+    result = samples_by_step(json.loads(Path(sys.argv[1]).read_text()))
     if collectives.rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(result))
     collectives.destroy()
