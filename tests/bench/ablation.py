@@ -69,8 +69,8 @@ def row(name: str, steps: int, folder: Path) -> str:
     output = train(name, steps, folder)
     import torch
 
+    from wandistiller.evaluation.draw_files import Sampling, draw, open_pipeline
     from wandistiller.evaluation.metrics import wilson
-    from wandistiller.evaluation.sampling import Sampling, draw, open_pipeline
     from wandistiller.tiny import shapes
 
     torch.set_num_threads(1)

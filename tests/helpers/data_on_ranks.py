@@ -18,7 +18,7 @@ def digest_of(x0_BCFHW: Tensor, text_BLD: Tensor) -> str:
     return hashlib.sha256(x0_BCFHW.numpy().tobytes() + text_BLD.numpy().tobytes()).hexdigest()
 
 
-def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
+def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
     """Return by step (number, shape, digest of x0 and text) of each sample, in the global batch's order."""
     job = read_job(RunConfig(**recipe), collectives.world_size())
     data, _, _ = prepare(job)
@@ -29,7 +29,14 @@ def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
         for index in (first + i for first in firsts for i in range(b.micro)):
             x0_BCFHW, text_BLD = data.batch([index])
             found.append(
-                (index, (data.sample_at(index), list(x0_BCFHW.shape[1:]), digest_of(x0_BCFHW, text_BLD)))
+                (
+                    index,
+                    (
+                        data.selection.number_at(index),
+                        list(x0_BCFHW.shape[1:]),
+                        digest_of(x0_BCFHW, text_BLD),
+                    ),
+                )
             )
         everyone = sorted(pair for theirs in collectives.gather_objects(found) for pair in theirs)
         steps.append([sample for _, sample in everyone])
@@ -38,7 +45,7 @@ def given(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], str]]]:
 
 if __name__ == "__main__":
     collectives.init("warning")
-    result = given(json.loads(Path(sys.argv[1]).read_text()))
+    result = samples_by_step(json.loads(Path(sys.argv[1]).read_text()))
     if collectives.rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(result))
     collectives.destroy()

@@ -10,11 +10,11 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
+from wandistiller.evaluation.draw_files import Sampling, number_problems, read_prompts, resolve_dtype
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
-from wandistiller.evaluation.sampling import Sampling, number_problems, read_prompts, resolve_dtype
-from wandistiller.export.model_card import FACTS
+from wandistiller.export.source import FACTS
 from wandistiller.teacher.placement import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
 from wandistiller.utils.files import read_json

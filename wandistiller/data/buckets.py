@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the sizes that media are cropped to."""
+"""Aspect-ratio buckets: the heights and widths that media are cropped to, by their own dimensions."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -11,26 +11,27 @@ from safetensors.numpy import load_file, save_file
 
 from wandistiller.data.dataset import VIDEOS
 from wandistiller.data.media import UNREADABLE, WIDEST, file_fingerprint, media_frames
+from wandistiller.data.turns import own_share
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.utils.files import atomic
 
 
 def make_buckets(height: int, width: int, multiple: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return sizes (height, width) of about height x width pixels, from 1:2 to 2:1, the given one among them.
+    """Return pairs (height, width) of about height x width pixels, from 1:2 to 2:1, the given one included.
 
     Args:
         multiple: divisors of every height and every width.
     """
-    area, sizes = height * width, {(height, width)}
+    area, buckets = height * width, {(height, width)}
     for h in range(multiple[0], int((area * WIDEST) ** 0.5) + 1, multiple[0]):
         w = round(area / h / multiple[1]) * multiple[1]
         if w and max(h / w, w / h) <= WIDEST:
-            sizes.add((h, w))
-    return sorted(sizes)
+            buckets.add((h, w))
+    return sorted(buckets)
 
 
-def nearest_buckets(size_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.ndarray:
+def nearest_buckets(dimensions_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.ndarray:
     """Return the number of the bucket with the nearest aspect ratio for each (height, width).
 
     By logarithm, so that tall and wide are alike. (0, 0) goes to the most common bucket.
@@ -38,57 +39,54 @@ def nearest_buckets(size_N2: np.ndarray, buckets: list[tuple[int, int]]) -> np.n
     log_ratio = np.log([height / width for height, width in buckets])
     by_ratio = np.argsort(log_ratio, kind="stable")
     between = (log_ratio[by_ratio][1:] + log_ratio[by_ratio][:-1]) / 2
-    readable_N = size_N2.all(1)
-    ratio = size_N2[readable_N, 0] / size_N2[readable_N, 1]
-    bucket_N = np.zeros(len(size_N2), np.int64)
+    readable_N = dimensions_N2.all(1)
+    ratio = dimensions_N2[readable_N, 0] / dimensions_N2[readable_N, 1]
+    bucket_N = np.zeros(len(dimensions_N2), np.int64)
     bucket_N[readable_N] = by_ratio[np.searchsorted(between, np.log(ratio))]
     bucket_N[~readable_N] = np.bincount(bucket_N[readable_N], minlength=1).argmax()
     return bucket_N
 
 
-def pixel_sizes(path_of: Callable[[int], Path], number: int, table: Path) -> np.ndarray:
+def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -> np.ndarray:
     """Return (height, width) of each of `number` media as shown, (0, 0) of an unreadable one.
 
     Collective; the ranks share the work.
 
     Args:
-        table: a file that stores the sizes by the media's fingerprints, whatever the data's order.
+        table: a file that stores them by the media's fingerprints, whatever the data's order.
     """
-    known = _read_table(table)
-    own = range(collectives.rank(), number, collectives.world_size())
-    keys = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
-    sizes, unseen = np.zeros((len(own), 2), np.int32), ~np.isin(keys, known["stamp"])
-    sizes[~unseen] = known["size"][np.searchsorted(known["stamp"], keys[~unseen])]
-    progress = Progress("sizes of media", int(unseen.sum()))
-    for row in np.flatnonzero(unseen):
-        sizes[row] = _pixel_size(path_of(own[row]))
+    stamps, known = _read_table(table)
+    own = own_share(range(number))
+    own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
+    own_known, new = np.zeros((len(own), 2), np.int32), ~np.isin(own_stamps, stamps)
+    own_known[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
+    progress = Progress("sizes of media", int(new.sum()))
+    for row in np.flatnonzero(new):
+        own_known[row] = _dimensions(path_of(own[row]))
         progress.advance()
-    all_ranks = collectives.gather_objects((keys, sizes, unseen))
-    all_sizes = np.zeros((number, 2), np.int32)
-    for rank, (_, of_rank, _) in enumerate(all_ranks):
-        all_sizes[rank :: collectives.world_size()] = of_rank
-    if collectives.rank() == 0 and any(unseen.any() for _, _, unseen in all_ranks):
-        keys, row = np.unique(
-            np.concatenate([known["stamp"], *(k for k, _, _ in all_ranks)]), return_index=True
-        )
-        sizes = np.concatenate([known["size"], *(s for _, s, _ in all_ranks)])[row]
+    parts_stamps, parts = zip(*collectives.gather_objects((own_stamps, own_known)), strict=True)
+    dimensions_N2 = np.zeros((number, 2), np.int32)
+    for rank, part in enumerate(parts):
+        dimensions_N2[rank :: collectives.world_size()] = part
+    stamps, first = np.unique(np.concatenate([stamps, *parts_stamps]), return_index=True)
+    if collectives.rank() == 0 and len(stamps) > len(known):
         with atomic(table) as temporary:
-            save_file({"stamp": keys, "size": sizes}, temporary)
-    return all_sizes
+            save_file({"stamp": stamps, "size": np.concatenate([known, *parts])[first]}, temporary)
+    return dimensions_N2
 
 
-def _read_table(table: Path) -> dict[str, np.ndarray]:
-    """The table of `pixel_sizes`; empty if its file is damaged."""
+def _read_table(table: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read the sorted fingerprints and the dimensions in the table; empty if its file is damaged."""
     try:
-        known = load_file(table) if table.is_file() else {}
-        if known and len(known["stamp"]) == len(known["size"]):
-            return known
+        columns = load_file(table) if table.is_file() else {}
+        if columns and len(columns["stamp"]) == len(columns["size"]):
+            return columns["stamp"], columns["size"]
     except (SafetensorError, OSError, ValueError, LookupError) as error:
         collectives.log0("cache     %s is damaged and made anew: %s", table, error)
-    return {"stamp": np.zeros(0, np.uint64), "size": np.zeros((0, 2), np.int32)}
+    return np.zeros(0, np.uint64), np.zeros((0, 2), np.int32)
 
 
-def _pixel_size(path: Path) -> tuple[int, int]:
+def _dimensions(path: Path) -> tuple[int, int]:
     try:
         if path.suffix.lower() in VIDEOS:
             with closing(media_frames(path, 1.0)) as frames:

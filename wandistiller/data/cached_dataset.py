@@ -1,4 +1,4 @@
-"""Cached samples by number, in an order that is a function of seed and global index."""
+"""The run's samples: their numbers, the order of training, and their cached latents and text."""
 
 from collections.abc import Iterable
 
@@ -9,54 +9,57 @@ from torch import Tensor
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.media import Size
-from wandistiller.data.sampler import Permutation, StepSampler
+from wandistiller.data.sample_order import Permutation, SampleOrder
 from wandistiller.data.text_cache import TextCache
 from wandistiller.utils.errors import ConfigError
 
 
-class SampleIndex:
-    """All samples of the data by number: media once, prompts without media `per_prompt` times."""
+class AllSamples:
+    """All samples of the data by number: media once, then prompts without media `per_prompt` times."""
 
-    def __init__(
-        self, items: PromptDataset, per_prompt: int, sizes: list[Size], size_of: np.ndarray | None = None
-    ):
+    def __init__(self, items: PromptDataset, per_prompt: int, sizes: list[Size], size_of: np.ndarray):
         """Number them.
 
         Args:
             sizes: the first is the run's and that of rollouts.
-            size_of: index into `sizes` for each medium; the first, if left out.
+            size_of: index into `sizes` for each medium.
         """
         self._items, self._per_prompt, self._sizes = items, per_prompt, sizes
         has_media = items.kinds != MediaType.PROMPT
-        self._media, self._rollouts = np.flatnonzero(has_media), np.flatnonzero(~has_media)
-        self._size_of = np.zeros(len(self._media), np.int16) if size_of is None else size_of.astype(np.int16)
-        size_of_all = np.concatenate([self._size_of, np.zeros(len(self._rollouts) * per_prompt, np.int16)])
-        self.groups = [group for s in range(len(sizes)) if len(group := np.flatnonzero(size_of_all == s))]
-        """Numbers of the samples of each size that occurs."""
+        self._media, self._prompts = np.flatnonzero(has_media), np.flatnonzero(~has_media)
+        rollouts = np.zeros(len(self._prompts) * per_prompt, np.int16)
+        self._size_of = np.concatenate([size_of.astype(np.int16), rollouts])
+        self.groups = {s: np.flatnonzero(self._size_of == s) for s in np.unique(self._size_of).tolist()}
+        """Numbers of the samples of each size that occurs, by the size's index."""
+
+    def group_of(self, number: int) -> np.ndarray:
+        """Return the numbers of all samples of the same size."""
+        return self.groups[int(self._size_of[number])]
 
     def __getitem__(self, number: int) -> Sample:
+        size = self._sizes[self._size_of[number]]
         if number < len(self._media):
-            return Sample(self._items[int(self._media[number])], self._sizes[self._size_of[number]])
+            return Sample(self._items[int(self._media[number])], size)
         prompt, rollout_index = divmod(number - len(self._media), self._per_prompt)
-        return Sample(self._items[int(self._rollouts[prompt])], self._sizes[0], rollout_index)
+        return Sample(self._items[int(self._prompts[prompt])], size, rollout_index)
 
 
 class SampleSelection:
     """The samples that the first `steps` optimizer steps use, with stand-ins for unusable ones."""
 
-    def __init__(self, samples: SampleIndex, *, seed: int, global_batch: int, steps: int):
-        self.samples, self._groups, self._seed = samples, samples.groups, seed
-        self._sampler = StepSampler([len(group) for group in self._groups], seed, global_batch)
-        used = zip(self._groups, self._sampler.used_indices(steps), strict=True)
+    def __init__(self, samples: AllSamples, *, seed: int, global_batch: int, steps: int):
+        self.samples, self._groups, self._seed = samples, list(samples.groups.values()), seed
+        self._order = SampleOrder([len(group) for group in self._groups], seed, global_batch)
+        used = zip(self._groups, self._order.used_members(steps), strict=True)
         self.numbers = [int(n) for group, members in used for n in np.sort(group[members.numpy()])]
         """All samples of the run, unusable ones included."""
         self._drawn = len(self.numbers)
         self._bad: set[int] = set()
         self._instead: dict[int, int] = {}
 
-    def sample_at(self, sample_index: int) -> int:
-        """Return the number of the sample at a global index."""
-        group, member = self._sampler.locate(sample_index)
+    def number_at(self, sample_index: int) -> int:
+        """Return the number of the sample at a global index, `step * global_batch` + slot."""
+        group, member = self._order.locate(sample_index)
         number = int(self._groups[group][member])
         return self._instead.get(number, number)
 
@@ -67,23 +70,19 @@ class SampleSelection:
             ConfigError: no sample is usable.
         """
         self._bad |= set(unusable)
-        self._instead = {
-            number: self._stand_in(number) for number in self.numbers[: self._drawn] if number in self._bad
-        }
+        drawn = self.numbers[: self._drawn]
+        self._instead = {number: self._stand_in(number) for number in drawn if number in self._bad}
         new = sorted(set(self._instead.values()) - set(self.numbers))
         self.numbers += new
         return new
 
     def _stand_in(self, number: int) -> int:
         """Return a sample of the same size; else one of the most common size, for the whole step."""
-        own = next(
-            group for group in self._groups if group[np.searchsorted(group, number) % len(group)] == number
-        )
-        for group in (own, max(self._groups, key=len)):
+        for group in (self.samples.group_of(number), max(self._groups, key=len)):
             shuffled = Permutation(len(group), self._seed, "instead", number)
-            for place in range(len(group)):
-                if (candidate := int(group[shuffled(place)])) not in self._bad:
-                    return candidate
+            candidates = (int(group[shuffled(place)]) for place in range(len(group)))
+            if (usable := next((n for n in candidates if n not in self._bad), None)) is not None:
+                return usable
         raise ConfigError("None of the images and videos can be used.")
 
     def shuffled(self, numbers: Iterable[int]) -> list[int]:
@@ -101,43 +100,23 @@ class CachedData:
     """Clean latents and text in the order of training."""
 
     def __init__(
-        self,
-        selection: SampleSelection,
-        samples: dict[int, Sample],
-        latents: LatentCache,
-        text: TextCache,
-        device: torch.device,
+        self, selection: SampleSelection, samples: dict[int, Sample], latents: LatentCache, text: TextCache
     ):
         """Serve `samples`, the run's own by number, from the caches that hold them."""
-        self._selection, self._latents, self._text, self._device = selection, latents, text, device
+        self.selection, self._latents, self._text = selection, latents, text
         self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}
         for number in selection.shuffled(samples):
             by_size.setdefault(samples[number].size, []).append(number)
         self._common = max(by_size.values(), key=len)
         self._rollout = next((s for s in samples.values() if not s.item.media), None)
-        self.has_paths = latents.rollouts.keep_path and not any(s.item.media for s in samples.values())
-        """True if `states` can be called: the recipe has `rollout_path`, and no sample came from media."""
-
-    def __len__(self) -> int:
-        """Samples that the run uses."""
-        return len(self._keys)
-
-    def sample_at(self, sample_index: int) -> int:
-        """Return the number of the sample at a global index, `step * global_batch` + slot."""
-        return self._selection.sample_at(sample_index)
 
     def item_at(self, sample_index: int) -> PromptItem:
         """Return the prompt, and the medium if there is one, at a global index."""
-        return self._selection.samples[self.sample_at(sample_index)].item
+        return self.selection.samples[self.selection.number_at(sample_index)].item
 
     def _keys_at(self, sample_index: int) -> tuple[str, str]:
-        number = self.sample_at(sample_index)
-        if number not in self._keys:
-            raise IndexError(
-                f"Sample index {sample_index} is beyond the run's last step; only its own samples are cached."
-            )
-        return self._keys[number]
+        return self._keys[self.selection.number_at(sample_index)]
 
     def batch(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
         """Return x0_BCFHW (normalised, float32) and text_BLD (zero-padded) of sample indices of one step."""
@@ -162,15 +141,16 @@ class CachedData:
 
     def _moved(self, t: Tensor) -> Tensor:
         """Copy to the accelerator without the synchronisation that a copy from pageable memory needs."""
-        return t.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else t
+        device = self._latents.device
+        return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
-    def knows(self, prompts: list[str]) -> bool:
+    def has_rollouts(self, prompts: list[str]) -> bool:
         """Return whether the teacher's first rollout of each prompt is cached."""
         return self._rollout is not None and all(self._rollout_key(p) in self._latents for p in prompts)
 
     def x0_of(self, prompts: list[str]) -> Tensor:
         """Return x0_BCFHW of the teacher's first rollout of each prompt."""
-        return torch.stack([self._latents[self._rollout_key(p)] for p in prompts]).to(self._device)
+        return torch.stack([self._latents[self._rollout_key(p)] for p in prompts]).to(self._latents.device)
 
     def _rollout_key(self, prompt: str) -> str:
         return self._latents.key(Sample(PromptItem(prompt), self._rollout.size))

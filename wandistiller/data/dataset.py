@@ -88,8 +88,7 @@ class PromptDataset(Sequence[PromptItem]):
 
     def samples(self, per_prompt: int) -> int:
         """Count the samples in one epoch: media once, prompts without media `per_prompt` times."""
-        made = int((self.kinds == MediaType.PROMPT).sum())
-        return len(self) - made + made * per_prompt
+        return len(self) + int((self.kinds == MediaType.PROMPT).sum()) * (per_prompt - 1)
 
 
 @readable()
@@ -121,10 +120,9 @@ def read_dataset(data_path: str) -> PromptDataset:
         index.add_folder()
     else:
         index.add_lines(path.name)
-    if index.wrong > len(index.problems):
-        index.problems.append(f"{data_path}: {index.wrong - len(index.problems)} more are wrong.")
     if index.problems:
-        raise ConfigError(*index.problems)
+        more = index.wrong - len(index.problems)
+        raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
     if not index.hashes:
         raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line.")
     return PromptDataset(index.read, index.kinds, index.hashes)
@@ -140,6 +138,7 @@ class _Index:
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes = array("B"), array("Q")
         self.problems: list[str] = []
+        """The first SHOWN of them; `wrong` counts all."""
         self.wrong = 0
 
     def read(self, row: int) -> PromptItem:
@@ -173,15 +172,15 @@ class _Index:
         media = self._root / name
         text = media.with_suffix(".txt")
         if not is_text(name):
-            return self._complain(f"{media}: its name is not UTF-8. Rename it.")
+            return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
         if text.is_file() and text.stat().st_size > LONGEST_LINE:
-            return self._complain(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
+            return self._add_problem(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
         try:
             prompt = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else ""
         except UnicodeDecodeError as error:
-            return self._complain(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
+            return self._add_problem(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
         if not _has_prompt(prompt):
-            return self._complain(f"{media}: no prompt. Write it into {text.name} beside it.")
+            return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it.")
         self._add_file(name)
         self._add(-1, prompt, name)
 
@@ -193,7 +192,7 @@ class _Index:
             # by b"\n": JSON strings may hold other characters that end a line for Python
             for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
                 if len(raw) > LONGEST_LINE:
-                    return self._complain(
+                    return self._add_problem(
                         f"{path}, line {number}: over {LONGEST_LINE} bytes. Write one prompt a line."
                     )
                 try:
@@ -201,9 +200,9 @@ class _Index:
                     if line and line[0] != "#":
                         self._add_line(offset, line, path)
                 except UnicodeDecodeError as error:
-                    return self._complain(f"{path}, line {number}: not UTF-8: {error}. Save it as UTF-8.")
+                    return self._add_problem(f"{path}, line {number}: not UTF-8: {error}. Save it as UTF-8.")
                 except ValueError as error:
-                    self._complain(f"{path}, line {number}: {error}")
+                    self._add_problem(f"{path}, line {number}: {error}")
                 offset += len(raw)
 
     def _add_line(self, offset: int, line: str, path: Path) -> None:
@@ -223,16 +222,16 @@ class _Index:
         """Add one item of the file that was added last."""
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
-        self.kinds.append(_kind(medium) if medium else MediaType.PROMPT)
+        self.kinds.append(_media_type(medium) if medium else MediaType.PROMPT)
         self.hashes.append(_hash(prompt, medium or ""))
 
-    def _complain(self, problem: str) -> None:
+    def _add_problem(self, problem: str) -> None:
         self.wrong += 1
         if self.wrong <= SHOWN:
             self.problems.append(problem)
 
 
-def _kind(medium: str) -> MediaType:
+def _media_type(medium: str) -> MediaType:
     ending = os.path.splitext(medium)[1].lower()
     return MediaType.GIF if ending == ".gif" else MediaType.VIDEO if ending in VIDEOS else MediaType.IMAGE
 

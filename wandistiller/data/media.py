@@ -76,9 +76,8 @@ def _fit(image: Image.Image, size: Size) -> Image.Image:
         raise MediaError(
             f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {size.width} x {size.height}"
         )
-    image = image.convert("RGB").resize(
-        (round(width * scale), round(height * scale)), Image.Resampling.LANCZOS
-    )
+    covering = round(width * scale), round(height * scale)
+    image = image.convert("RGB").resize(covering, Image.Resampling.LANCZOS)
     left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
     return image.crop((left, top, left + size.width, top + size.height))
 
@@ -128,7 +127,7 @@ def video_problem(path: Path) -> str | None:
 def file_fingerprint(path: Path) -> str:
     """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return digest(str(path), None)
-    return digest(str(path), found.st_size, found.st_mtime_ns)
+    return digest(str(path), status.st_size, status.st_mtime_ns)

@@ -32,7 +32,7 @@ class TensorCache:
         self._folder = folder
         self._place: dict[str, Path] = {}
         self._shared: bool | None = None
-        """True if all nodes see one folder; None until `missing_keys` is called."""
+        """True if all nodes see one folder; None before the first call of `missing_keys`."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._place
@@ -43,32 +43,31 @@ class TensorCache:
         Raises:
             ConfigError: on all ranks; keys are missing, and the nodes do not share the folder.
         """
-        wanted = dict.fromkeys(k for k in keys if k not in self._place)
+        requested = dict.fromkeys(k for k in keys if k not in self._place)
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
-            self._place |= collectives.broadcast_object(
-                self._scan(wanted) if wanted and collectives.rank() == 0 else {}
-            )
+            place = self._scan(requested) if requested and collectives.rank() == 0 else {}
+            self._place |= collectives.broadcast_object(place)
         else:
             with collectives.raise_on_all_ranks():
-                self._place |= self._scan(wanted)
-                if missing := [k for k in wanted if k not in self._place]:
+                self._place |= self._scan(requested)
+                if missing := [k for k in requested if k not in self._place]:
                     raise ConfigError(
-                        f"{self._folder}: {len(missing)} of {len(wanted)} entries are missing on "
+                        f"{self._folder}: {len(missing)} of {len(requested)} entries are missing on "
                         f"{gethostname()}, and not all nodes see this folder. Give a --cache_dir that all "
                         "nodes share, or run `wandistiller prepare` with this recipe on each node by "
                         "itself first."
                     )
-        return [k for k in wanted if k not in self._place]
+        return [k for k in requested if k not in self._place]
 
-    def _scan(self, wanted: dict[str, None]) -> dict[str, Path]:
-        """Return the file of each of the `wanted` keys that this rank finds."""
+    def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
+        """Return the file of each of the `requested` keys that this rank finds."""
         place = {}
         for file in sorted(self._folder.glob("*.safetensors")):
             try:
                 with safe_open(file, "pt") as opened:
-                    place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in wanted}
+                    place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in requested}
             except BROKEN as error:
                 collectives.log0(
                     "cache     %s is damaged and ignored; its tensors are made anew: %s", file, error
@@ -101,20 +100,20 @@ class TensorCache:
         try:
             with safe_open(file, "pt") as opened:
                 sums = opened.metadata() or {}
-                found = {name: opened.get_tensor(f"{key}.{name}") for name in names}
+                tensors = {name: opened.get_tensor(f"{key}.{name}") for name in names}
         except BROKEN as error:
             raise StorageError(
                 f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
                 "again; its tensors are made anew."
             ) from None
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             checksum = _checksum(tensor)
             if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
                 raise StorageError(
                     f"{file}: `{key}.{name}` does not have the checksum in the file's header. Remove the "
                     "file and start again; its tensors are made anew."
                 )
-        return list(found.values())
+        return list(tensors.values())
 
 
 def is_shared(folder: Path) -> bool:

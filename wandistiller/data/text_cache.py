@@ -8,16 +8,15 @@ from torch import Tensor
 
 from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.turns import batched, own_share, until_stopped
 from wandistiller.distributed import collectives
-from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.shutdown import stopping
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
 from wandistiller.wan.encoders import Encoder, offload_kwargs
 from wandistiller.wan.transformer import TEXT_TOKENS
 
-PROMPTS_PER_SHARD = 64
+PROMPTS_PER_FILE = 64
 
 
 def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
@@ -28,50 +27,46 @@ def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
 class TextCache:
     """Encoded prompts on disk, looked up by prompt."""
 
-    def __init__(self, cache: Path, folder: Path, prompts: list[str], dtype: torch.dtype):
+    def __init__(self, cache: Path, folder: Path, device: torch.device):
         """Name the cache's folder; nothing is read or written yet.
 
         Args:
             folder: the pipeline whose `text_encoder` and `tokenizer` are used.
-            prompts: all prompts that will be read; each is encoded once.
-            dtype: the encoder's precision.
+            device: where they compute: in float32 on the CPU, in bfloat16 on an accelerator.
         """
-        self._cache, self._folder, self._dtype = cache, folder, dtype
-        self._tensors = TensorCache(cache / "text" / text_fingerprint(folder, dtype))
-        self._prompts = {self.key(p): p for p in prompts}
+        self._cache, self._folder, self._device = cache, folder, device
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.fingerprint = text_fingerprint(folder, self._dtype)
+        self._tensors = TensorCache(cache / "text" / self.fingerprint)
 
     def key(self, prompt: str) -> str:
         """Return the key of the prompt's text."""
         return digest(clean(prompt))
 
-    def fill(self, device: torch.device) -> None:
-        """Encode the missing prompts, the files divided among the ranks. Collective."""
-        missing = self._tensors.missing_keys(self._prompts)
-        files = [missing[i : i + PROMPTS_PER_SHARD] for i in range(0, len(missing), PROMPTS_PER_SHARD)]
-        mine = files[collectives.rank() :: collectives.world_size()]
+    def fill(self, prompts: list[str]) -> None:
+        """Encode the missing ones of all prompts that will be read, divided among the ranks. Collective."""
+        by_key = {self.key(p): p for p in prompts}
+        missing = self._tensors.missing_keys(by_key)
+        files = own_share(batched(missing, PROMPTS_PER_FILE))
         if missing:
             set_activity(f"encoding {len(missing)} prompts")
-            collectives.log0("text: %d of %d prompts to encode", len(missing), len(self._prompts))
-        room = room_of_a_rank(host_free(), len(collectives.node_peers())) if device.type == "cpu" else None
+            collectives.log0("text: %d of %d prompts to encode", len(missing), len(by_key))
+        on_cpu = self._device.type == "cpu"
+        room = room_of_a_rank(host_free(), len(collectives.node_peers())) if on_cpu else None
         with collectives.raise_on_all_ranks():
-            if mine:
-                self._encode(mine, device, room)
+            if files:
+                self._encode([{k: clean(by_key[k]) for k in keys} for keys in files], room)
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
         self._tensors.missing_keys(missing)
 
-    def _encode(self, files: list[list[str]], device: torch.device, room: int | None) -> None:
-        """Write files of the texts of these keys; the encoder may take `room` bytes of CPU memory."""
+    def _encode(self, files: list[dict[str, str]], room: int | None) -> None:
+        """Write files of the texts of prompts by key; the encoder may take `room` bytes of CPU memory."""
         with scratch(self._cache) as swap:
             model = self._folder / "text_encoder"
             kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
-            encoder = Encoder(self._folder, self._dtype, device, **kwargs)
-            progress = Progress("text", len(files))
-            for keys in files:
-                if stopping.reason:
-                    break
-                prompts = {k: clean(self._prompts[k]) for k in keys}
+            encoder = Encoder(self._folder, self._dtype, self._device, **kwargs)
+            for prompts in until_stopped("text", files):
                 self._tensors.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
-                progress.advance()
         del encoder
         gc.collect()
 

@@ -1,27 +1,26 @@
 """Samples and velocities of teacher and student on the same prompts; only one is loaded at a time."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
+from wandistiller.data.turns import batched, collective_turns
 from wandistiller.distributed import collectives
-from wandistiller.distributed.progress import Progress
+from wandistiller.evaluation.draw_files import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
-from wandistiller.evaluation.pipelines import Candidate, DiffusersPipeline, PeakMemory, PlacedTeacher
-from wandistiller.evaluation.sampling import Sampling
+from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.flow import expert_at, keyed_generator, keyed_normal, path
 from wandistiller.tiny import shapes
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import count_parameters
 
+M = TypeVar("M", Metric, Features)
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
 
 
@@ -46,24 +45,13 @@ class Evaluation:
     teacher_ds: dict[str, Any] | None
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
 
-    @property
-    def has_shapes(self) -> bool:
-        """True if the prompts are the embedded teacher's, whose pictures a program can score."""
+    def computable(self, metrics: list[M]) -> list[M]:
+        """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
         size = self.student_sampling.height, self.student_sampling.width
-        return size == (shapes.IMAGE_SIZE,) * 2 and all(p in shapes.SPECS for p in self.prompts)
-
-    @property
-    def metrics(self) -> list[Metric]:
-        """The metrics that this evaluation can compute."""
-        return [m for m in METRICS if self._has(m.needs)]
-
-    @property
-    def features(self) -> list[Features]:
-        """The features that this evaluation can compute."""
-        return [f for f in FEATURES if self._has(f.needs)]
-
-    def _has(self, need: str) -> bool:
-        return {"": True, "shapes": self.has_shapes, "clip": self.clip is not None}[need]
+        # prompts of the embedded teacher, whose pictures a program can score
+        has_shapes = size == (shapes.IMAGE_SIZE,) * 2 and all(p in shapes.SPECS for p in self.prompts)
+        has = {"": True, "shapes": has_shapes, "clip": self.clip is not None}
+        return [m for m in metrics if has[m.needs]]
 
     @property
     def shown(self) -> list[int]:
@@ -91,8 +79,8 @@ def bands(teacher_boundary: float | None, student_boundary: float | None) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Scores and features of one sample."""
+class ScoredSample:
+    """Scores and features of one sample that a candidate drew."""
 
     scores: dict[str, Tensor]
     """Metric -> number."""
@@ -106,7 +94,7 @@ class Sample:
 class Drawn:
     """Samples of one pass over this rank's prompts."""
 
-    samples: dict[int, Sample]
+    samples: dict[int, ScoredSample]
     """By the prompt's number."""
     x0: list[Tensor]
     """x0_BCFHW of each turn, on the CPU."""
@@ -114,18 +102,12 @@ class Drawn:
     """Seconds and length of each batch."""
 
 
-def parameters(folder: WanFolder) -> int:
-    """Number of parameters of all experts."""
-    return sum(count_parameters(config) for config in folder.configs.values())
-
-
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
     """Samples of one candidate for this rank's prompts, and their cost."""
 
-    parameters: int
-    samples: dict[int, Sample]
-    second_draw: dict[int, Sample]
+    samples: dict[int, ScoredSample]
+    second_draw: dict[int, ScoredSample]
     """Samples from other seeds."""
     seconds: list[tuple[float, int]]
     peak_gib: dict[str, float]
@@ -137,14 +119,13 @@ class Evaluator:
     def __init__(self, settings: Evaluation):
         self._settings, self._device = settings, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
-        dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        self._text = TextCache(
-            settings.output / "cache", settings.teacher.path, [*settings.prompts, negative], dtype
-        )
-        self._text.fill(self._device)
+        self._text = TextCache(settings.output / "cache", settings.teacher.path, self._device)
+        self._text.fill([*settings.prompts, negative])
         self._null_LD = self._text[negative]
         self._vae = Vae(settings.teacher, self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None
+        self._batches = batched(list(range(len(settings.prompts))), settings.batch)
+        """Numbers of the prompts."""
         self._bands = bands(settings.teacher.boundary, settings.student.boundary)
         self._x0: list[Tensor] = []  # of the teacher, by turn
         self._targets: dict[tuple[int, Band], Tensor] = {}  # its velocities, on the CPU
@@ -156,19 +137,17 @@ class Evaluator:
             if s.teacher_ds is None:
                 candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
             else:
-                candidate = PlacedTeacher(
-                    s.teacher, s.teacher_sampling, self._text.__getitem__, s.teacher_ds, self._vae
-                )
+                candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
         drawn = self._draw("teacher", candidate, memory, s.seed)
         second, other_seed = {}, s.seed + len(s.prompts)
         if not s.quick:
             second = self._draw("teacher, other seeds", candidate, memory, other_seed).samples
         self._x0 = drawn.x0
-        for turn, chunk, _ in self._turns("teacher, velocities"):
+        for turn, chunk, _ in collective_turns("teacher, velocities", self._batches):
             for band in self._bands:
                 self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
         candidate.close()
-        return CandidateResult(parameters(s.teacher), drawn.samples, second, drawn.seconds, memory.peak_gib())
+        return CandidateResult(drawn.samples, second, drawn.seconds, memory.peak_gib())
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
@@ -176,7 +155,7 @@ class Evaluator:
         with memory.running():
             candidate = DiffusersPipeline(s.student, s.student_sampling, self._null_LD, s.dtype)
         drawn = self._draw("student", candidate, memory, s.seed)
-        for turn, chunk, mine in self._turns("student, velocities"):
+        for turn, chunk, counts in collective_turns("student, velocities", self._batches):
             squares = []
             for band in self._bands:
                 state = self._state(turn, chunk, band).replace(expert=band.student_expert)
@@ -184,53 +163,37 @@ class Evaluator:
                 target_BCFHW = self._targets.pop((turn, band))
                 both = (v_BCFHW - target_BCFHW, target_BCFHW)
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
-            if mine:
+            if counts:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
-        return CandidateResult(
-            parameters(s.student), drawn.samples, {}, drawn.seconds, memory.peak_gib()
-        ), errors
+        return CandidateResult(drawn.samples, {}, drawn.seconds, memory.peak_gib()), errors
 
-    def _turns(self, what: str) -> Iterator[tuple[int, list[int], bool]]:
-        """Yield turn, prompt numbers, and whether they count: a rank without work repeats the last batch.
-
-        So every rank makes the same collective calls.
-        """
-        everything, batch = list(range(len(self._settings.prompts))), self._settings.batch
-        chunks = [everything[i : i + batch] for i in range(0, len(everything), batch)]
-        rounds = -(-len(chunks) // collectives.world_size())
-        progress = Progress(what, rounds)
-        for turn in range(rounds):
-            place = turn * collectives.world_size() + collectives.rank()
-            yield turn, chunks[min(place, len(chunks) - 1)], place < len(chunks)
-            progress.advance()
-
-    def _draw(self, what: str, candidate: Candidate, memory: PeakMemory, seed: int) -> Drawn:
+    def _draw(
+        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, seed: int
+    ) -> Drawn:
         """Sample prompt i from seed + i."""
         drawn = Drawn({}, [], [])
-        for _, chunk, mine in self._turns(what):
-            start = time.monotonic()
+        for _, chunk, counts in collective_turns(what, self._batches):
+            prompts, start = [self._settings.prompts[i] for i in chunk], time.monotonic()
             with memory.running():
-                prompts = [self._settings.prompts[i] for i in chunk]
                 pixels_BCFHW = candidate.draw(prompts, [seed + i for i in chunk])
             seconds = time.monotonic() - start
-            x0_BCFHW = self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu()
-            drawn.x0.append(x0_BCFHW)
-            if mine:
+            drawn.x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
+            if counts:
                 drawn.seconds.append((seconds, len(chunk)))
                 middle_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
-                drawn.samples.update(self._score(chunk, middle_BCHW, x0_BCFHW))
+                batch = DrawnBatch(prompts, middle_BCHW, drawn.x0[-1], self._clip)
+                drawn.samples.update(self._score(chunk, batch))
         return drawn
 
-    def _score(self, chunk: list[int], frame_BCHW: Tensor, x0_BCFHW: Tensor) -> dict[int, Sample]:
+    def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:
         s = self._settings
-        drawn = DrawnBatch([s.prompts[i] for i in chunk], frame_BCHW, x0_BCFHW, self._clip)
-        scores = {m.name: m.compute(drawn) for m in s.metrics}
-        features = {f.name: f.compute(drawn) for f in s.features}
+        scores = {m.name: m.compute(batch) for m in s.computable(METRICS)}
+        features = {f.name: f.compute(batch) for f in s.computable(FEATURES)}
         return {
-            i: Sample(
+            i: ScoredSample(
                 {name: score_B[b] for name, score_B in scores.items()},
                 {name: feature_BD[b] for name, feature_BD in features.items()},
-                frame_BCHW[b].clone() if i in s.shown else None,
+                batch.frame_BCHW[b].clone() if i in s.shown else None,
             )
             for b, i in enumerate(chunk)
         }
@@ -246,6 +209,5 @@ class Evaluator:
         sigma_B = torch.tensor([band.start + width * u for u in uniform], device=self._device)
         noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(self._device)
         text_BLD = torch.stack([self._text[self._settings.prompts[i]] for i in chunk]).to(self._device)
-        return Batch(
-            x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, band.expert
-        )
+        x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
+        return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, band.expert)

@@ -5,7 +5,7 @@ N is the number of prompts, which are the independent units of every interval; D
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -33,8 +33,8 @@ class Estimate:
 
     def as_dict(self) -> dict[str, float | None]:
         """Round to six digits, for JSON."""
-        six = {k: getattr(self, k) for k in ("value", "low", "high")}
-        return {k: None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for k, v in six.items()}
+        values = asdict(self).items()
+        return {k: None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for k, v in values}
 
 
 def wilson(hits: int, of: int) -> Estimate:
@@ -197,10 +197,9 @@ FEATURES = [
 
 def clip_problems(folder: Path) -> list[str]:
     """Reasons why transformers cannot open `folder` as a CLIP model."""
-    if not (folder / "config.json").is_file():
+    config = folder / "config.json"
+    if not config.is_file():
         remedy = "There is no config.json in it. Give a CLIP folder of transformers."
         return [problem("evaluate", "clip_path", folder, remedy)]
-    kind = read_json(folder / "config.json").get("model_type")
-    if kind == "clip":
-        return []
-    return [problem(folder / "config.json", "model_type", kind, 'Give a model of type "clip".')]
+    kind = read_json(config).get("model_type")
+    return [] if kind == "clip" else [problem(config, "model_type", kind, 'Give a model of type "clip".')]

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.evaluator import Band, CandidateResult, Evaluation, Sample, bands
-from wandistiller.evaluation.metrics import METRICS, Estimate, Metric, frechet, ratio_of_sums
+from wandistiller.evaluation.evaluator import Band, CandidateResult, Evaluation, ScoredSample, bands
+from wandistiller.evaluation.metrics import METRICS, Estimate, frechet, ratio_of_sums
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import save_grid
+from wandistiller.wan.transformer import count_parameters
 
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 COSTS = {"parameters": "parameters", "seconds_per_sample": "seconds per sample"}
@@ -38,8 +39,7 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
         "steps": settings.student_sampling.steps,
         "seed": settings.seed,
     }
-    result |= {name: _side(settings, sides[name], samples[name]) for name in sides}
-    result["ratio"] = _ratios(settings, sides, samples)
+    result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     rows = {name: [s.frame_CHW for s in drawn if s.frame_CHW is not None] for name, drawn in samples.items()}
@@ -52,39 +52,31 @@ def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
     return [merged[i] for i in sorted(merged)]
 
 
-def _side(settings: Evaluation, ranks: list[CandidateResult], drawn: list[Sample]) -> dict[str, Any]:
-    """One column of the table."""
-    seconds, counts = zip(*(pair for r in ranks for pair in r.seconds), strict=True)
-    per_sample = ratio_of_sums(torch.tensor(seconds), torch.tensor(counts), settings.seed)
-    side = {
-        "parameters": ranks[0].parameters,
-        "seconds_per_sample": per_sample.as_dict(),
-        "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
-    }
-    side |= {m.name: m.summary(_values(m, drawn), settings.seed) for m in settings.metrics}
-    return side
-
-
-def _ratios(
-    settings: Evaluation, sides: dict[str, list[CandidateResult]], samples: dict[str, list[Sample]]
+def _columns(
+    settings: Evaluation, sides: dict[str, list[CandidateResult]], samples: dict[str, list[ScoredSample]]
 ) -> dict[str, Any]:
-    """Ratios of student to teacher, paired by prompt, or by batch for the seconds."""
-    seconds = {name: torch.tensor([s for r in ranks for s, _ in r.seconds]) for name, ranks in sides.items()}
-    parameters = sides["student"][0].parameters / sides["teacher"][0].parameters
-    ratio: dict[str, Any] = {
-        "parameters": Estimate(parameters).as_dict(),
-        "seconds_per_sample": ratio_of_sums(seconds["student"], seconds["teacher"], settings.seed).as_dict(),
+    """Columns of the table: both sides, and the ratio of student to teacher, paired by prompt or batch."""
+    columns: dict[str, dict[str, Any]] = {}
+    folders, seconds, seed = {"teacher": settings.teacher, "student": settings.student}, {}, settings.seed
+    for name, ranks in sides.items():
+        pairs = zip(*(pair for r in ranks for pair in r.seconds), strict=True)
+        seconds[name], length = (torch.tensor(numbers) for numbers in pairs)
+        columns[name] = {
+            "parameters": sum(count_parameters(config) for config in folders[name].configs.values()),
+            "seconds_per_sample": ratio_of_sums(seconds[name], length, seed).as_dict(),
+            "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
+        }
+    teacher, student = columns.values()
+    ratio = columns["ratio"] = {
+        "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict(),
+        "seconds_per_sample": ratio_of_sums(seconds["student"], seconds["teacher"], seed).as_dict(),
     }
-    for m in settings.metrics:
-        student, teacher = (_values(m, samples[name]) for name in ("student", "teacher"))
-        if (value := m.ratio(student, teacher, settings.seed)) is not None:
+    for m in settings.computable(METRICS):
+        value_N = {name: torch.stack([s.scores[m.name] for s in drawn]) for name, drawn in samples.items()}
+        teacher[m.name], student[m.name] = (m.summary(value_N[name], seed) for name in sides)
+        if (value := m.ratio(value_N["student"], value_N["teacher"], seed)) is not None:
             ratio[m.name] = value
-    return ratio
-
-
-def _values(metric: Metric, drawn: list[Sample]) -> Tensor:
-    """value_N in the order of the prompts."""
-    return torch.stack([s.scores[metric.name] for s in drawn])
+    return columns
 
 
 def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any]:
@@ -95,33 +87,29 @@ def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any
         squares_N2 = squares_NS2[:, [which(band) for band in cut]].sum(1)
         return ratio_of_sums(squares_N2[:, 0], squares_N2[:, 1], settings.seed).as_dict()
 
-    by_band = {
-        f"{b.start:g}-{b.end:g}": {"expert": b.expert.value} | over(lambda x, b=b: x == b) for b in cut
-    }
+    names = {b: f"{b.start:g}-{b.end:g}" for b in cut}
+    by_band = {names[b]: {"expert": b.expert.value} | over(lambda x, b=b: x == b) for b in cut}
     experts = {e.value: over(lambda x, e=e: x.expert is e) for e in settings.teacher.configs}
     return {"bands": by_band, "experts": experts, "all": over(lambda _: True)}
 
 
-def _frechet(teacher: list[Sample], student: list[Sample], second: list[Sample]) -> dict[str, Any]:
-    """Fréchet distances by kind of feature; empty for one sample, which has no covariance."""
-    return {
-        name: _distances(*(_features(name, drawn) for drawn in (teacher, student, second)))
-        for name in (teacher[0].features if len(teacher) > 1 else ())
-    }
+def _frechet(
+    teacher: list[ScoredSample], student: list[ScoredSample], second: list[ScoredSample]
+) -> dict[str, Any]:
+    """Fréchet distances by kind of feature; empty for one sample, which has no covariance.
 
-
-def _features(name: str, drawn: list[Sample]) -> Tensor | None:
-    """features_ND."""
-    return torch.stack([s.features[name] for s in drawn]) if drawn else None
-
-
-def _distances(teacher_ND: Tensor, student_ND: Tensor, second_ND: Tensor | None) -> dict[str, Any]:
-    """Distance of student and teacher at the same seeds; to the teacher's second samples, with the floor."""
-    pairs = {"same_seeds": (student_ND, teacher_ND)}
-    if second_ND is not None:
-        pairs |= {"student": (student_ND, second_ND), "floor": (teacher_ND, second_ND)}
-    distances = {name: Estimate(frechet(*pair)).as_dict() for name, pair in pairs.items()}
-    return {"features": teacher_ND.shape[1], **distances}
+    Of student and teacher at the same seeds; of both from the teacher's second samples, if there are any.
+    """
+    pairs = {"same_seeds": (student, teacher)}
+    if second:
+        pairs |= {"student": (student, second), "floor": (teacher, second)}
+    result: dict[str, Any] = {}
+    for kind, feature_D in teacher[0].features.items() if len(teacher) > 1 else ():
+        result[kind] = {"features": len(feature_D)}
+        for name, pair in pairs.items():
+            features = (torch.stack([s.features[kind] for s in drawn]) for drawn in pair)
+            result[kind][name] = Estimate(frechet(*features)).as_dict()
+    return result
 
 
 def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Tensor]]) -> list[str]:
@@ -134,10 +122,8 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
     heading = f"# {settings.student.name} compared with its teacher {settings.teacher.name}"
     placed = "; a teacher that its own JSON places without the text encoder" if settings.teacher_ds else ""
     with atomic(files["report"]) as temporary:
-        notes = NOTES.format(placed=placed)
-        temporary.write_text(
-            f"{heading}\n\n{tables}\n\n{notes}\n\n![teacher above](evaluation.png)\n", encoding="utf-8"
-        )
+        parts = (heading, tables, NOTES.format(placed=placed), "![teacher above](evaluation.png)\n")
+        temporary.write_text("\n\n".join(parts), encoding="utf-8")
     return [f"{tables}\n", *(f"{what:9} {file}" for what, file in files.items())]
 
 

@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from wandistiller.utils.errors import ConfigError
 
 NETWORK = ("httpx", "httpcore")
@@ -20,9 +24,6 @@ def check(repository: str) -> str:
     Raises:
         ConfigError: the name is invalid, there is no token, or the hub refuses it or cannot be reached.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import validate_repo_id
-
     with _hub_errors(repository, "Nothing was exported", "give the same command again"):
         validate_repo_id(repository)
         if not get_token():
@@ -37,8 +38,6 @@ def push(exported: list[Path], repository: str, private: bool) -> str:
     Raises:
         ConfigError: the hub refuses, or cannot be reached. The export stays on the disk.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     files = {file.name: file for file in exported if file.is_file()}
     for folder in filter(Path.is_dir, exported):
         inside = filter(Path.is_file, sorted(folder.rglob("*")))
@@ -56,8 +55,6 @@ def push(exported: list[Path], repository: str, private: bool) -> str:
 @contextmanager
 def _hub_errors(repository: str, state: str, then: str) -> Iterator[None]:
     """Raise errors of the hub and the network as wrong input, with the export's `state` and the next step."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     where = f"--push_to_hub {repository}:"
     try:
         yield

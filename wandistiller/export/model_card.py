@@ -4,20 +4,23 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
+from wandistiller.export.source import FACTS, Source
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
 
-FACTS = "wandistiller.json"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB = "https://huggingface.co"
+HERE = "THIS_FOLDER"
+"""The folder of an export, in a card that names no repository."""
 PICTURE = "samples.png"
 MADE_FOR = """Guidance is folded in: sample with `guidance_scale=1.0` (CFG 1), which takes half the calls. \
 Made for
@@ -30,36 +33,11 @@ steps of {objective}. """
 )
 
 
-class CardContext(NamedTuple):
-    """Contents of a card."""
-
-    teacher: WanFolder | None
-    """None if it is gone."""
-    facts: dict[str, Any]
-    recipe: dict[str, Any]
-    """The run's settings as they were used."""
-    run: Path
-    """The run's output folder."""
-    repository: str
-    """Repository on the hub; empty: none."""
-
-    @property
-    def where(self) -> str:
-        """Argument of `from_pretrained`."""
-        return self.repository or "THIS_FOLDER"
-
-    @property
-    def made(self) -> str:
-        """The student in one sentence."""
-        config, experts = self.facts["transformer"], len(self.facts["experts"])
-        parameters = transformer.count_parameters(config) * experts / 1e6
-        return MADE.format(
-            **self.facts | {"layers": config["num_layers"], "n_experts": experts, "parameters": parameters}
-        )
-
-    def file(self, name: str) -> str:
-        """The path of a file for from_single_file."""
-        return f"{HUB}/{self.repository}/blob/main/{name}" if self.repository else name
+def student_sentence(facts: dict[str, Any]) -> str:
+    """Describe the student in one sentence."""
+    layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
+    parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
+    return MADE.format(**facts, layers=layers, n_experts=n_experts, parameters=parameters)
 
 
 def joined(files: list[str]) -> str:
@@ -67,36 +45,41 @@ def joined(files: list[str]) -> str:
     return " and ".join(f"`{file}`" for file in files)
 
 
-def write_card(folder: Path, context: CardContext, relation: str, text: str) -> None:
+def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
     """Write README.md (front matter, `text`, last picture, evaluation, recipe) and the facts as JSON.
 
     Args:
         relation: to the base model: finetune, adapter.
     """
-    text = f"---\n{_front_matter(context, relation)}\n---\n{text}"
-    if pictures := drawn(context.run):
+    run = source.folder.parent.parent
+    text = f"---\n{_front_matter(source, relation)}\n---\n{text}"
+    if pictures := drawn(run):
         shutil.copyfile(pictures[-1], folder / PICTURE)
         text += f"\nAbove the teacher, below the student, from the same noise:\n\n![samples]({PICTURE})\n"
-    if tables := _evaluation(context.run):
+    if tables := _evaluation(run):
         measured = "Measured on the student as a diffusers pipeline."
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
-    recipe = json.dumps(context.recipe, indent=1, ensure_ascii=False)
+    recipe = json.dumps(source.recipe, indent=1, ensure_ascii=False)
     details = f"<details><summary>the recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>"
     text += f"\n## How it was made\n\n{details}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
-    write_json(folder / FACTS, context.facts)
+    write_json(folder / FACTS, source.facts)
 
 
-def _front_matter(context: CardContext, relation: str) -> str:
+def _front_matter(source: Source, relation: str) -> str:
     """The metadata of the hub's cards: https://github.com/huggingface/hub-docs/blob/main/modelcard.md."""
-    named = context.facts["teacher_path"]
+    try:
+        teacher = source.teacher(weights=False)
+    except ConfigError:  # it is gone; its name is left
+        teacher = None
+    named = source.facts["teacher_path"]
     hub_id = named if HUB_ID.fullmatch(named) and not Path(named).exists() else ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     return ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-video",
         tags=["wan", "distillation"],
-        **licence(context.teacher, hub_id),
+        **licence(teacher, hub_id),
         **base,
     ).to_yaml()
 

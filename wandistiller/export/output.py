@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wandistiller.export.model_card import FACTS
+from wandistiller.export.source import FACTS
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.utils.files import atomic
 

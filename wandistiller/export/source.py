@@ -10,12 +10,14 @@ from diffusers import WanTransformer3DModel
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
-from wandistiller.export.model_card import CardContext
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
+
+FACTS = "wandistiller.json"
+"""File in an export with the facts of its run."""
 
 
 class Source(NamedTuple):
@@ -76,14 +78,6 @@ class Source(NamedTuple):
         revision = self.facts.get("teacher_revision")
         return open_wan(self.facts["teacher_path"], weights=weights, revision=revision)
 
-    def card_context(self, repository: str) -> CardContext:
-        """Contents of the model card; of a teacher that is gone only its name is left."""
-        try:
-            teacher = self.teacher(weights=False)
-        except ConfigError:
-            teacher = None
-        return CardContext(teacher, self.facts, self.recipe, self.folder.parent.parent, repository)
-
 
 def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source:
     """Find and verify a checkpoint; no weights are read.
@@ -107,12 +101,12 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
 
 @readable()
 def _checkpoint(folder: Path) -> Path:
-    found = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
-    if found is None or not (found / loading.STATE).is_file():
+    checkpoint = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
+    if checkpoint is None or not (checkpoint / loading.STATE).is_file():
         raise ConfigError(
             f"{folder}: no checkpoint there. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
-    if problems := manifest.verify(found):
-        raise ConfigError(f"{found}: {'; '.join(problems)}. Name another checkpoint.")
-    return found
+    if problems := manifest.verify(checkpoint):
+        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint.")
+    return checkpoint

@@ -74,6 +74,11 @@ def _close() -> None:
     seen, before = read(), peaks.get(current.phase)
     peaks[current.phase] = Usage(*map(max, seen, before)) if before else seen
     trim()
+    reset_peaks()
+
+
+def reset_peaks() -> None:
+    """Begin new peaks; where the system refuses, those of CPU memory carry over."""
     with suppress(OSError):
         CLEAR.write_text(PEAK_ONLY)
     if torch.cuda.is_available():

@@ -47,15 +47,11 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> St
         cuts: how each network is cut from the teacher, if it is narrower.
     """
     set_activity("building the student")
-    models = student_models(job, cuts)
+    models, run = student_models(job, cuts), job.run
     checkpointer.keep_frozen(models, job.output, job.resume_from)
     name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
     return Student(
-        models,
-        job.student_ds,
-        learning_rates=job.run.learning_rates,
-        ema=job.run.ema,
-        ema_start=job.run.ema_start,
+        models, job.student_ds, learning_rates=run.learning_rates, ema=run.ema, ema_start=run.ema_start
     )
 
 
@@ -114,12 +110,11 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch]) -> list[int]:
     experts = {source for e in job.student_experts for source in source_experts(job.student, job.folder, e)}
     layers, keep = job.folder.config["num_layers"], job.student_transformer["num_layers"]
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep)
-    collectives.log0(
-        "kept      layers %s of %d; see %s", list(rounds[-1]), layers, job.output / "importance.md"
-    )
+    kept = list(rounds[-1])
+    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.md")
     if collectives.rank() == 0:
         write_importance(job.output, rounds, (e for e in Expert if e in experts))
-    return list(rounds[-1])
+    return kept
 
 
 def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:

@@ -27,12 +27,8 @@ class Monitor:
     def start(self, step: int) -> None:
         """Begin after `step` steps: drop the lines of later ones, which are repeated. Collective."""
         job = self._job
-        self._metrics = Metrics(
-            job.output / "metrics.jsonl",
-            start=step,
-            max_steps=job.run.max_steps,
-            global_batch=job.batch.total,
-        )
+        file, run = job.output / "metrics.jsonl", job.run
+        self._metrics = Metrics(file, start=step, max_steps=run.max_steps, global_batch=job.batch.total)
         self._alarms.go_on_from(step)
         self._monitors.go_on_from(step)
         self.record_phases()
@@ -42,9 +38,8 @@ class Monitor:
         memory = self._ended | {"train": [rank.memory for rank in result.ranks]}
         line = self._metrics.step(step, result.metrics(), memory, step_seconds())
         self._monitors.record(step, scalars(line))
-        self._alarms.step(
-            step, result.loss, result.grad_norm, result.lr, [rank.seconds for rank in result.ranks]
-        )
+        seconds = [rank.seconds for rank in result.ranks]
+        self._alarms.step(step, result.loss, result.grad_norm, result.lr, seconds)
         self._ended = {}
 
     def record_phases(self) -> None:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch
 from wandistiller.config.job import Job
-from wandistiller.data.dataset import PromptItem
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
@@ -59,43 +57,6 @@ class SampleReport(NamedTuple):
         return f"{where}: {'; '.join(parts)}"
 
 
-def describe_samples(
-    batches: dict[str, Batch],
-    items: list[PromptItem],
-    sample_index_B: list[int],
-    losses: dict[str, Tensor],
-    *,
-    rank: int,
-    micro_step: int,
-) -> list[SampleReport]:
-    """Describe this rank's samples of one micro-step.
-
-    Args:
-        batches: micro-batch by kind of states.
-        losses: loss_B by term.
-    """
-    first = next(iter(batches.values()))
-    bad = {
-        "loss": ~torch.stack(list(losses.values())).isfinite().all(0),
-        "text": nonfinite_B(first.text_BLD),
-        "x0": torch.stack([nonfinite_B(batch.x0_BCFHW) for batch in batches.values()]).any(0),
-    }
-    return [
-        SampleReport(
-            sample=index,
-            rank=rank,
-            micro_step=micro_step,
-            expert=first.expert.value,
-            prompt=item.prompt,
-            media=str(item.media) if item.media else None,
-            sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
-            losses=finite_or_none({name: loss_B[i].item() for name, loss_B in losses.items()}),
-            not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
-        )
-        for i, (index, item) in enumerate(zip(sample_index_B, items, strict=True))
-    ]
-
-
 def nonfinite_B(x: Tensor) -> Tensor:
     """Mark the samples that hold a number that is not finite: bool, shape (B,)."""
     return ~x.flatten(1).isfinite().all(1)
@@ -110,12 +71,6 @@ class NonFiniteStep(NamedTuple):
     """Folder of the checkpoint of the state before the step, which is also that after it."""
     samples: list[SampleReport]
     """All samples of the step, on all ranks."""
-
-    def write(self, output: Path) -> Path:
-        """Write OUTPUT/nonfinite/step_*.json and return its path."""
-        file = self.file(output)
-        write_json(file, self._asdict() | {"samples": [sample._asdict() for sample in self.samples]})
-        return file
 
     def file(self, output: Path) -> Path:
         return output / FOLDER / f"step_{self.step:08d}.json"
@@ -143,11 +98,11 @@ class NonFiniteStep(NamedTuple):
         skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
         if job.run.on_nonfinite == "stop":
             skip = "such steps left out (--on_nonfinite skip)"
-        found = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
+        remedies = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
         if any({"x0", "text"} & set(sample.not_finite) for sample in self.samples):
             remedy = f"remove {job.cache}; the same command makes it again."
-            found.insert(0, f"Cached tensors are not finite: {remedy}")
-        return found
+            remedies.insert(0, f"Cached tensors are not finite: {remedy}")
+        return remedies
 
 
 class NonFiniteHandler:
@@ -170,14 +125,13 @@ class NonFiniteHandler:
         """
         run, output = self._job.run, self._job.output
         self._student.forget_skipped_step(micro_steps[-1].expert)
-        own: list[SampleReport] = []
-        for micro, result in enumerate(micro_steps):
-            own += self._describe(step, micro, result)
+        own = [report for micro, m in enumerate(micro_steps) for report in self._describe(step, micro, m)]
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = run.on_nonfinite == "stop" or self.skipped >= run.nonfinite_limit
         dropped = NonFiniteStep(step + 1, str(self._save(step, wait=stops).resolve()), samples)
         if collectives.rank() == 0:
-            dropped.write(output)
+            samples = [report._asdict() for report in dropped.samples]
+            write_json(dropped.file(output), dropped._asdict() | {"samples": samples})
         if stops:
             raise NonFinite(*dropped.messages(output), *dropped.suggestions(self._job))
         self.skipped += 1
@@ -186,8 +140,24 @@ class NonFiniteHandler:
 
     def _describe(self, step: int, micro: int, result: MicroStepResult) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        names = [term.name for term in self._job.objective.terms]
-        losses = dict(zip(names, result.loss_TB, strict=True))
-        batches, items = self._batches.batch(step, micro), self._batches.items(step, micro)
-        indices, rank = self._batches.indices(step, micro), collectives.rank()
-        return describe_samples(batches, items, indices, losses, rank=rank, micro_step=micro)
+        batches, indices = self._batches.batch(step, micro), self._batches.indices(step, micro)
+        first, terms = next(iter(batches.values())), self._job.objective.terms
+        bad = {
+            "loss": ~result.loss_TB.isfinite().all(0),
+            "text": nonfinite_B(first.text_BLD),
+            "x0": torch.stack([nonfinite_B(batch.x0_BCFHW) for batch in batches.values()]).any(0),
+        }
+        return [
+            SampleReport(
+                sample=indices[i],
+                rank=collectives.rank(),
+                micro_step=micro,
+                expert=first.expert.value,
+                prompt=item.prompt,
+                media=str(item.media) if item.media else None,
+                sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
+                losses=finite_or_none({t.name: result.loss_TB[k, i].item() for k, t in enumerate(terms)}),
+                not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
+            )
+            for i, item in enumerate(self._batches.items(step, micro))
+        ]

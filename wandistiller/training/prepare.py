@@ -1,15 +1,14 @@
 """`wandistiller prepare`: fill the cache with encoded prompts and latents, as `train` does if need be."""
 
 import numpy as np
-import torch
 
 from wandistiller.config.job import Job
-from wandistiller.data.buckets import nearest_buckets, pixel_sizes
-from wandistiller.data.cached_dataset import CachedData, SampleIndex, SampleSelection
+from wandistiller.data.buckets import media_dimensions, nearest_buckets
+from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
 from wandistiller.data.dataset import SHOWN, MediaType
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.media import Size
-from wandistiller.data.text_cache import TextCache, text_fingerprint
+from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.monitoring.memory_usage import within
@@ -37,36 +36,33 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         )
     set_activity("reading the cache")
     device = collectives.device()
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    text = TextCache(job.cache, job.folder.path, device)
     latents = LatentCache(
         job.cache,
         job.folder,
         job.rollouts,
+        device,
         fps=job.run.video_fps,
-        shard_size=job.run.prepare_batch,
-        vae_fingerprint=fingerprint([job.folder.path / "vae"]),
-        teacher_fingerprint=_teacher_fingerprint(job, text_fingerprint(job.folder.path, dtype)),
+        samples_per_file=job.run.prepare_batch,
+        teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
     )
-    selection, samples = _select(job, latents, device)
+    selection, samples = _select(job, latents)
     prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
-    text = TextCache(job.cache, job.folder.path, prompts, dtype)
     set_activity("encoding the prompts")
-    text.fill(device)
+    text.fill(prompts)
     made = {latents.key(s): s for s in samples.values() if not s.item.media}
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         set_activity("the teacher's rollouts")
-        latents.fill_rollouts(made, teacher.velocity, text.__getitem__, device)
+        latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    return CachedData(selection, samples, latents, text, device), text, teacher
+    return CachedData(selection, samples, latents, text), text, teacher
 
 
-def _select(
-    job: Job, latents: LatentCache, device: torch.device
-) -> tuple[SampleSelection, dict[int, Sample]]:
+def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample]]:
     """Select the run's samples, encode their media, and replace unreadable ones. Collective."""
-    all_samples = SampleIndex(job.items, job.run.rollouts_per_prompt, *_sizes(job))
+    all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.run.max_steps
     )
@@ -76,7 +72,7 @@ def _select(
     while new:
         samples |= {n: all_samples[n] for n in new}
         key = {n: latents.key(samples[n]) for n in new if samples[n].item.media}
-        unusable = latents.fill_media({k: samples[n] for n, k in key.items()}, device)
+        unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(unusable.values())))
         skipped |= unusable
@@ -101,15 +97,15 @@ def _messages(problems: list[str]) -> list[str]:
     return [*problems[:SHOWN], *more, remedy]
 
 
-def _sizes(job: Job) -> tuple[list[Size], np.ndarray | None]:
+def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
     """Return the sizes of samples, the run's own first, and the index of each medium's size. Collective."""
     media = np.flatnonzero(job.items.kinds != MediaType.PROMPT)
     if not job.buckets or not len(media):
-        return [job.size], None
+        return [job.size], np.zeros(len(media))
     table = job.cache / "latents" / "sizes.safetensors"
-    in_pixels = pixel_sizes(lambda i: job.items[int(media[i])].media, len(media), table)
+    dimensions_N2 = media_dimensions(lambda i: job.items[int(media[i])].media, len(media), table)
     sizes = list(dict.fromkeys([job.size, *job.buckets]))
-    nearest = nearest_buckets(in_pixels, [(b.height, b.width) for b in job.buckets])
+    nearest = nearest_buckets(dimensions_N2, [(b.height, b.width) for b in job.buckets])
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 
@@ -119,11 +115,11 @@ def guided_teacher(job: Job, text: TextCache) -> Teacher:
     return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
 
 
-def _teacher_fingerprint(job: Job, text: str) -> str:
+def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     r = job.run
     weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
-    return digest(weights, text, guidance, dtype_name(job.teacher_ds))
+    return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds))
 
 
 def run(job: Job) -> None:

@@ -102,12 +102,12 @@ def reduce_over_ranks(micro_steps: list[MicroStepResult], objective: Objective) 
     about = [list(Expert).index(expert), float(stopping.reason is not None), *seconds, *memory_usage.read()]
     own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
     all_ranks = collectives.gather_tensor(own).view(world, -1)
-    found_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
+    values_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
     about_R = all_ranks[:, own_MKB.numel() :].tolist()
     experts = [numbers[0] for numbers in about_R]
     if len(set(experts)) > 1:
         raise RuntimeError(f"The ranks used different experts: {experts}. Please report this.")
-    *loss_TN, sigma_N = found_RMKB.permute(2, 1, 0, 3).flatten(1)
+    *loss_TN, sigma_N = values_RMKB.permute(2, 1, 0, 3).flatten(1)
     losses = [loss_N.double().mean().item() for loss_N in loss_TN]
     return StepResult(
         loss=objective.total(losses),

@@ -22,7 +22,7 @@ from wandistiller.student.student import Student
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler, propagate_nonfinite
-from wandistiller.training.samples import SampleDrawer
+from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, set_activity
 
@@ -45,7 +45,7 @@ class Trainer:
         self.job, self.data, self.teacher, self.student = job, data, teacher, student
         self.batches = MicroBatches(data, job.schedule, job.batch, job.objective.states)
         self.monitor = Monitor(job, student.monitors)
-        self.samples = SampleDrawer(job, data, text, teacher, student, self.monitor)
+        self.pictures = PictureDrawer(job, data, text, teacher, student)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, student, self.save)
         self._memory_profile = MemoryProfile(job)
@@ -62,7 +62,7 @@ class Trainer:
         self.monitor.start(start)
         self._memory_profile.warn_if_past(start)
         if start:
-            self.samples.draw_if_due(start, again=False)
+            self.draw_if_due(start, again=False)
         for step in range(start, run.max_steps):
             with self._memory_profile.during(step + 1):
                 result = self.train_step(step)
@@ -73,7 +73,7 @@ class Trainer:
                 self.save(step + 1, wait=result.stop_requested)
             if result.stop_requested:
                 raise Stopped(f"after step {step + 1} of {run.max_steps}")
-            if self.samples.draw_if_due(step + 1) or saved:
+            if self.draw_if_due(step + 1) or saved:
                 self.monitor.record_phases()
             if (step + 1) % GC_EVERY == 0:
                 gc.collect()
@@ -113,6 +113,19 @@ class Trainer:
         with activity("the optimizer's step"):
             self.student.step(first.expert)  # updates on the last micro-step only
         return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert)
+
+    def draw_if_due(self, done: int, *, again: bool = True) -> bool:
+        """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
+        run, file = self.job.run, self.job.picture(done)
+        due = done % run.sample_every == 0 or done == run.max_steps
+        if not due or not again and collectives.broadcast_object(file.is_file()):
+            return False
+        set_activity(f"drawing pictures after step {done}")
+        with within("draw"):
+            rows = self.pictures.draw(done)
+            collectives.log0("drew %s", file)
+            self.monitor.record_pictures(done, rows, file)
+        return True
 
     @within("checkpoint")
     def save(self, done: int, *, wait: bool = False) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_on_ranks import digest_of, given
+from data_on_ranks import digest_of, samples_by_step
 from PIL import Image
 from ranks import ROOT, program, wandistiller, write_json
 from recipes import recipe
@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.cached_dataset import SampleIndex, SampleSelection
+from wandistiller.data.cached_dataset import AllSamples, SampleSelection
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.data.media import Size
 from wandistiller.training.prepare import prepare
@@ -68,18 +68,18 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one_rank(media: Path, wan1: Path, one_rank: object) -> list:
-    return given(a_run(media, wan1, "one"))
+    return samples_by_step(a_run(media, wan1, "one"))
 
 
 def test_each_medium_is_cut_to_the_bucket_of_its_shape_and_a_step_has_one_shape(on_one_rank: list) -> None:
-    wanted = [(32, 32), (32, 64), (64, 32), (32, 32), (32, 64)]
+    expected = [(32, 32), (32, 64), (64, 32), (32, 32), (32, 64)]
     for number, shape, _ in (sample for step in on_one_rank for sample in step):
-        assert shape == LATENT[wanted[number % 5] if number < 10 else (32, 32)]
+        assert shape == LATENT[expected[number % 5] if number < 10 else (32, 32)]
     shapes = [{tuple(shape) for _, shape, _ in step} for step in on_one_rank]
     assert all(len(s) == 1 for s in shapes) and set.union(*shapes) == set(map(tuple, LATENT.values()))
 
 
-def test_what_cannot_be_read_is_listed_and_others_take_its_place(media: Path, on_one_rank: list) -> None:
+def test_unreadable_media_are_listed_and_replaced_by_others(media: Path, on_one_rank: list) -> None:
     assert [Path(line.split(":")[0]).name for line in skipped(media, "one")] == ["1.png", "3.png", "6.png"]
     assert all("cannot be read" in line for line in skipped(media, "one"))
     assert not {1, 3, 6} & {number for step in on_one_rank for number, _, _ in step}
@@ -90,10 +90,12 @@ def on_two_ranks(recipe_file: Path, results: Path) -> list:
     return json.loads(results.read_text())
 
 
-def test_two_ranks_are_given_bitwise_what_one_is(
+def test_two_ranks_have_bitwise_the_samples_of_one(
     media: Path, wan1: Path, on_one_rank: list, tmp_path: Path
 ) -> None:
-    two = on_two_ranks(write_json(tmp_path / "two.json", a_run(media, wan1, "two")), tmp_path / "found.json")
+    two = on_two_ranks(
+        write_json(tmp_path / "two.json", a_run(media, wan1, "two")), tmp_path / "two_ranks.json"
+    )
     assert two == [[list(sample) for sample in step] for step in on_one_rank]
     assert skipped(media, "two") == skipped(media, "one")
 
@@ -110,26 +112,26 @@ def test_examples_have_one_shape_come_around_and_are_samples_of_the_run(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_longer_run_begins_as_the_shorter_one_and_makes_only_what_is_new(
+def test_a_longer_run_begins_as_the_shorter_one_and_makes_only_new_samples(
     tmp_path: Path, media: Path, wan1: Path
 ) -> None:
     shutil.copytree(media, tmp_path / "media")
     longer = a_run(tmp_path / "media", wan1, max_steps=4)
-    first = given(longer | {"max_steps": 2})
+    first = samples_by_step(longer | {"max_steps": 2})
     files = {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*.safetensors")}
-    assert given(longer)[:2] == first
+    assert samples_by_step(longer)[:2] == first
     assert files == {f: f.stat().st_mtime_ns for f in files}
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_mended_file_is_used_again_and_all_else_stays(tmp_path: Path, wan1: Path) -> None:
+def test_a_repaired_file_is_used_again_and_all_else_stays(tmp_path: Path, wan1: Path) -> None:
     write_media(tmp_path, 10, corrupt=(3,))
-    broken = given(a_run(tmp_path, wan1))
+    broken = samples_by_step(a_run(tmp_path, wan1))
     assert len(skipped(tmp_path)) == 1
     write_media(tmp_path, 10)
-    mended = given(a_run(tmp_path, wan1))
+    repaired = samples_by_step(a_run(tmp_path, wan1))
     assert skipped(tmp_path) == []
-    pairs = zip(sum(broken, []), sum(mended, []), strict=True)
+    pairs = zip(sum(broken, []), sum(repaired, []), strict=True)
     changed = [(before[0], after[0]) for before, after in pairs if before != after]
     assert changed and all(after == 3 != before for before, after in changed)
 
@@ -145,20 +147,20 @@ def test_strict_stops_with_the_files_named(media: Path, wan1: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_data_of_which_nothing_can_be_read_is_refused(tmp_path: Path, wan1: Path) -> None:
+def test_data_without_a_readable_medium_is_an_error(tmp_path: Path, wan1: Path) -> None:
     (tmp_path / "media").mkdir()
     for i in range(3):
         (tmp_path / "media" / f"{i}.png").write_bytes(b"no image")
         (tmp_path / "media" / f"{i}.txt").write_text("a cat")
     with pytest.raises(ConfigError, match="None of the images and videos can be used."):
-        given(a_run(tmp_path, wan1, data_path=str(tmp_path / "media")))
+        samples_by_step(a_run(tmp_path, wan1, data_path=str(tmp_path / "media")))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_only_what_the_run_reaches_is_encoded(tmp_path: Path, wan1: Path) -> None:
+def test_only_the_samples_of_the_run_s_steps_are_encoded(tmp_path: Path, wan1: Path) -> None:
     prompts = [f"a red circle {i}" for i in range(5000)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
-    steps = given(a_run(tmp_path, wan1, data_path=str(tmp_path / "p.txt"), max_steps=2))
+    steps = samples_by_step(a_run(tmp_path, wan1, data_path=str(tmp_path / "p.txt"), max_steps=2))
     used = {number for step in steps for number, _, _ in step}
     stored: dict[str, set[str]] = {"text": set(), "latents": set()}
     for part, names in stored.items():
@@ -173,7 +175,7 @@ def test_only_what_the_run_reaches_is_encoded(tmp_path: Path, wan1: Path) -> Non
 def selection(kinds: list[MediaType], sizes: list[int], steps: int = 50) -> SampleSelection:
     """Of items with media in groups by `sizes`."""
     items = PromptDataset(lambda row: None, kinds, range(len(kinds)))
-    samples = SampleIndex(items, 1, [Size(s, s, 1) for s in range(max(sizes) + 1)], np.array(sizes))
+    samples = AllSamples(items, 1, [Size(s, s, 1) for s in range(max(sizes) + 1)], np.array(sizes))
     return SampleSelection(samples, seed=0, global_batch=4, steps=steps)
 
 
@@ -182,20 +184,20 @@ def test_a_stand_in_has_the_size_of_what_it_replaces_or_is_of_the_largest_group(
     bad: list[int], others: Collection[int]
 ) -> None:
     chosen = selection([MediaType.IMAGE] * 12, [0] * 6 + [1] * 4 + [2] * 2)
-    before = [chosen.sample_at(i) for i in range(200)]
+    before = [chosen.number_at(i) for i in range(200)]
     chosen.replace(bad)
-    for was, now in zip(before, map(chosen.sample_at, range(200)), strict=True):
+    for was, now in zip(before, map(chosen.number_at, range(200)), strict=True):
         assert now in others if was in bad else now == was
     assert sorted(chosen.used()) == [i for i in range(12) if i not in bad]
 
 
-def test_a_stand_in_that_cannot_be_used_either_is_replaced_too() -> None:
+def test_an_unusable_stand_in_is_replaced_too() -> None:
     chosen = selection([MediaType.IMAGE] * 100, [0] * 100, steps=1)
     bad, new = set(chosen.numbers[:2]), chosen.numbers[:2]
     for _ in range(3):
         new = chosen.replace(new)
         assert len(new) == 2 and not bad & set(new)
-        assert set(new) <= {chosen.sample_at(i) for i in range(4)}
+        assert set(new) <= {chosen.number_at(i) for i in range(4)}
         bad |= set(new)
 
 

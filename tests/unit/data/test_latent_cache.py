@@ -1,4 +1,4 @@
-"""Latents as diffusers' pipeline makes and reads them, and the sampling loop against its own."""
+"""The latent cache, and the sampling loop against the one of diffusers' pipeline."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import WanPipeline
 from PIL import Image
 from ranks import edit_json
 from torch import Tensor
@@ -26,8 +26,6 @@ from wandistiller.wan.sampling import denoise
 CPU = torch.device("cpu")
 PROMPTS = ["a red circle", "a blue square"]
 STEPS = 8  # at shift 3 the timesteps are 999 954 900 833 750 643 500 301: both experts work
-MEAN = torch.linspace(-1, 1, 16).view(16, 1, 1, 1)
-STD = torch.linspace(0.5, 2, 16).view(16, 1, 1, 1)
 
 
 @cache
@@ -54,8 +52,8 @@ def start(frames: int = 2) -> Tensor:
     return torch.stack([keyed_normal((16, frames, 4, 6), "start", i) for i in range(2)])
 
 
-def stock(folder: Path, steps: int, high: float, low: float | None, output_type: str = "latent") -> Tensor:
-    """What the pipeline makes of the same noise and text."""
+def stock(folder: Path, steps: int, high: float, low: float | None) -> Tensor:
+    """The pipeline's latents from the same noise and text."""
     text_BLD, null_BLD = embeds(folder)
     return pipeline(folder)(
         prompt_embeds=text_BLD,
@@ -67,7 +65,7 @@ def stock(folder: Path, steps: int, high: float, low: float | None, output_type:
         guidance_scale=high,
         guidance_scale_2=low,
         num_inference_steps=steps,
-        output_type=output_type,
+        output_type="latent",
     ).frames
 
 
@@ -84,8 +82,8 @@ def test_denoise_makes_the_stock_pipeline_s_latents(
     wan1: Path, wan2: Path, experts: int, steps: int, high: float, low: float
 ) -> None:
     folder = (wan1, wan2)[experts - 1]
-    wanted = stock(folder, steps, high, low if experts == 2 else None)
-    torch.testing.assert_close(ours(folder, steps, high, low)[0], wanted, rtol=0, atol=2e-5)
+    expected = stock(folder, steps, high, low if experts == 2 else None)
+    torch.testing.assert_close(ours(folder, steps, high, low)[0], expected, rtol=0, atol=2e-5)
 
 
 def test_guidance_and_experts_matter_here(wan2: Path) -> None:
@@ -110,18 +108,6 @@ def test_a_step_at_the_boundary_belongs_to_the_high_noise_expert(
     assert experts == [Expert.HIGH_NOISE] * high + [Expert.LOW_NOISE] * (STEPS - high)
 
 
-def test_the_path_begins_at_the_noise_and_its_sigmas_fall(wan2: Path) -> None:
-    _, path = ours(wan2, STEPS, 1.0, 1.0)
-    assert [int(1000 * sigma) for sigma, _ in path] == [999, 954, 900, 833, 750, 643, 500, 301]
-    assert torch.equal(path[0][1], start())
-
-
-def test_the_shift_that_is_asked_for_replaces_the_scheduler_s(wan2: Path) -> None:
-    text_BLD = embeds(wan2)[0]
-    _, path = denoise(lambda b: b.x_t_BCFHW, open_wan(str(wan2)), 1.0, start(), text_BLD, 4)
-    assert [round(sigma, 2) for sigma, _ in path] == [1.0, 0.75, 0.5, 0.25]
-
-
 @pytest.mark.parametrize("kind", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
 def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
     wan1: Path, copy_of: Callable[..., Path], kind: str
@@ -133,35 +119,10 @@ def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
             '{"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}'
         )
     x0, noise = torch.full_like(start(), 0.25), start()
-    found, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
-    torch.testing.assert_close(found, x0, rtol=0, atol=0.01)  # timesteps are whole numbers: sigma 0.999 for 1
-
-
-@pytest.fixture(scope="module")
-def scaled(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one-expert pipeline with a mean and deviation of latents that differ per channel."""
-    folder = tmp_path_factory.mktemp("scaled")
-    pipe = WanPipeline.from_pretrained(wan1, torch_dtype=torch.float32)
-    pipe.vae.register_to_config(latents_mean=MEAN.flatten().tolist(), latents_std=STD.flatten().tolist())
-    pipe.save_pretrained(folder)
-    return folder
-
-
-def test_decoding_gives_the_stock_pipeline_s_pixels(scaled: Path) -> None:
-    latent, pixels_BFCHW = (stock(scaled, 2, 1.0, None, kind) for kind in ("latent", "pt"))
+    actual, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
     torch.testing.assert_close(
-        Vae(open_wan(str(scaled)), CPU).decode(latent), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5
-    )
-
-
-@torch.no_grad()
-def test_encoding_gives_the_mode_less_the_mean_over_the_deviation(scaled: Path) -> None:
-    pixels = keyed_normal((2, 3, 5, 32, 48), "pixels").clamp(-1, 1)
-    vae = AutoencoderKLWan.from_pretrained(scaled / "vae", torch_dtype=torch.float32)
-    expected = (vae.encode(pixels).latent_dist.mode() - MEAN) / STD
-    found = Vae(open_wan(str(scaled)), CPU).encode(pixels)
-    assert found.shape == (2, *open_wan(str(scaled)).latent_shape(32, 48, 5))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        actual, x0, rtol=0, atol=0.01
+    )  # timesteps are whole numbers: sigma 0.999 for 1
 
 
 def picture(file: Path, value: int = 0) -> Path:
@@ -173,15 +134,17 @@ ROLLOUTS = Rollouts(steps=2, per_prompt=1, keep_path=True, seed=0, shift=3.0)
 SIZE = Size(32, 32, 1)
 
 
-def cache_in(folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, shard_size: int = 3) -> LatentCache:
+def cache_in(
+    folder: Path, wan: Path, rollouts: Rollouts = ROLLOUTS, samples_per_file: int = 3
+) -> LatentCache:
     return LatentCache(
         folder,
         open_wan(str(wan)),
         rollouts,
+        CPU,
         fps=16.0,
-        vae_fingerprint="vae",
         teacher_fingerprint="teacher",
-        shard_size=shard_size,
+        samples_per_file=samples_per_file,
     )
 
 
@@ -201,24 +164,23 @@ def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
         calls.append(len(batch.text_BLD))
         return teacher.velocity(batch)
 
-    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}, CPU) == {}
-    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of, CPU)
+    assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}) == {}
+    cached.fill_rollouts({cached.key(s): s for s in samples if not s.item.media}, velocity, text_of)
     return calls
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, scaled: Path) -> None:
+def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan1: Path) -> None:
     image = Sample(PromptItem("given", picture(tmp_path / "a.png")), SIZE)
     samples = [image, *made("made"), *made("made", rollout=1)]
-    cached, wan = cache_in(tmp_path, scaled), open_wan(str(scaled))
-    fill(cached, scaled, samples)
+    cached, wan = cache_in(tmp_path, wan1), open_wan(str(wan1))
+    fill(cached, wan1, samples)
     pixels_CFHW = load_media(image.item.media, SIZE, 16.0)
     assert torch.equal(cached[cached.key(image)], Vae(wan, CPU).encode(pixels_CFHW[None])[0])
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
-        expected, _ = denoise(
-            guided(scaled, 1.0, 1.0).velocity, wan, 3.0, noise[None], text_of("made")[None], 2
-        )
+        velocity = guided(wan1, 1.0, 1.0).velocity
+        expected, _ = denoise(velocity, wan, 3.0, noise[None], text_of("made")[None], 2)
         torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
 
 
@@ -235,7 +197,7 @@ def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: P
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_only_what_a_cache_lacks_is_made_again(tmp_path: Path, wan1: Path) -> None:
+def test_only_missing_rollouts_are_made_again(tmp_path: Path, wan1: Path) -> None:
     samples = made(*"abcdef")  # in two files
     first = cache_in(tmp_path, wan1)
     assert fill(first, wan1, samples) == [3, 3, 3, 3]
@@ -248,7 +210,7 @@ def test_only_what_a_cache_lacks_is_made_again(tmp_path: Path, wan1: Path) -> No
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_more_rollouts_in_another_order_keep_those_that_are_there(tmp_path: Path, wan1: Path) -> None:
+def test_more_rollouts_in_another_order_keep_the_cached_ones(tmp_path: Path, wan1: Path) -> None:
     fill(cache_in(tmp_path, wan1), wan1, made(*"abc"))
     more = cache_in(tmp_path, wan1, Rollouts(2, 2, True, 0, 3.0))
     assert fill(more, wan1, made(*"dcba") + made("a", rollout=1)) == [2, 2]
@@ -273,7 +235,7 @@ def test_a_complete_cache_needs_neither_vae_nor_teacher_and_one_of_another_shift
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_unusable_medium_is_named_remembered_and_tried_again_once_it_is_mended(
+def test_an_unusable_medium_is_named_remembered_and_tried_again_once_repaired(
     tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = tmp_path / "bad.png", picture(tmp_path / "good.png")
@@ -282,12 +244,12 @@ def test_an_unusable_medium_is_named_remembered_and_tried_again_once_it_is_mende
 
     def unusable() -> dict[str, str]:
         cached = cache_in(tmp_path, wan1)
-        return cached.fill_media({cached.key(s): s for s in samples}, CPU)
+        return cached.fill_media({cached.key(s): s for s in samples})
 
-    (said,) = unusable().values()
-    assert said.startswith(f"{bad}: cannot be read: ")
+    (message,) = unusable().values()
+    assert message.startswith(f"{bad}: cannot be read: ")
     with monkeypatch.context() as without:
         without.setattr(latent_cache, "load_media", None)  # to open one would raise
-        assert list(unusable().values()) == [said]
+        assert list(unusable().values()) == [message]
     picture(bad)
     assert unusable() == {}

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from wandistiller.data import buckets, media
-from wandistiller.data.buckets import make_buckets, nearest_buckets, pixel_sizes
+from wandistiller.data.buckets import make_buckets, media_dimensions, nearest_buckets
 from wandistiller.data.media import MediaError, Size, load_media, video_problem
 
 
@@ -35,8 +35,8 @@ def test_an_image_of_the_right_size_keeps_every_pixel_scaled_to_minus_1_and_1(tm
     pixels_CFHW = load(picture(tmp_path / "a.png", array), 16, 32)
     assert pixels_CFHW.shape == (3, 1, 16, 32) and pixels_CFHW[:, 0, 0, 0].tolist() == [-1.0] * 3
     assert pixels_CFHW[:, 0, 0, 1].tolist() == [1.0] * 3
-    found_CHW = ((pixels_CFHW[:, 0] + 1) * 127.5).round().byte()
-    assert found_CHW.permute(1, 2, 0).tolist() == array.tolist()
+    actual_CHW = ((pixels_CFHW[:, 0] + 1) * 127.5).round().byte()
+    assert actual_CHW.permute(1, 2, 0).tolist() == array.tolist()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_fine_pattern_becomes_grey_when_it_is_made_small(tmp_path: Path) -> No
     torch.testing.assert_close(pixels, torch.zeros(3, 1, 16, 16), rtol=0, atol=0.02)
 
 
-def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+def test_a_photo_is_turned_as_its_camera_recorded(tmp_path: Path) -> None:
     array = np.zeros((16, 16, 3), dtype=np.uint8)
     array[:8] = 255  # bright above; orientation 3 means: show it upside down
     save_turned(tmp_path / "a.png", array, 3)
@@ -130,7 +130,7 @@ def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no medium", bytes(1000)])
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.mp4", "a.webm", "a.gif"])
-def test_what_is_no_medium_cannot_be_read(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_file_that_is_no_medium_cannot_be_read(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MediaError, match="cannot be read: "):
         load(tmp_path / name)
@@ -146,7 +146,7 @@ def test_an_image_that_is_cut_off_cannot_be_read(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.gif"])
-def test_damaged_bytes_give_pixels_or_say_that_they_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_damaged_bytes_give_pixels_or_an_error_that_they_cannot_be_read(tmp_path: Path, name: str) -> None:
     whole, random = picture(tmp_path / name, noise_HWC(64, 64)).read_bytes(), np.random.default_rng(0)
     for _ in range(60):
         damaged = np.frombuffer(whole, np.uint8).copy()
@@ -184,14 +184,14 @@ def test_a_medium_goes_to_the_bucket_of_the_nearest_aspect_ratio() -> None:
     assert nearest_buckets(shown, buckets[::-1]).tolist() == [2 - i for i in nearest]
 
 
-def test_an_unreadable_medium_goes_where_most_go() -> None:
+def test_an_unreadable_medium_goes_to_the_most_common_bucket() -> None:
     shown = np.array([(9, 9), (0, 0), (1, 2), (2, 4)])
     assert nearest_buckets(shown, [(64, 64), (32, 64)]).tolist() == [0, 1, 1, 1]
     assert nearest_buckets(np.array([(0, 0)]), [(64, 64)]).tolist() == [0]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_sizes_are_as_shown_remembered_and_looked_at_again_when_a_file_changes(
+def test_dimensions_are_as_shown_cached_and_read_again_when_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [
@@ -201,10 +201,10 @@ def test_sizes_are_as_shown_remembered_and_looked_at_again_when_a_file_changes(
         tmp_path / "d.png",
     ]
     files[3].write_bytes(b"no medium")
-    table, wanted = tmp_path / "sizes.safetensors", [[40, 24], [24, 40], [32, 32], [0, 0]]
-    assert pixel_sizes(files.__getitem__, 4, table).tolist() == wanted
+    table, expected = tmp_path / "sizes.safetensors", [[40, 24], [24, 40], [32, 32], [0, 0]]
+    assert media_dimensions(files.__getitem__, 4, table).tolist() == expected
     with monkeypatch.context() as without:
-        without.setattr(buckets, "_pixel_size", None)  # to look would raise
-        assert pixel_sizes(files[::-1].__getitem__, 4, table).tolist() == wanted[::-1]
+        without.setattr(buckets, "_dimensions", None)  # to read a file would raise
+        assert media_dimensions(files[::-1].__getitem__, 4, table).tolist() == expected[::-1]
     picture(files[3], noise_HWC(7, 8))
-    assert pixel_sizes(files.__getitem__, 4, table).tolist() == [*wanted[:3], [7, 8]]
+    assert media_dimensions(files.__getitem__, 4, table).tolist() == [*expected[:3], [7, 8]]

@@ -1,4 +1,4 @@
-"""Any content of a cache file: the tensors that were written, a StorageError, or nothing."""
+"""Cache files of any content: the tensors that were written, a StorageError, or missing tensors."""
 
 import json
 import logging
@@ -29,31 +29,29 @@ def written(tmp_path_factory: pytest.TempPathFactory, one_rank: object) -> bytes
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.INFO, "wandistiller"):
         yield caplog
 
 
 def read_cache(folder: Path, raw: bytes) -> list[torch.Tensor] | str | None:
-    """What the cache says of a file: the tensors, the error, or None where it is as good as none."""
+    """Read a file: the tensors, the error's message, or None where its tensors count as missing."""
     (folder / "x.safetensors").write_bytes(raw)
-    shards = TensorCache(folder)
-    if shards.missing_keys([KEY]):
+    cache = TensorCache(folder)
+    if cache.missing_keys([KEY]):
         return None
     try:
-        return shards.read(KEY, *NAMES)
+        return cache.read(KEY, *NAMES)
     except StorageError as error:
         return str(error)
 
 
 def is_right_or_refused(folder: Path, raw: bytes) -> bool:
-    """Whether such a file gives the numbers that were written, a message that names it, or nothing."""
-    found = read_cache(folder, raw)
-    if isinstance(found, str):
-        return found.startswith(f"{folder / 'x.safetensors'}: ") and "made anew" in found
-    return found is None or all(
-        torch.equal(value, WRITTEN[name]) for name, value in zip(NAMES, found, strict=True)
-    )
+    """Whether such a file has the tensors that were written, raises an error that names it, or is ignored."""
+    result = read_cache(folder, raw)
+    if isinstance(result, str):
+        return result.startswith(f"{folder / 'x.safetensors'}: ") and "made anew" in result
+    return result is None or all(map(torch.equal, result, WRITTEN.values()))
 
 
 @fuzz(600)
@@ -68,7 +66,7 @@ def test_a_flipped_bit_never_gives_other_numbers(
 
 @fuzz(300)
 @given(raw=st.binary(max_size=300), length=st.integers(0, 10**6))
-def test_any_bytes_and_a_file_that_is_cut_off_are_as_good_as_no_cache_file(
+def test_arbitrary_bytes_and_truncated_files_count_as_missing(
     tmp_path: Path, written: bytes, raw: bytes, length: int
 ) -> None:
     assert read_cache(tmp_path, raw) is read_cache(tmp_path, written[: length % len(written)]) is None
@@ -76,14 +74,14 @@ def test_any_bytes_and_a_file_that_is_cut_off_are_as_good_as_no_cache_file(
 
 @fuzz(300)
 @given(start=st.integers(0, 10**6), bytes_between=st.binary(max_size=40), length=st.integers(0, 40))
-def test_bytes_put_in_the_place_of_others_never_give_other_numbers(
+def test_replaced_bytes_never_give_other_numbers(
     tmp_path: Path, written: bytes, start: int, bytes_between: bytes, length: int
 ) -> None:
     start %= len(written)
     assert is_right_or_refused(tmp_path, written[:start] + bytes_between + written[start + length :])
 
 
-def test_every_flipped_bit_of_the_numbers_is_seen(tmp_path: Path, written: bytes) -> None:
+def test_every_flipped_bit_of_the_numbers_is_detected(tmp_path: Path, written: bytes) -> None:
     (header,) = struct.unpack("<Q", written[:8])
     entry = json.loads(written[8 : 8 + header])[f"{KEY}.x0"]
     begin, end = (8 + header + offset for offset in entry["data_offsets"])
@@ -94,30 +92,27 @@ def test_every_flipped_bit_of_the_numbers_is_seen(tmp_path: Path, written: bytes
 
 
 def test_a_damaged_file_is_named_in_the_log_and_made_anew(
-    tmp_path: Path, written: bytes, said: pytest.LogCaptureFixture
+    tmp_path: Path, written: bytes, log: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "x.safetensors").write_bytes(written[:-1])
-    shards = TensorCache(tmp_path)
-    assert (
-        shards.missing_keys([KEY]) == [KEY]
-        and f"{tmp_path / 'x.safetensors'} is damaged and ignored" in said.text
-    )
-    shards.write({KEY: WRITTEN}, {KEY: "a red circle"})
-    assert shards.missing_keys([KEY]) == [] and torch.equal(shards.read(KEY, "x0")[0], WRITTEN["x0"])
+    cache = TensorCache(tmp_path)
+    assert cache.missing_keys([KEY]) == [KEY]
+    assert f"{tmp_path / 'x.safetensors'} is damaged and ignored" in log.text
+    cache.write({KEY: WRITTEN}, {KEY: "a red circle"})
+    assert cache.missing_keys([KEY]) == [] and torch.equal(cache.read(KEY, "x0")[0], WRITTEN["x0"])
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path, written: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(written)
-    shards = TensorCache(tmp_path)
-    shards.missing_keys([KEY])
+    cache = TensorCache(tmp_path)
+    cache.missing_keys([KEY])
     (tmp_path / "x.safetensors").unlink()
     with pytest.raises(StorageError, match="x.safetensors: damaged or removed while in use"):
-        shards.read(KEY, "x0")
+        cache.read(KEY, "x0")
 
 
 def test_a_file_without_checksums_is_read_as_before(tmp_path: Path, one_rank: object) -> None:
-    (tmp_path / "x.safetensors").write_bytes(
-        save({f"{KEY}.{name}": value for name, value in WRITTEN.items()})
-    )
-    shards = TensorCache(tmp_path)
-    assert shards.missing_keys([KEY]) == [] and torch.equal(shards.read(KEY, "text")[0], WRITTEN["text"])
+    raw = save({f"{KEY}.{name}": value for name, value in WRITTEN.items()})
+    (tmp_path / "x.safetensors").write_bytes(raw)
+    cache = TensorCache(tmp_path)
+    assert cache.missing_keys([KEY]) == [] and torch.equal(cache.read(KEY, "text")[0], WRITTEN["text"])

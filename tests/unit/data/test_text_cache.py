@@ -1,6 +1,5 @@
-"""Prompts as they are read, cleaned and encoded: diffusers' own pipeline is the reference."""
+"""Prompts as they are cleaned and encoded: diffusers' own pipeline is the reference."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,11 +8,10 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-from PIL import Image
 from safetensors import safe_open
 
 from wandistiller.data import text_cache
-from wandistiller.data.dataset import PromptItem, clean, read_dataset
+from wandistiller.data.dataset import clean
 from wandistiller.data.text_cache import TextCache, text_fingerprint
 from wandistiller.wan.encoders import Encoder, offload_kwargs
 from wandistiller.wan.transformer import TEXT_TOKENS
@@ -37,68 +35,9 @@ NASTY = (
 )
 
 
-def prompts_of(file: Path, content: str | bytes) -> list[str]:
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [item.prompt for item in read_dataset(str(file))]
-
-
-def image(file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (8, 8), "red").save(file)
-    return file
-
-
 @pytest.mark.parametrize("prompt", NASTY)
 def test_a_prompt_is_cleaned_as_diffusers_cleans_it(prompt: str) -> None:
     assert clean(prompt) == prompt_clean(prompt)
-
-
-TEXTS: dict[str, tuple[bytes, list[str]]] = {
-    "blank lines and comments": (
-        b"# list\n\na cat\n   \n  # more\na dog # here\n",
-        ["a cat", "a dog # here"],
-    ),
-    "twice": (b"b\na\n b \na", ["b", "a"]),
-    "a byte order mark and Windows": (b"\xef\xbb\xbfa cat\r\na dog\r\n", ["a cat", "a dog"]),
-    "cleaned to nothing": (b"a cat\n&nbsp;\n", ["a cat"]),
-}
-
-
-@pytest.mark.parametrize(("content", "prompts"), TEXTS.values(), ids=TEXTS)
-def test_a_text_file_gives_each_prompt_once_in_first_order(
-    tmp_path: Path, content: bytes, prompts: list[str]
-) -> None:
-    assert prompts_of(tmp_path / "p.txt", content) == prompts
-
-
-def test_json_lines_give_prompts_and_media_relative_to_the_file(tmp_path: Path) -> None:
-    picture = image(tmp_path / "img" / "a.png")
-    lines = [
-        {"prompt": "one", "image": "img/a.png", "id": 7},
-        {"prompt": " two "},
-        {"prompt": "3", "video": "img/a.png"},
-    ]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert list(read_dataset(str(tmp_path / "p.jsonl"))) == [
-        PromptItem("one", picture),
-        PromptItem("two"),
-        PromptItem("3", picture),
-    ]
-
-
-def test_a_line_separator_inside_json_does_not_end_the_line(tmp_path: Path) -> None:
-    line = json.dumps({"prompt": "a\u2028cat"}, ensure_ascii=False)
-    assert prompts_of(tmp_path / "p.jsonl", line) == ["a cat"]
-
-
-def test_a_folder_gives_each_medium_with_the_text_beside_it(tmp_path: Path) -> None:
-    for name in ("b.png", "deep/a.JPG"):
-        image(tmp_path / name).with_suffix(".txt").write_text(f"a {name}\n")
-    (tmp_path / "notes.md").write_text("no medium")
-    assert list(read_dataset(str(tmp_path))) == [
-        PromptItem("a b.png", tmp_path / "b.png"),
-        PromptItem("a deep/a.JPG", tmp_path / "deep" / "a.JPG"),
-    ]
 
 
 @cache
@@ -125,19 +64,21 @@ def test_text_is_bitwise_what_the_pipeline_encodes(wan2: Path, prompt: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
-def test_an_encoder_without_room_is_read_from_disk_and_answers_the_same(
+def test_an_encoder_without_room_is_read_from_disk_with_equal_outputs(
     tmp_path: Path, wan2: Path, dtype: torch.dtype
 ) -> None:
     whole, device = Encoder(wan2, dtype, torch.device("cpu")), torch.device("cpu")
-    told = offload_kwargs(wan2 / "text_encoder", dtype, 10_000, tmp_path)
-    assert told and not offload_kwargs(wan2 / "text_encoder", dtype, 2**30, tmp_path)
-    small = Encoder(wan2, dtype, device, **told)
+    kwargs = offload_kwargs(wan2 / "text_encoder", dtype, 10_000, tmp_path)
+    assert kwargs and not offload_kwargs(wan2 / "text_encoder", dtype, 2**30, tmp_path)
+    small = Encoder(wan2, dtype, device, **kwargs)
     assert torch.equal(small.encode("a red circle"), whole.encode("a red circle"))
     assert "disk" in small._model.hf_device_map.values()
 
 
-def cache_of(folder: Path, wan: Path, prompts: list[str], dtype: torch.dtype = torch.float32) -> TextCache:
-    return TextCache(folder, wan, prompts, dtype)
+def filled(folder: Path, wan: Path, prompts: list[str]) -> TextCache:
+    text = TextCache(folder, wan, torch.device("cpu"))
+    text.fill(prompts)
+    return text
 
 
 def shards(folder: Path) -> dict[Path, int]:
@@ -146,7 +87,7 @@ def shards(folder: Path) -> dict[Path, int]:
 
 @pytest.fixture
 def two_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_cache, "PROMPTS_PER_SHARD", 2)
+    monkeypatch.setattr(text_cache, "PROMPTS_PER_FILE", 2)
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
@@ -154,8 +95,7 @@ def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
     tmp_path: Path, wan2: Path
 ) -> None:
     prompts = ["a red circle", "blue &amp; green", "", "left", " a  red circle"]
-    text = cache_of(tmp_path, wan2, prompts)
-    text.fill(torch.device("cpu"))
+    text = filled(tmp_path, wan2, prompts)
     for prompt in prompts:
         assert torch.equal(text[prompt], encoded_by_diffusers(wan2, torch.float32, prompt))
 
@@ -163,14 +103,14 @@ def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
 def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> None:
     prompts = ["a", "red", "blue", "left", "right"]
-    cache_of(tmp_path, wan2, prompts)
+    TextCache(tmp_path, wan2, torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []  # to lay out a cache writes nothing
-    cache_of(tmp_path, wan2, prompts).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, prompts)
     before = shards(tmp_path)
     gone = min(before)
     gone.unlink()
     (tmp_path / "keep").write_text("")  # so that the freed inode may not be the new shard's
-    cache_of(tmp_path, wan2, prompts).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, prompts)
     after = shards(tmp_path)
     assert len(before) == 3 and before.keys() == after.keys()
     assert {f: n for f, n in before.items() if f != gone} == {f: n for f, n in after.items() if f != gone}
@@ -178,7 +118,7 @@ def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> No
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_file_of_the_cache_names_its_prompts(tmp_path: Path, wan2: Path) -> None:
-    cache_of(tmp_path, wan2, ["a", " red"]).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, ["a", " red"])
     (file,) = shards(tmp_path)
     with safe_open(file, "pt") as opened:
         assert sorted(v for k, v in opened.metadata().items() if not k.startswith("crc32 ")) == ["a", "red"]
@@ -188,22 +128,23 @@ def test_a_file_of_the_cache_names_its_prompts(tmp_path: Path, wan2: Path) -> No
 def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
     tmp_path: Path, wan2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_of(tmp_path, wan2, ["a", "red", "blue", "left"]).fill(torch.device("cpu"))
+    filled(tmp_path, wan2, ["a", "red", "blue", "left"])
     before = shards(tmp_path)
     monkeypatch.setattr(text_cache, "Encoder", None)  # to load one would raise
-    text = cache_of(tmp_path, wan2, ["left", "red", "a"])
-    text.fill(torch.device("cpu"))
+    text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before and torch.equal(
         text["left"], encoded_by_diffusers(wan2, torch.float32, "left")
     )
 
 
-def test_another_encoder_or_precision_gives_another_stamp(wan2: Path, copy_of: Callable[..., Path]) -> None:
+def test_another_encoder_or_precision_has_another_fingerprint(
+    wan2: Path, copy_of: Callable[..., Path]
+) -> None:
     other = copy_of(wan2, weights=True)
     same = text_fingerprint(other, torch.float32)
     weights = other / "text_encoder" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    stamps = [text_fingerprint(wan2, d) for d in (torch.float32, torch.bfloat16)]
-    assert same == stamps[0] and len({*stamps, text_fingerprint(other, torch.float32)}) == 3
+    prints = [text_fingerprint(wan2, d) for d in (torch.float32, torch.bfloat16)]
+    assert same == prints[0] and len({*prints, text_fingerprint(other, torch.float32)}) == 3

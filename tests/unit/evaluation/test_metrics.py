@@ -28,10 +28,10 @@ def normal(n: int, d: int, seed: int) -> torch.Tensor:
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_wilson_s_interval_is_the_textbook_s(hits: int, of: int, low: float, high: float) -> None:
-    found = wilson(hits, of)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    actual = wilson(hits, of)
+    assert (actual.low, actual.high) == pytest.approx((low, high), abs=5e-5)
     mirrored = wilson(of - hits, of)
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high))
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((actual.low, actual.high))
 
 
 def test_no_hit_of_the_teacher_gives_no_ratio() -> None:
@@ -41,8 +41,8 @@ def test_no_hit_of_the_teacher_gives_no_ratio() -> None:
 
 def test_the_bootstrap_s_interval_of_a_mean_covers_it() -> None:
     draws_TN = torch.empty(200, 60, dtype=DOUBLE).exponential_(generator=generator())  # mean 1, and skew
-    found = [ratio_of_sums(x_N, torch.ones(60), seed=t) for t, x_N in enumerate(draws_TN)]
-    assert 0.88 < sum(e.low <= 1 <= e.high for e in found) / 200 < 0.99
+    actual = [ratio_of_sums(x_N, torch.ones(60), seed=t) for t, x_N in enumerate(draws_TN)]
+    assert 0.88 < sum(e.low <= 1 <= e.high for e in actual) / 200 < 0.99
 
 
 def test_the_bootstrap_is_keyed_by_its_seed() -> None:
@@ -54,8 +54,8 @@ def test_the_bootstrap_is_keyed_by_its_seed() -> None:
 
 def test_proportional_numbers_have_one_ratio_without_doubt() -> None:
     x_N = normal(9, 1, 0).square()[:, 0]
-    found = ratio_of_sums(3 * x_N, x_N, seed=0)
-    assert (found.value, found.low, found.high) == pytest.approx((3, 3, 3))
+    actual = ratio_of_sums(3 * x_N, x_N, seed=0)
+    assert (actual.value, actual.low, actual.high) == pytest.approx((3, 3, 3))
 
 
 def test_one_sample_gives_a_value_and_no_interval() -> None:

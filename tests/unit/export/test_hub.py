@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from published_wan import COMMIT, hub_cache, hub_of
-from ranks import run
+from ranks import run, write_json
 from recipes import recipe
 from small_wan import FORMS, make_wan
 
@@ -32,7 +32,7 @@ NOT_NEEDED = (
     "transformer/diffusion_pytorch_model.fp16.safetensors",
     "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
 )
-ASK = """
+PROGRAM = """
 import json
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import open_wan, require_weights
@@ -40,18 +40,18 @@ from wandistiller.wan.pipeline import open_wan, require_weights
 def files():
     return sorted(str(f.relative_to(folder.path)) for f in folder.path.rglob("*") if f.is_file())
 
-def refusal(name, revision=None):
+def problems(name, revision=None):
     try:
         open_wan(name, revision=revision)
     except ConfigError as error:
         return error.problems
 
 folder = open_wan("org/wan", revision="v1")
-found = {"revision": folder.revision, "opened": files()}
+result = {"revision": folder.revision, "opened": files()}
 require_weights(folder)
-found["required"] = files()
-found |= {name: refusal(name) for name in ("org/gated", "org/none")}
-print(json.dumps(found | {"nosuch": refusal("org/wan", "nosuch")}))
+result["required"] = files()
+result |= {name: problems(name) for name in ("org/gated", "org/none")}
+print(json.dumps(result | {"nosuch": problems("org/wan", "nosuch")}))
 """
 
 
@@ -65,22 +65,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def online(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Files seen by a process that opened, then required, that pipeline; `asked`: (file, token) fetched."""
+    """Files of a process that opened, then required, that pipeline; `downloads`: (file, token) fetched."""
     folder = tmp_path_factory.mktemp("online")
     for file in (*whole.rglob("*"), *(whole / name for name in NOT_NEEDED)):
         if not file.is_dir():
             target = folder / "root" / file.relative_to(whole)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes() if file.exists() else b"not needed")
-    with hub_of(folder / "root") as (address, asked):
-        done = run(
-            [sys.executable, "-c", ASK],
-            HF_HUB_OFFLINE="0",
-            HF_ENDPOINT=address,
-            HF_TOKEN="hf_mine",
-            HF_HUB_CACHE=str(folder / "cache"),
-        )
-    return json.loads(done.stdout) | {"asked": asked}
+    with hub_of(folder / "root") as (address, downloads):
+        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_TOKEN": "hf_mine"}
+        done = run([sys.executable, "-c", PROGRAM], HF_HUB_CACHE=str(folder / "cache"), **env)
+    return json.loads(done.stdout) | {"downloads": downloads}
 
 
 def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read(online: dict) -> None:
@@ -89,24 +84,24 @@ def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read
 
 def test_weights_are_fetched_when_they_are_required_and_nothing_else_ever(online: dict, whole: Path) -> None:
     assert set(online["required"]) == {str(f.relative_to(whole)) for f in whole.rglob("*") if f.is_file()}
-    assert sorted(name for name, _ in online["asked"]) == online["required"]
+    assert sorted(name for name, _ in online["downloads"]) == online["required"]
 
 
 def test_the_token_of_the_environment_is_sent(online: dict) -> None:
-    assert {token for _, token in online["asked"]} == {"Bearer hf_mine"}
+    assert {token for _, token in online["downloads"]} == {"Bearer hf_mine"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("key", "reason"),
     [
         ("org/gated", "that hub id is gated. Accept its terms at "),
         ("org/none", "there is no such hub id, or it is private. "),
         ("nosuch", "that hub id has no revision `nosuch`. Give one of its branches, "),
     ],
 )
-def test_a_refusal_of_the_hub_is_one_sentence_and_what_to_do(online: dict, asked: str, reason: str) -> None:
-    (problem,) = online[asked]
-    name = ID if asked == "nosuch" else asked
+def test_a_refusal_of_the_hub_is_one_sentence_with_a_remedy(online: dict, key: str, reason: str) -> None:
+    (problem,) = online[key]
+    name = ID if key == "nosuch" else key
     assert problem.startswith(f"{name}: no such folder here, and {reason}")
 
 
@@ -136,11 +131,11 @@ def test_a_hub_id_without_a_card_opens(cached: Path) -> None:
 def test_a_branch_that_moves_on_changes_nothing_for_what_was_opened(cached: Path) -> None:
     folder: WanFolder = open_wan(ID)
     (cached / "models--org--wan" / "refs" / "main").write_text("f" * 40)  # a commit that is not here
-    require_weights(folder)  # would ask for the commit that is not here
+    require_weights(folder)  # an unpinned branch would need the commit that is not here
     assert (folder.path, folder.revision) == (snapshot(cached), COMMIT)
 
 
-def refused(act: Callable[[], object]) -> list[str]:
+def problems_of(act: Callable[[], object]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         act()
     return caught.value.problems
@@ -148,7 +143,7 @@ def refused(act: Callable[[], object]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "revision"), [(ID, "v2"), ("org/other", None), (ID, "f" * 40)])
 def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision: str | None) -> None:
-    assert refused(lambda: open_wan(name, revision=revision)) == [
+    assert problems_of(lambda: open_wan(name, revision=revision)) == [
         f"{name}: no such folder here, and revision `{revision or 'main'}` of that hub id is not "
         f"in {cached}, and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere, or give a folder."
     ]
@@ -157,7 +152,7 @@ def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision:
 def test_weights_that_an_offline_cache_lacks_are_named_by_their_part(cached: Path) -> None:
     for file in (snapshot(cached) / "vae").glob("*.safetensors"):
         file.unlink()
-    assert refused(lambda: require_weights(open_wan(ID))) == [
+    assert problems_of(lambda: require_weights(open_wan(ID))) == [
         f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is offline "
         "(HF_HUB_OFFLINE). Fetch it elsewhere."
     ]
@@ -167,14 +162,12 @@ def test_a_hub_that_cannot_be_reached_is_named(cached: Path, monkeypatch: pytest
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the discard port
     assert open_wan(ID).revision == COMMIT  # the cache serves
-    assert (
-        f"`v2` of that hub id is not in {cached}, and http://127.0.0.1:9 cannot be reached."
-        in refused(lambda: open_wan(ID, revision="v2"))[0]
-    )
+    (problem,) = problems_of(lambda: open_wan(ID, revision="v2"))
+    assert f"`v2` of that hub id is not in {cached}, and http://127.0.0.1:9 cannot be reached." in problem
 
 
 def test_a_folder_has_no_revision(whole: Path) -> None:
-    assert refused(lambda: open_wan(str(whole), revision="v1")) == [
+    assert problems_of(lambda: open_wan(str(whole), revision="v1")) == [
         f'{whole}: `teacher_revision` is "v1". Only a hub id has revisions; leave it out.'
     ]
 
@@ -184,8 +177,6 @@ def test_a_folder_has_no_revision(whole: Path) -> None:
 def test_the_command_line_takes_a_hub_id_and_its_revision(
     tmp_path: Path, revision: str, code: int, capsys: pytest.CaptureFixture
 ) -> None:
-    asked = recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out"))
-    (tmp_path / "recipe.json").write_text(json.dumps(asked))
-    words = ["train", "--recipe", str(tmp_path / "recipe.json"), "--teacher_revision", revision, "--dry_run"]
-    assert main(words) == code
+    file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out")))
+    assert main(f"train --recipe {file} --teacher_revision {revision} --dry_run".split()) == code
     assert (f"error: {ID}: " in capsys.readouterr().err) is (code == 2)

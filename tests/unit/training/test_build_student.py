@@ -38,7 +38,7 @@ FILES = ("lineage.json", "importance.json", "student_start.json")
 
 
 def without(network: nn.Module, number: int) -> None:
-    """Make a block hand on what it is given."""
+    """Make a block the identity."""
     block = network.blocks[number]
     for last in (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]):
         last.weight.data.zero_()
@@ -95,7 +95,7 @@ def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
     assert error.relative() == 1 and error.by_sigma() == {"0.0-0.25": 1.0, "0.75-1.0": 1.0}
 
 
-def test_the_text_branch_is_found_under_guidance_and_owner() -> None:
+def test_the_local_teacher_is_unwrapped_from_guidance_and_owner() -> None:
     local = two_experts(1)
     guided = GuidedTeacher(local, Guidance(torch.zeros(512, 32), dict.fromkeys(Expert, 2.0)))
     assert without_guidance(guided) is local and without_guidance(OwnerTeacher(guided, 0, [0])).inner is local
@@ -128,7 +128,7 @@ def alone(folder: Path, wan2: Path) -> Path:
 
 
 def numbers(value: Any) -> list[Any]:
-    """All that a JSON holds, in order, floats apart from rounding."""
+    """The keys and values of a JSON in order, floats up to rounding."""
     if isinstance(value, dict):
         return [n for k, v in value.items() for n in (k, *numbers(v))]
     if isinstance(value, list):
@@ -144,20 +144,20 @@ def test_two_ranks_measure_and_choose_as_one(
 ) -> None:
     output = begun(folder, wan2, name, 2, teacher)
     for file in FILES:
-        found, expected = (json.loads((o / file).read_text()) for o in (output, alone))
-        assert numbers(found) == numbers(expected)
+        actual, expected = (json.loads((o / file).read_text()) for o in (output, alone))
+        assert numbers(actual) == numbers(expected)
 
 
 def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path) -> None:
     kept = json.loads((alone / "importance.json").read_text())["kept"]
     assert json.loads((alone / "resolved" / "student.json").read_text())["keep_layers"] == kept
-    for expert, found in json.loads((alone / "lineage.json").read_text()).items():
-        assert found["made_of"] == [expert] and found["kept_layers"] == kept
-        assert found["stands_for"] == [kept[1] - 1, 3]
-        assert {f"blocks.{kept[0]}.ffn", f"blocks.{kept[1]}.attn1.to_v", "stream"} <= found["cut"].keys()
+    for expert, actual in json.loads((alone / "lineage.json").read_text()).items():
+        assert actual["made_of"] == [expert] and actual["kept_layers"] == kept
+        assert actual["stands_for"] == [kept[1] - 1, 3]
+        assert {f"blocks.{kept[0]}.ffn", f"blocks.{kept[1]}.attn1.to_v", "stream"} <= actual["cut"].keys()
 
 
-def test_a_resumed_run_keeps_the_layers_that_it_found(folder: Path, wan2: Path, alone: Path) -> None:
+def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -> None:
     before = (alone / "lineage.json").read_text()
     begun(folder, wan2, "alone", 1, REPLICATED, steps=2)
     assert (alone / "lineage.json").read_text() == before

@@ -55,4 +55,4 @@ def flag_problems(name: str, flags: dict[str, Any]) -> list[str]:
         stored = " or ".join(known[name].DTYPES)
         remedy = f"Only {others} stores it, without --adapter; --format {name} stores {stored}."
         problems.append(problem("command line", "dtype", dtype, remedy))
-    return problems + [found for one in known.values() for found in one.check(flags)]
+    return problems + [p for one in known.values() for p in one.check(flags)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.model_card import CardContext, write_card
+from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.utils.errors import problem
@@ -53,7 +53,7 @@ class DiffusersFormat(ExportFormat):
                 link_or_copy(teacher.path / part, folder / part)
             _write_scheduler(teacher, source.facts["shift"], folder / "scheduler")
             _write_index(teacher, source.experts, folder)
-            write_pipeline_card(folder, source.card_context(self.repository))
+            write_pipeline_card(folder, source, self.repository)
         return [output]
 
 
@@ -70,7 +70,7 @@ def _write_index(teacher: WanFolder, experts: list[str], folder: Path) -> None:
     write_json(folder / "model_index.json", index)
 
 
-def write_pipeline_card(folder: Path, context: CardContext) -> None:
+def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     """Write README.md of a pipeline."""
-    text = CARD.format(**context.facts | {"made": context.made, "where": context.where})
-    write_card(folder, context, "finetune", text)
+    text = CARD.format(**source.facts, made=student_sentence(source.facts), where=repository or HERE)
+    write_card(folder, source, "finetune", text)

@@ -13,7 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Expert
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
-from wandistiller.export.model_card import MADE_FOR, CardContext, joined, write_card
+from wandistiller.export.model_card import HERE, MADE_FOR, joined, write_card
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.student.trainable import adapter_state
@@ -60,35 +60,30 @@ class LoraFormat(ExportFormat):
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
         files = [per_expert(output, source.experts, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
-        adapters = dict(_adapters(source, self.energy, self.rank))
-        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters.values())
-        cast = [adapter.to(self.dtype) for adapter in adapters.values()]
+        adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
+        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters)
         with replaced(target) as folder:
             if comfy:
-                for file, adapter in zip(files, cast, strict=True):
+                for file, adapter in zip(files, adapters, strict=True):
                     write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.facts)
             else:
                 files = [Path(FILES[Expert(name)]) for name in source.experts]
-                for file, adapter in zip(files, cast, strict=True):
-                    WanPipeline.save_lora_weights(
-                        folder,
-                        adapter.state,
-                        weight_name=file.name,
-                        transformer_lora_adapter_metadata=adapter.config,
-                    )
+                for file, adapter in zip(files, adapters, strict=True):
+                    config = {"transformer_lora_adapter_metadata": adapter.config}
+                    WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
-            write_adapter_card(folder, source.card_context(self.repository), ranks, names, comfy)
+            write_adapter_card(folder, source, self.repository, ranks, names, comfy)
         return [*files, target] if comfy else [target]
 
 
-def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, Adapter]]:
-    """Yield each expert's name and adapter: trained, or extracted from the difference to the teacher."""
+def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
+    """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
     facts = source.facts
     if facts.get("lora"):
         for name in source.experts:
             model = source.network(name)
             config = model.peft_config["default"]
-            yield name, Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
+            yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
     teacher = source.teacher(weights=True)
     different = [
@@ -110,7 +105,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[tuple[str, A
             "which no LoRA holds",
             file=sys.stderr,
         )
-        yield name, extracted.adapter
+        yield extracted.adapter
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
@@ -127,11 +122,13 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
-def write_adapter_card(folder: Path, context: CardContext, rank: str, files: list[str], comfy: bool) -> None:
+def write_adapter_card(
+    folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: bool
+) -> None:
     """Write README.md of a LoRA; `files` holds one for each expert, `rank` is a sentence with their ranks."""
-    facts = context.facts
+    facts = source.facts
     calls = [
-        f'pipe.load_lora_weights("{context.where}", weight_name="{file}"{more})'
+        f'pipe.load_lora_weights("{repository or HERE}", weight_name="{file}"{more})'
         for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
     ]
     text = CARD.format(
@@ -142,4 +139,4 @@ def write_adapter_card(folder: Path, context: CardContext, rank: str, files: lis
         calls="\n".join(calls),
     )
     text += f"\nFor ComfyUI put {joined(files)} into `models/loras`.\n" if comfy else ""
-    write_card(folder, context, "adapter", text)
+    write_card(folder, source, "adapter", text)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.model_card import CardContext, joined, write_card
+from wandistiller.export.model_card import HERE, HUB, joined, student_sentence, write_card
 from wandistiller.export.output import check_files, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.wan import transformer
@@ -69,7 +69,7 @@ class OriginalFormat(ExportFormat):
             del model, state  # before the next is read
         with replaced(card) as folder:
             names = [file.name for file in files.values()]
-            write_original_card(folder, source.card_context(self.repository), names, eight_bits)
+            write_original_card(folder, source, self.repository, names, eight_bits)
         return [*files.values(), card]
 
 
@@ -95,12 +95,17 @@ def original_state(state: dict[str, Tensor], eight_bits: bool) -> dict[str, Tens
     return renamed
 
 
-def write_original_card(folder: Path, context: CardContext, files: list[str], eight_bits: bool) -> None:
+def write_original_card(
+    folder: Path, source: Source, repository: str, files: list[str], eight_bits: bool
+) -> None:
     """Write README.md of original-Wan files, one for each expert, and the config.json for diffusers."""
-    transformer.meta_transformer(context.facts["transformer"]).save_config(folder)
-    calls = [
-        f'{name} = WanTransformer3DModel.from_single_file("{context.file(file)}", config="{context.where}")'
-        for name, file in zip(context.facts["experts"], files, strict=True)
-    ]
-    usage = EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls="\n".join(calls))
-    write_card(folder, context, "finetune", CARD.format(made=context.made, names=joined(files)) + usage)
+    transformer.meta_transformer(source.facts["transformer"]).save_config(folder)
+    address = f"{HUB}/{repository}/blob/main/" if repository else ""
+    calls = "\n".join(
+        f'{name} = WanTransformer3DModel.from_single_file("{address}{file}", config="{repository or HERE}")'
+        for name, file in zip(source.experts, files, strict=True)
+    )
+    text = CARD.format(made=student_sentence(source.facts), names=joined(files))
+    write_card(
+        folder, source, "finetune", text + (EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls=calls))
+    )

@@ -1,13 +1,13 @@
-"""The order of samples: keyed, without a table, in groups of one shape, the same however it is asked."""
+"""The order of samples: keyed, without a table, in groups of one shape, the same from any starting point."""
 
 from collections import Counter
 
 import pytest
 import torch
 
-from wandistiller.data.sampler import Permutation, StepSampler
+from wandistiller.data.sample_order import Permutation, SampleOrder
 
-SIZES = [70, 20, 10]
+LENGTHS = [70, 20, 10]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 63, 64, 65, 1000, 1009])
@@ -19,8 +19,8 @@ def test_a_permutation_has_every_number_once_and_its_head_is_what_stands_at_its_
 
 def test_a_permutation_of_a_billion_needs_no_table() -> None:
     shuffled = Permutation(10**9 + 7, "key")
-    found = {shuffled(i) for i in range(1000)}
-    assert len(found) == 1000 and 0 <= min(found) < 10**8 and 9 * 10**8 < max(found) < 10**9 + 7
+    numbers = {shuffled(i) for i in range(1000)}
+    assert len(numbers) == 1000 and 0 <= min(numbers) < 10**8 and 9 * 10**8 < max(numbers) < 10**9 + 7
 
 
 def test_each_of_the_24_orders_of_4_is_as_likely() -> None:
@@ -35,31 +35,31 @@ def test_neighbours_and_keys_are_unrelated() -> None:
         assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 0.04  # deviation 0.01
 
 
-def order(seed: int = 0, batch: int = 8, sizes: list[int] = SIZES) -> StepSampler:
-    return StepSampler(sizes, seed, batch)
+def order(seed: int = 0, batch: int = 8, lengths: list[int] = LENGTHS) -> SampleOrder:
+    return SampleOrder(lengths, seed, batch)
 
 
 def test_all_samples_of_a_step_are_of_one_group() -> None:
-    found = order()
-    assert all(len({found.locate(8 * step + i)[0] for i in range(8)}) == 1 for step in range(200))
+    samples = order()
+    assert all(len({samples.locate(8 * step + i)[0] for i in range(8)}) == 1 for step in range(200))
 
 
 def test_each_sample_of_a_group_is_used_once_before_any_is_used_again() -> None:
-    found, seen = order(), [Counter(), Counter(), Counter()]
+    samples, seen = order(), [Counter(), Counter(), Counter()]
     for i in range(8 * 500):
-        group, member = found.locate(i)
+        group, member = samples.locate(i)
         seen[group][member] += 1
-        assert max(seen[group].values()) - min(seen[group][m] for m in range(SIZES[group])) <= 1
+        assert max(seen[group].values()) - min(seen[group][m] for m in range(LENGTHS[group])) <= 1
 
 
 def test_groups_get_steps_in_proportion_to_their_size() -> None:
     steps = Counter(order(batch=1).locate(step)[0] for step in range(1000))
-    assert all(abs(steps[group] - 10 * n) <= 2 for group, n in enumerate(SIZES))
+    assert all(abs(steps[group] - 10 * n) <= 2 for group, n in enumerate(LENGTHS))
 
 
 def test_one_group_is_gone_through_epoch_by_epoch() -> None:
-    found = order(sizes=[10])
-    epochs = [[found.locate(i)[1] for i in range(10 * e, 10 * e + 10)] for e in range(3)]
+    samples = order(lengths=[10])
+    epochs = [[samples.locate(i)[1] for i in range(10 * e, 10 * e + 10)] for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
 
 
@@ -71,8 +71,8 @@ def test_a_resumed_order_is_that_of_an_uncut_run_and_another_seed_gives_another(
 
 
 @pytest.mark.parametrize("steps", [1, 7, 30, 200])
-def test_what_is_reached_is_what_the_steps_use(steps: int) -> None:
+def test_used_members_are_those_that_the_steps_use(steps: int) -> None:
     used = {order().locate(i) for i in range(8 * steps)}
-    reached = order().used_indices(steps)
-    assert used == {(group, m) for group, members in enumerate(reached) for m in members.tolist()}
-    assert sum(map(len, reached)) == len(used)
+    members_by_group = order().used_members(steps)
+    assert used == {(group, m) for group, members in enumerate(members_by_group) for m in members.tolist()}
+    assert sum(map(len, members_by_group)) == len(used)

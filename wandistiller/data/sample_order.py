@@ -1,4 +1,4 @@
-"""Order of samples: a function of the seed and a sample's global index, so a run resumes by number."""
+"""Order of the data: a function of the seed and a sample's global index, so a run resumes by number."""
 
 import hashlib
 import heapq
@@ -56,34 +56,34 @@ def _mixed(x: int | Tensor) -> int | Tensor:
     return x ^ (x >> 16)
 
 
-class StepSampler:
-    """The sample at each global index, for samples in groups of one shape each.
+class SampleOrder:
+    """The sample at each global index, for samples in groups of one size each.
 
     All samples of an optimizer step are of one group, so that shapes agree on every rank. A group of n
     samples gets steps in proportion to n: its k-th step is at a keyed random moment of the k-th of equal
     intervals. Within a group, each sample is used once before any is used again.
     """
 
-    def __init__(self, group_sizes: list[int], seed: int, global_batch: int):
-        self._sizes, self._seed, self._global_batch = group_sizes, seed, global_batch
-        self._steps = heapq.merge(*(self._moments(group) for group in range(len(group_sizes))))
+    def __init__(self, group_lengths: list[int], seed: int, global_batch: int):
+        self._lengths, self._seed, self._global_batch = group_lengths, seed, global_batch
+        self._steps = heapq.merge(*(self._moments(group) for group in range(len(group_lengths))))
         self._turns: list[tuple[int, int]] = []
 
     def locate(self, sample_index: int) -> tuple[int, int]:
         """Return (group, number within the group) at a global index, `step * global_batch` + slot."""
         step, slot = divmod(sample_index, self._global_batch)
         group, turn = self._turn(step)
-        epoch, place = divmod(turn * self._global_batch + slot, self._sizes[group])
-        return group, Permutation(self._sizes[group], self._seed, "order", group, epoch)(place)
+        epoch, place = divmod(turn * self._global_batch + slot, self._lengths[group])
+        return group, Permutation(self._lengths[group], self._seed, "order", group, epoch)(place)
 
-    def used_indices(self, steps: int) -> list[Tensor]:
+    def used_members(self, steps: int) -> list[Tensor]:
         """Return by group the numbers within it that the first `steps` optimizer steps use, each once."""
-        used = [0] * len(self._sizes)
+        used = [0] * len(self._lengths)
         for group, _ in (self._turn(step) for step in range(steps)):
             used[group] += self._global_batch
         return [
             torch.arange(n) if u >= n else Permutation(n, self._seed, "order", group, 0).head(u)
-            for group, (n, u) in enumerate(zip(self._sizes, used, strict=True))
+            for group, (n, u) in enumerate(zip(self._lengths, used, strict=True))
         ]
 
     def _turn(self, step: int) -> tuple[int, int]:
@@ -97,4 +97,4 @@ class StepSampler:
         """Yield (moment, group, turn) of each step of one group; a moment counts epochs over all samples."""
         for turn in count():
             digest = hashlib.blake2b(repr((self._seed, "step", group, turn)).encode(), digest_size=7).digest()
-            yield (turn + int.from_bytes(digest, "little") / 2**56) / self._sizes[group], group, turn
+            yield (turn + int.from_bytes(digest, "little") / 2**56) / self._lengths[group], group, turn

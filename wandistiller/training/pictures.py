@@ -1,4 +1,4 @@
-"""Sample grids during a run: teacher above student, for fixed prompts and noise."""
+"""Pictures during a run: teacher above student, for fixed prompts and noise."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,50 +9,27 @@ from torch import Tensor
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
+from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
-from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.student import Student
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.monitor import Monitor
 from wandistiller.utils.images import save_grid
-from wandistiller.utils.logging import set_activity
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
 
 
-class SampleDrawer:
+class PictureDrawer:
     """Draws pictures of teacher and student; every method is collective, and the ranks share the work.
 
     It takes the memory of a micro-step of training and of the VAE, which is loaded only while it draws.
     """
 
     def __init__(
-        self,
-        job: Job,
-        data: CachedData,
-        text: TextCache,
-        teacher: Teacher | None,
-        student: Student,
-        monitor: Monitor,
+        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student
     ):
-        self.job, self.data, self.text = job, data, text
-        self.teacher, self.student = teacher, student
-        self._monitor = monitor
+        self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
         self._first: dict[str, list[Tensor]] = {}
-
-    def draw_if_due(self, done: int, *, again: bool = True) -> bool:
-        """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
-        run, file = self.job.run, self.job.picture(done)
-        due = done % run.sample_every == 0 or done == run.max_steps
-        if not due or not again and collectives.broadcast_object(file.is_file()):
-            return False
-        set_activity(f"drawing pictures after step {done}")
-        with within("draw"):
-            rows = self.draw(done)
-            collectives.log0("drew %s", file)
-            self._monitor.record_pictures(done, rows, file)
-        return True
 
     def draw(self, done: int) -> dict[str, list[Tensor]]:
         """Write the grid of the student after `done` steps; return its rows of image_CHW, by name."""
@@ -68,32 +45,30 @@ class SampleDrawer:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher:
             return {"teacher": self._row(partial(self._sampled, self.teacher), vae)}
-        if self.data.has_paths and self.data.knows(self.job.run.sample_prompts):
+        if self.data.has_rollouts(self.job.run.sample_prompts):
             return {"teacher": self._row(self.data.x0_of, vae)}
         return {}
 
     def _row(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
         """Return the middle frame of `make(prompts)` for each prompt, image_CHW in [0, 1] on the CPU."""
         world, prompts, micro = collectives.world_size(), self.job.run.sample_prompts, self.job.batch.micro
-        share = -(
-            -len(prompts) // world
-        )  # equal for all ranks, so that collectives match; the surplus is cut
+        # equal for all ranks, so that collectives match; the surplus is cut
+        share = -(-len(prompts) // world)
         first = collectives.rank() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         images = []
-        for i in range(0, share, micro):
-            for x0_CFHW in make(own[i : i + micro]):
+        for part in batched(own, micro):
+            for x0_CFHW in make(part):
                 pixels_BCFHW = vae.decode(x0_CFHW[None])
                 images.append(pixels_BCFHW[0, :, pixels_BCFHW.shape[2] // 2].clone())
         return list(collectives.gather_tensor(torch.stack(images))[: len(prompts)].cpu())
 
     def _sampled(self, model: Teacher | Student, prompts: list[str]) -> Tensor:
         """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts."""
-        job, device = self.job, collectives.device()
-        shape = job.folder.latent_shape(job.size.height, job.size.width, job.size.num_frames)
+        job, run, device = self.job, self.job.run, collectives.device()
+        shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
-        noise_BCFHW = torch.stack([keyed_normal(shape, job.run.seed, *key) for key in keys]).to(device)
+        noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        return denoise(
-            model.velocity, job.folder, job.run.shift, noise_BCFHW, text_BLD, job.run.sample_steps
-        )[0]
+        x0_BCFHW, _ = denoise(model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps)
+        return x0_BCFHW

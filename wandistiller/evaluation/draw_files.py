@@ -1,7 +1,7 @@
-"""`wandistiller sample`: a pipeline folder and prompts -> PNG (or MP4) files and one grid."""
+"""The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,11 @@ class Sampling:
     negative_prompt: str | None = None
 
 
-def number_problems(where: str, given: dict[str, Any]) -> list[str]:
+def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
     """Problems with the numbers in a pipeline's settings; None is skipped."""
-    problems = impossible_values(where, given)
+    problems = impossible_values(where, settings)
     for key, least, most in RANGES:
-        if (value := given.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
+        if (value := settings.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
             allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
             problems.append(problem(where, key, value, f"Write {allowed}."))
     return problems
@@ -75,27 +75,24 @@ def resolve_dtype(name: str) -> torch.dtype:
     return getattr(torch, auto if name == "auto" else name)
 
 
-def read_prompts(given: list[str]) -> list[str]:
+def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
-    if len(given) == 1 and (given[0] in EMBEDDED or Path(given[0]).suffix in (".txt", ".jsonl")):
-        return [item.prompt for item in read_dataset(given[0])]
-    if empty := [prompt for prompt in given if not clean(prompt)]:
+    if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix in (".txt", ".jsonl")):
+        return [item.prompt for item in read_dataset(words[0])]
+    if empty := [prompt for prompt in words if not clean(prompt)]:
         remedy = "Write some text, or name a .txt or .jsonl of prompts."
         raise ConfigError(problem("command line", "prompts", empty[0], remedy))
-    return given
+    return words
 
 
 def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
+    settings = asdict(sampling)
+    steps = settings.pop("steps")
     frames_BFHWC = pipeline(
         prompt=prompts,
-        negative_prompt=sampling.negative_prompt,
-        height=sampling.height,
-        width=sampling.width,
-        num_frames=sampling.num_frames,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        guidance_scale_2=sampling.guidance_scale_2,
+        **settings,
+        num_inference_steps=steps,
         generator=[torch.Generator().manual_seed(s) for s in seeds],
         output_type="np",
         max_sequence_length=TEXT_TOKENS,

@@ -1,0 +1,44 @@
+"""Work in batches that the ranks share: whole batches, so that a result does not depend on their number."""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.shutdown import stopping
+
+T = TypeVar("T")
+
+
+def batched(items: list[T], length: int) -> list[list[T]]:
+    """Split a list into parts of `length`, the last one shorter."""
+    return [items[i : i + length] for i in range(0, len(items), length)]
+
+
+def own_share(batches: Sequence[T]) -> Sequence[T]:
+    """Return the batches of this rank."""
+    return batches[collectives.rank() :: collectives.world_size()]
+
+
+def until_stopped(name: str, batches: Sequence[T]) -> Iterator[T]:
+    """Yield the batches with progress, until this rank is requested to stop."""
+    progress = Progress(name, len(batches))
+    for batch in batches:
+        if stopping.reason:
+            return
+        yield batch
+        progress.advance()
+
+
+def collective_turns(name: str, batches: list[T]) -> Iterator[tuple[int, T, bool]]:
+    """Yield turn, batch, and whether it counts, equally often on every rank, so that collectives match.
+
+    A rank without work repeats the last batch, which does not count.
+    """
+    world = collectives.world_size()
+    number = -(-len(batches) // world)
+    progress = Progress(name, number)
+    for turn in range(number):
+        place = turn * world + collectives.rank()
+        yield turn, batches[min(place, len(batches) - 1)], place < len(batches)
+        progress.advance()
