@@ -20,7 +20,6 @@ from wandistiller.engine.monitors import MONITORS
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
-from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
 
 EXTRAS = {
@@ -45,41 +44,25 @@ UNITS = {
     "link": "GB/s between ranks of a node",
     "network": "GB/s between nodes",
 }
-"""Units of the rates."""
+"""Rate -> its unit."""
 
 
 def run(flags: dict[str, Any]) -> None:
-    """Print the description of this machine."""
-    setup_logging("info")
-    for line in examine(**flags):
-        collectives.log0("%s", line)
-
-
-def examine(measure: bool) -> list[str]:
-    """Describe this machine, a line each; of missing parts how to install them. Collective.
-
-    Args:
-        measure: also measure the rates, which takes some seconds.
-    """
+    """Describe this machine, a line each; of missing parts how to install them. Collective."""
     collectives.init()
-    software, parts = _software(), _parts()
-    required = [f"{name} {installed}" for name, installed in software.items() if name not in EXTRAS]
-    optional = [f"{name} {software[name]}" for name in EXTRAS if software[name]]
-    lines = [f"software   {', '.join(required)}"]
-    lines += [f"optional   {', '.join(optional)}"] if optional else []
-    lines += [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not software[name]]
+    required, extras, parts = versions(), {name: version(name) for name in EXTRAS}, _parts()
+    lines = [f"software   {', '.join(map(' '.join, required.items()))}"]
+    if optional := [f"{name} {installed}" for name, installed in extras.items() if installed]:
+        lines.append(f"optional   {', '.join(optional)}")
+    lines += [f"missing    {name}, {EXTRAS[name]}" for name, installed in extras.items() if not installed]
     lines += parts.values()
-    lines += differences(collectives.gather_objects((socket.gethostname(), software | parts)))
+    lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
     lines += [*_memory(), *slow_bf16()]
-    if measure:
+    if flags["measure"]:
         lines += _rates()
     collectives.destroy()
-    return lines
-
-
-def _software() -> dict[str, str]:
-    """Name -> version; empty for a package that is not installed."""
-    return versions() | {name: version(name) for name in EXTRAS}
+    for line in lines:
+        collectives.log0("%s", line)
 
 
 def _parts() -> dict[str, str]:
@@ -88,8 +71,8 @@ def _parts() -> dict[str, str]:
     lines = {"nvcc": cuda_compiler(torch.version.cuda)} if on_gpu and torch.version.cuda else {}
     if not shutil.which("g++"):
         return lines | {"g++": f"missing    g++: {COMPILER}"}
-    command = ["g++", "-dumpfullversion"]
-    lines["g++"] = f"compiler   g++ {subprocess.run(command, capture_output=True, text=True).stdout.strip()}"
+    compiler = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
+    lines["g++"] = f"compiler   g++ {compiler}"
     builders = [("CPU Adam", CPUAdamBuilder, COMPILER), ("async_io", AsyncIOBuilder, AIO)]
     builders += [("Adam on GPUs", FusedAdamBuilder, NVCC)] if on_gpu else []
     return lines | {name: built(name, builder(), why) for name, builder, why in builders}
@@ -147,16 +130,16 @@ def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
 
 def _memory() -> list[str]:
     machine = this_machine(Path())
-    gpus = f"{(machine.device_free or 0) / GIB:.1f} GiB free of GPU"
-    gpus = gpus if machine.device_free else "no GPU: ranks run on the CPU"
-    n = machine.ranks
+    gpus, n = "no GPU: ranks run on the CPU", machine.ranks
+    if machine.device_free is not None:
+        gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU"
+    host, disk = machine.host_free / GIB, machine.disk_free / GIB
     right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
-    joined = f"{collectives.backend()}, sum over them {right}"
     return [
         f"memory     {memory_line(collectives.rank())}",
-        f"a node     {gpus}, {machine.host_free / GIB:.1f} GiB of CPU memory free, "
-        f"{machine.disk_free / GIB:.1f} GiB of disk",
-        f"ranks      {n}, at most {machine.ranks_on_node} a node; {joined}",
+        f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
+        f"ranks      {n}, at most {machine.ranks_on_node} a node; "
+        f"{collectives.backend()}, sum over them {right}",
     ]
 
 

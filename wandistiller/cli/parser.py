@@ -25,12 +25,10 @@ COMMANDS = {
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
     "doctor": "whether this machine has what a run needs; what to install; how fast it is",
 }
-NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
-"""Flags of older command lines, accepted and ignored: launchers imply two, samples are always drawn."""
+IGNORED = "ignored"
+"""Destination of flags that are accepted and change nothing."""
 OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 """Settings of older command lines that have a newer name."""
-
-
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -38,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the whole command line; every flag of prepare and train is a field of RunConfig."""
     top = _Parser("wandistiller", description="Distil a large Wan into a small student.")
     # the deepspeed launcher puts it before the command
-    top.add_argument("--local_rank", help=argparse.SUPPRESS)
+    top.add_argument("--local_rank", dest=IGNORED, help=argparse.SUPPRESS)
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -77,9 +75,10 @@ def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
     command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
     recipe = "a whole run in one JSON; its keys are the flags below"
     command.add_argument("--recipe", metavar="FILE", help=recipe)
-    for flag in NEEDLESS:
-        command.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    command.add_argument("--num_workers", help=argparse.SUPPRESS)  # data is encoded once, then only read
+    ignored: dict[str, Any] = {"dest": IGNORED, "help": argparse.SUPPRESS}  # of older command lines
+    # launchers imply the first two; samples are always drawn; data is encoded once, then only read
+    command.add_argument("--distributed", "--multi_gpu", "--save_samples", action="store_true", **ignored)
+    command.add_argument("--num_workers", **ignored)
     groups: dict[str, Any] = {}
     # without the limits, which are checked together with the recipe's values
     hints = typing.get_type_hints(RunConfig)

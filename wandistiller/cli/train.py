@@ -3,7 +3,6 @@
 from typing import Any
 
 from wandistiller.cli.failures import Failures
-from wandistiller.config.job import Job
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
@@ -24,7 +23,10 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         job = resolve_auto(job)
     if job.run.dry_run:
-        _describe(job)
+        for line in job.summary():
+            collectives.log0(line)
+        log_disk_use(job)
+        collectives.log0("dry run: nothing was loaded or written")
         return
     first = collectives.rank() == 0
     with collectives.raise_on_all_ranks():
@@ -37,17 +39,10 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     collectives.init(job.run.log_level)
     add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
     collectives.set_hang_timeout(job.run.timeout)
-    failures.job = job
+    failures.set_job(job)
     collectives.set_failure_context(failures.explain)
     from wandistiller.training import distil, prepare  # here, because it takes seconds
 
     {"prepare": prepare, "train": distil}[command].run(job)
     if held:
         held.close()
-
-
-def _describe(job: Job) -> None:
-    for line in job.summary():
-        collectives.log0(line)
-    log_disk_use(job)
-    collectives.log0("dry run: nothing was loaded or written")

@@ -43,8 +43,7 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_file():
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(temporary)
         os.replace(temporary, path)
     except Exception as error:
         if refused := system_error(error, path):

@@ -32,19 +32,18 @@ def any_names(patterns: Iterable[str], name: str) -> bool:
 def factor(learning_rates: dict[str, float], name: str) -> float:
     """Return the learning-rate factor of a parameter: the last pattern that names it, else `*`, else 1."""
     named = [f for pattern, f in learning_rates.items() if pattern != "*" and names_part(pattern, name)]
-    return [1.0, *([learning_rates["*"]] if "*" in learning_rates else []), *named][-1]
+    return named[-1] if named else learning_rates.get("*", 1.0)
 
 
 def unknown_parts(where: str, key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """List the patterns that name none of `names`, each as a problem with the nearest name."""
-    split = [name.split(".") for name in names]
-    known = {word for words in split for word in words} | {
-        ".".join(w[:i]) for w in split for i in range(1, len(w) + 1)
-    }
-    unknown = [p for p in patterns if not any(names_part(p, ".".join(words)) for words in split)]
-    example = " Write words of a name in it, such as blocks.0-1, to_q or bias."
-    hints = (nearest(pattern, sorted(known)) or example for pattern in unknown)
-    return [
-        problem(where, key, pattern, f"The student has no such part.{hint}")
-        for pattern, hint in zip(unknown, hints, strict=True)
-    ]
+    names, known, problems = list(names), set(), []
+    for name in names:
+        words = name.split(".")
+        known |= {*words, *(".".join(words[:i]) for i in range(1, len(words) + 1))}
+    for pattern in patterns:
+        if not any(names_part(pattern, name) for name in names):
+            example = " Write words of a name in it, such as blocks.0-1, to_q or bias."
+            hint = nearest(pattern, sorted(known)) or example
+            problems.append(problem(where, key, pattern, f"The student has no such part.{hint}"))
+    return problems
