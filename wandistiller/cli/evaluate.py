@@ -168,8 +168,7 @@ def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder
     size = flags["height"], flags["width"], flags["num_frames"]
     problems = list(dict.fromkeys(teacher.size_problems(*size) + student.size_problems(*size)))
     if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
-        remedy = "It has one expert; leave it out."
-        problems.append(problem(teacher.name, "guidance_scale_2", second, remedy))
+        problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "

@@ -147,17 +147,13 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--student", "--student_path", required=True, help="an exported student, or any Wan pipeline")
     add("--teacher_path", help="default: the one it was distilled from")
-    text = "placement of the teacher; default a WanPipeline"
-    add("--teacher_deepspeed_config", metavar="FILE", help=text)
-    prompts = ["tiny:held_out"]
-    add("--prompts", nargs="+", default=prompts, metavar="P", help="texts, or one file of prompts")
-    text = "spread evenly over those given; 64"
-    add("--num_prompts", type=int, default=64, metavar="N", help=text)
+    add("--teacher_deepspeed_config", metavar="FILE", help="placement of the teacher; default a WanPipeline")
+    add("--prompts", nargs="+", default=["tiny:held_out"], metavar="P", help="texts, or one file of prompts")
+    add("--num_prompts", type=int, default=64, metavar="N", help="spread evenly over those given; 64")
     for name in ("height", "width", "num_frames", "steps"):
         add(f"--{name}", type=int, metavar="N", help="default: what the student was made with")
     for name in ("guidance_scale", "guidance_scale_2"):
-        text = "of the teacher; default as folded into the student"
-        add(f"--{name}", type=float, metavar="W", help=text)
+        add(f"--{name}", type=float, metavar="W", help="of the teacher; default as folded into the student")
     add("--negative_prompt", metavar="P", help="the teacher's; default as folded into the student")
     add("--clip_path", type=Path, metavar="DIR", help="a CLIP folder of transformers: scores with it too")
     add("--quick", action="store_true", help="no floor: the teacher draws once, not twice")
@@ -173,15 +169,13 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help=text)
     add("--gpu_memory", type=float, metavar="GIB", help="of each GPU; default what is free here")
     add("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
-    text = "of a node, for the swap folder; default what is free here"
-    add("--disk", type=float, metavar="GIB", help=text)
+    add("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
     add("--nodes", type=int, metavar="N", help="default 1, or a launcher's")
     text = 'such as {"tflops": 165, "pcie": 24}; see README'
     add("--rates", type=_json, default={}, metavar="JSON", help=text)
     add("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     add("--price_per_gpu_hour", type=float, metavar="X", help="print the cost of the run too")
-    text = "write the recipe with the fastest JSONs that fit"
-    add("--recommend", type=Path, metavar="FILE", help=text)
+    add("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")
 
 
 def _add_report_flags(command: argparse.ArgumentParser) -> None:

@@ -17,8 +17,7 @@ from wandistiller.wan.pipeline import require_weights
 def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
-        recipe = read_run(flags.pop("recipe", None), flags)
-        job = read_job(recipe, collectives.world_size())
+        job = read_job(read_run(flags.pop("recipe", None), flags), collectives.world_size())
     setup_logging(job.run.log_level)
     with collectives.raise_on_all_ranks():
         job = resolve_auto(job)

@@ -13,10 +13,6 @@ from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import current
 from wandistiller.utils.system_memory import GIB, read_sizes
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-PEAK_ONLY = "5"
-"""Written to CLEAR, resets the peak and nothing else. Source: Linux, Documentation/filesystems/proc.rst."""
-
 
 class Usage(NamedTuple):
     """Memory of a process in bytes."""
@@ -39,7 +35,7 @@ peaks: dict[str, Usage] = {}
 
 def read() -> Usage:
     """Read the memory use of this process."""
-    sizes = read_sizes(STATUS)
+    sizes = read_sizes(Path("/proc/self/status"))
     host = Usage(sizes["VmRSS"], sizes["VmHWM"])
     if not torch.cuda.is_available():
         return host
@@ -69,8 +65,8 @@ def _close() -> None:
     usage = read()
     peaks[current.phase] = Usage(*map(max, usage, peaks.get(current.phase, usage)))
     trim()
-    with suppress(OSError):
-        CLEAR.write_text(PEAK_ONLY)
+    with suppress(OSError):  # 5 resets the peak alone. Source: Linux, Documentation/filesystems/proc.rst
+        Path("/proc/self/clear_refs").write_text("5")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

@@ -178,7 +178,7 @@ def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(
 def test_a_machine_without_gpus_has_as_many_ranks_as_here() -> None:
     left_out = dict.fromkeys(("gpus", "gpu_memory", "host_memory", "disk", "nodes"))
     for gpus in (None, 0):
-        made = described(left_out | {"gpus": gpus, "nodes": 3}, Path())
+        made = described(left_out | {"gpus": gpus, "nodes": 3})
         assert (made.device_free, made.ranks, made.ranks_on_node) == (None, 3, 1)
 
 
