@@ -93,30 +93,22 @@ def built(name: str, builder: Any, why: str) -> str:
     return f"built      {name}"
 
 
-def cuda_compiler(wanted: str) -> str:
-    """Describe the CUDA compiler, which must have torch's own major version, in one line.
-
-    Args:
-        wanted: torch's CUDA version, such as 12.8.
-    """
-    toolkit = f"the CUDA toolkit {wanted} (https://developer.nvidia.com/cuda-toolkit-archive)"
+def cuda_compiler(expected: str) -> str:
+    """Describe the CUDA compiler, which must have the major version of `expected`, torch's, in one line."""
+    toolkit = f"the CUDA toolkit {expected} (https://developer.nvidia.com/cuda-toolkit-archive)"
     remedy = f"{NVCC}: install {toolkit} and set CUDA_HOME to its folder"
     try:
         installed = ".".join(map(str, installed_cuda_version()))
     except MissingCUDAException as error:
         return f"missing    nvcc: {error}; {remedy}"
     where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
-    if installed.partition(".")[0] != wanted.partition(".")[0]:
-        return f"missing    nvcc of torch's CUDA {wanted}: there is {where}; {remedy}"
+    if installed.partition(".")[0] != expected.partition(".")[0]:
+        return f"missing    nvcc of torch's CUDA {expected}: there is {where}; {remedy}"
     return f"compiler   {where}"
 
 
 def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """A line for each version or state that differs between nodes.
-
-    Args:
-        ranks: for each rank its node, and name -> version or state.
-    """
+    """List what differs between nodes, a line each, given each rank's node and name -> version or state."""
     lines = []
     for name in sorted({name for _, own in ranks for name in own}):
         nodes: dict[str, list[str]] = {}
@@ -144,11 +136,7 @@ def _memory() -> list[str]:
 
 
 def slow_bf16(root: Path = Path("/")) -> list[str]:
-    """Warn if training runs on a CPU that emulates bf16, which is slower than float32.
-
-    Args:
-        root: folder that contains proc/.
-    """
+    """Warn of a CPU, described in `root`/proc, that emulates bf16, which is slower than float32."""
     info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
     if collectives.device().type != "cpu" or not info.is_file() or "bf16" in info.read_text():
         return []

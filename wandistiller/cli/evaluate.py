@@ -130,15 +130,9 @@ def _folder(name: str, revision: str | None = None) -> WanFolder:
 def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) -> dict[str, Any]:
     """Complete `flags` from the student's training settings, or else from the teacher's usual ones."""
     usual = usual_for(teacher)
-    defaults = {
-        "height": usual.height,
-        "width": usual.width,
-        "num_frames": 1,
-        "steps": 40,
-        "guidance_scale": usual.guidance[0],
-        "guidance_scale_2": usual.guidance[1],
-        "negative_prompt": WAN_NEGATIVE_PROMPT,
-    }
+    high, low = usual.guidance
+    defaults = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": 40}
+    defaults |= {"guidance_scale": high, "guidance_scale_2": low, "negative_prompt": WAN_NEGATIVE_PROMPT}
     defaults |= {k: facts[k] for k in defaults if k in facts}
     if flags["guidance_scale"] is not None:
         defaults["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does

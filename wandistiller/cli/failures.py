@@ -79,8 +79,8 @@ class Failures:
         reason = str(error).strip().partition("\n")[0]
         text = f"Out of memory on rank {collectives.rank()}, {current.activity}: {reason}"
         spent = what_ran_out(error)
-        for held in chain(error):  # free what the frames hold, or there is no room for the advice
-            held.__traceback__ = None
+        for cause in chain(error):  # free what the frames hold, or there is no room for the advice
+            cause.__traceback__ = None
         gc.collect()
         return f"{text}\n{memory_line(collectives.rank())}", self._advice(spent)
 

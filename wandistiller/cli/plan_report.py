@@ -67,7 +67,7 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
             peaks = [phase.peak() for phase in phases.values()]
             lines += ["", f"{f'{kind}: GiB of one rank':<56}{''.join(f'{name:>12}' for name in phases)}"]
             lines += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
-            lines.append(_row("at its height", map(taken, peaks)))
+            lines.append(_row("at its peak", map(taken, peaks)))
             if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
                 lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
     reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
@@ -101,7 +101,7 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
         )
     waiting = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
     least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
-    lines.append(f"{least}; {waiting:.3f} s of it in wait")
+    lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
     micro = costs.micro_batch_that_hides_streaming()
     if micro is not None:
         lines.append(
@@ -159,13 +159,8 @@ def _disks(job: Job, machine: Machine, swapped: int) -> list[Demand]:
     """Bytes still to be written to each disk of this machine."""
     places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
     places[swap] = places.get(swap, 0) + swapped
-    several = {disk(place): place for place in reversed(places)}
-    return [
-        Demand(
-            f"of the disk of {place}" if len(several) > 1 else "of disk",
-            on_disk_of(place, places),
-            disk_free(place),
-            SYSTEM,
-        )
-        for place in several.values()
-    ]
+    several, demanded = {disk(place): place for place in reversed(places)}, []
+    for place in several.values():
+        name = f"of the disk of {place}" if len(several) > 1 else "of disk"
+        demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
+    return demanded

@@ -31,7 +31,7 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         require_weights(job.folder)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
-        held = lock(job.output) if first else None
+        output_lock = lock(job.output) if first else None
     for folder in (job.output, job.cache) if first else ():
         sweep(folder)
     stopping.install(job.output / STOP if first else None)
@@ -43,5 +43,5 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     from wandistiller.training import distil, prepare  # here, because it takes seconds
 
     {"prepare": prepare, "train": distil}[command].run(job)
-    if held:
-        held.close()
+    if output_lock:
+        output_lock.close()

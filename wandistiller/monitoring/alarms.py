@@ -79,11 +79,7 @@ class Alarms:
     def step(
         self, step: int, loss: float, grad_norm: float | None, lr: float, seconds: list[Seconds]
     ) -> None:
-        """Check optimizer step `step`, counted from 1.
-
-        Args:
-            seconds: time of each rank.
-        """
+        """Check optimizer step `step`, counted from 1; `seconds` are those of each rank."""
         self._seconds.append(seconds)
         if math.isfinite(loss):
             self._losses.append(loss)

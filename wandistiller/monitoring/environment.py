@@ -31,11 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """Return the name of the CPU, or its architecture where the system has no name (Arm).
-
-    Args:
-        root: the folder of proc/.
-    """
+    """Return the name of the CPU in `root`/proc, or its architecture where there is no name (Arm)."""
     info = root / "proc/cpuinfo"
     lines = (line.partition(":") for line in info.read_text().splitlines()) if info.is_file() else ()
     return next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())

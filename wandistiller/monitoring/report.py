@@ -77,11 +77,7 @@ def report(output: Path) -> Path:
 
 
 def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
-    """Chart all numbers of metrics.jsonl by key, memory, and velocity errors by sigma.
-
-    Args:
-        lines: metrics.jsonl, one entry a step.
-    """
+    """Chart the numbers in `lines` of metrics.jsonl by key, memory, velocity errors by sigma, importance."""
     window = max(1, len(lines) // 50)
     charts: dict[str, Chart] = {}
     for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_CHARTED):
@@ -224,12 +220,13 @@ def _settings(output: Path) -> list[str]:
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Format a table whose rows begin with a name."""
-    lines = [("th", head)] * bool(head) + [("td", row) for row in rows]
-    made = []
-    for tag, cells in lines:
+
+    def row(tag: str, cells: Sequence[str]) -> str:
         first, *others = (escape(cell.strip()) for cell in cells)
-        made.append(f"<tr><th>{first}</th>{''.join(f'<{tag}>{other}</{tag}>' for other in others)}</tr>")
-    return f"<table>{''.join(made)}</table>"
+        return f"<tr><th>{first}</th>{''.join(f'<{tag}>{other}</{tag}>' for other in others)}</tr>"
+
+    lines = [row("th", head)] if head else []
+    return f"<table>{''.join(lines + [row('td', cells) for cells in rows])}</table>"
 
 
 def _wide(content: str) -> str:

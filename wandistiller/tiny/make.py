@@ -96,19 +96,17 @@ def sample(
     steps: int,
     guidance: tuple[float, float],
     negative_prompt: str = "",
-    seed: int = 0,
 ) -> Tensor:
-    """Draw one 64x64 picture per prompt with the stock pipeline.
+    """Draw one 64x64 picture per prompt with the stock pipeline, picture i from the noise of generator i.
 
     Args:
         guidance: guidance scale of the high- and the low-noise expert; (1, 1) is unguided.
         negative_prompt: text of the unconditional branch.
-        seed: picture i starts from the noise of generator `seed * 100000 + i`.
 
     Returns:
         image_BCHW in [0, 1].
     """
-    generators = [torch.Generator().manual_seed(seed * 100_000 + i) for i in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     image_BCHW = []
     for start in range(0, len(prompts), SCORED_BATCH):
         part = slice(start, start + SCORED_BATCH)

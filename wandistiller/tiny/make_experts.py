@@ -4,7 +4,7 @@ Flow matching as in Wan: x_sigma = (1 - sigma) x_0 + sigma noise, the model pred
 1000 sigma, and sigma = shift u / (1 + (shift - 1) u) with u uniform. The shift is the sampler's own.
 
 Shape letters: N seen prompts, V pictures per prompt, W wordings per prompt or width, B batch, C channels, F
-frames, H height, L text tokens, D text width.
+frames, H height, S latent tokens, L text tokens, D width of text or of the transformer.
 """
 
 import math
@@ -76,18 +76,11 @@ class OnePadRowProcessor(WanAttnProcessor):
     the numbers of 512. Only for training, in float32; the shipped model has diffusers' own processor.
     """
 
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: None = None,
-        rotary_emb: None = None,
-    ) -> Tensor:
-        rows = encoder_hidden_states.shape[1]
+    def __call__(self, attn: WanAttention, x_BSD: Tensor, text_BLD: Tensor, *_: None) -> Tensor:
+        rows = text_BLD.shape[1]
         bias_111L = torch.zeros(1, 1, 1, rows)
         bias_111L[..., -1] = math.log(PADDED_TOKENS - rows + 1)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, bias_111L, rotary_emb)
+        return super().__call__(attn, x_BSD, text_BLD, bias_111L)
 
 
 @contextmanager

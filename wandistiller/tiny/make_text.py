@@ -1,6 +1,6 @@
 """The tiny teacher's tokenizer and text encoder: T5's kind of each, trained in two minutes and then frozen.
 
-The encoder learns that every one of its output tokens says all four attributes of the scene, whatever the
+The encoder learns that each of its output tokens names all four attributes of the scene, whatever the
 wording. That teaches it word order ("red circle on blue" is not "blue circle on red") before any expert
 exists.
 

@@ -85,20 +85,18 @@ SPECS = {str(scene): scene for scene in _SCENES}
 """All 1120 scenes by canonical prompt, in a fixed order."""
 
 
-@cache
-def _held_out() -> frozenset[str]:
-    by_hash = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    return frozenset(by_hash[: round(HELD_OUT_SHARE * len(SPECS))])
+_BY_HASH = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+_HELD_OUT = frozenset(_BY_HASH[: round(HELD_OUT_SHARE * len(SPECS))])
 
 
 def seen_prompts() -> list[str]:
     """Return the 1008 canonical prompts of training."""
-    return [prompt for prompt in SPECS if prompt not in _held_out()]
+    return [prompt for prompt in SPECS if prompt not in _HELD_OUT]
 
 
 def held_out_prompts() -> list[str]:
     """Return the 112 canonical prompts that are in no training stage."""
-    return [prompt for prompt in SPECS if prompt in _held_out()]
+    return [prompt for prompt in SPECS if prompt in _HELD_OUT]
 
 
 def _inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:

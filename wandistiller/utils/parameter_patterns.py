@@ -13,15 +13,15 @@ def names_part(pattern: str, name: str) -> bool:
     A word is a name (`*` stands for any letters) or a span of numbers, `0-3` or `20-`: `proj_out`, `to_q`,
     `bias`, `blocks.0-3`, `blocks.20-.ffn`, `blocks.*.attn1.norm_q`.
     """
-    wanted, given = pattern.split("."), name.split(".")
-    starts = range(len(given) - len(wanted) + 1)
-    return any(all(_fits(w, g) for w, g in zip(wanted, given[i:], strict=False)) for i in starts)
+    words, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(words) + 1)
+    return any(all(map(_fits, words, parts[start:])) for start in starts)
 
 
-def _fits(wanted: str, given: str) -> bool:
-    if span := re.fullmatch(r"(\d+)-(\d*)", wanted):
-        return given.isdigit() and int(span[1]) <= int(given) <= int(span[2] or given)
-    return fnmatchcase(given, wanted)
+def _fits(word: str, part: str) -> bool:
+    if span := re.fullmatch(r"(\d+)-(\d*)", word):
+        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2] or part)
+    return fnmatchcase(part, word)
 
 
 def any_names(patterns: Iterable[str], name: str) -> bool:
