@@ -20,7 +20,6 @@ from wandistiller.engine.monitors import MONITORS
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
-from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
 
 EXTRAS = {
@@ -45,41 +44,25 @@ UNITS = {
     "link": "GB/s between ranks of a node",
     "network": "GB/s between nodes",
 }
-"""Units of the rates."""
+"""Rate -> its unit."""
 
 
 def run(flags: dict[str, Any]) -> None:
-    """Print the description of this machine."""
-    setup_logging("info")
-    for line in examine(**flags):
-        collectives.log0("%s", line)
-
-
-def examine(measure: bool) -> list[str]:
-    """Describe this machine, a line each; of missing parts how to install them. Collective.
-
-    Args:
-        measure: also measure the rates, which takes some seconds.
-    """
+    """Describe this machine, a line each; of missing parts how to install them. Collective."""
     collectives.init()
-    software, parts = _software(), _parts()
-    required = [f"{name} {installed}" for name, installed in software.items() if name not in EXTRAS]
-    optional = [f"{name} {software[name]}" for name in EXTRAS if software[name]]
-    lines = [f"software   {', '.join(required)}"]
-    lines += [f"optional   {', '.join(optional)}"] if optional else []
-    lines += [f"missing    {name}, {why}" for name, why in EXTRAS.items() if not software[name]]
+    required, extras, parts = versions(), {name: version(name) for name in EXTRAS}, _parts()
+    lines = [f"software   {', '.join(map(' '.join, required.items()))}"]
+    if optional := [f"{name} {installed}" for name, installed in extras.items() if installed]:
+        lines.append(f"optional   {', '.join(optional)}")
+    lines += [f"missing    {name}, {EXTRAS[name]}" for name, installed in extras.items() if not installed]
     lines += parts.values()
-    lines += differences(collectives.gather_objects((socket.gethostname(), software | parts)))
+    lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
     lines += [*_memory(), *slow_bf16()]
-    if measure:
+    if flags["measure"]:
         lines += _rates()
     collectives.destroy()
-    return lines
-
-
-def _software() -> dict[str, str]:
-    """Name -> version; empty for a package that is not installed."""
-    return versions() | {name: version(name) for name in EXTRAS}
+    for line in lines:
+        collectives.log0("%s", line)
 
 
 def _parts() -> dict[str, str]:
@@ -88,8 +71,8 @@ def _parts() -> dict[str, str]:
     lines = {"nvcc": cuda_compiler(torch.version.cuda)} if on_gpu and torch.version.cuda else {}
     if not shutil.which("g++"):
         return lines | {"g++": f"missing    g++: {COMPILER}"}
-    command = ["g++", "-dumpfullversion"]
-    lines["g++"] = f"compiler   g++ {subprocess.run(command, capture_output=True, text=True).stdout.strip()}"
+    compiler = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
+    lines["g++"] = f"compiler   g++ {compiler}"
     builders = [("CPU Adam", CPUAdamBuilder, COMPILER), ("async_io", AsyncIOBuilder, AIO)]
     builders += [("Adam on GPUs", FusedAdamBuilder, NVCC)] if on_gpu else []
     return lines | {name: built(name, builder(), why) for name, builder, why in builders}
@@ -110,30 +93,22 @@ def built(name: str, builder: Any, why: str) -> str:
     return f"built      {name}"
 
 
-def cuda_compiler(wanted: str) -> str:
-    """Describe the CUDA compiler, which must have torch's own major version, in one line.
-
-    Args:
-        wanted: torch's CUDA version, such as 12.8.
-    """
-    toolkit = f"the CUDA toolkit {wanted} (https://developer.nvidia.com/cuda-toolkit-archive)"
+def cuda_compiler(expected: str) -> str:
+    """Describe the CUDA compiler, which must have the major version of `expected`, torch's, in one line."""
+    toolkit = f"the CUDA toolkit {expected} (https://developer.nvidia.com/cuda-toolkit-archive)"
     remedy = f"{NVCC}: install {toolkit} and set CUDA_HOME to its folder"
     try:
         installed = ".".join(map(str, installed_cuda_version()))
     except MissingCUDAException as error:
         return f"missing    nvcc: {error}; {remedy}"
     where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
-    if installed.partition(".")[0] != wanted.partition(".")[0]:
-        return f"missing    nvcc of torch's CUDA {wanted}: there is {where}; {remedy}"
+    if installed.partition(".")[0] != expected.partition(".")[0]:
+        return f"missing    nvcc of torch's CUDA {expected}: there is {where}; {remedy}"
     return f"compiler   {where}"
 
 
 def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """A line for each version or state that differs between nodes.
-
-    Args:
-        ranks: for each rank its node, and name -> version or state.
-    """
+    """List what differs between nodes, a line each, given each rank's node and name -> version or state."""
     lines = []
     for name in sorted({name for _, own in ranks for name in own}):
         nodes: dict[str, list[str]] = {}
@@ -147,25 +122,21 @@ def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
 
 def _memory() -> list[str]:
     machine = this_machine(Path())
-    gpus = f"{(machine.device_free or 0) / GIB:.1f} GiB free of GPU"
-    gpus = gpus if machine.device_free else "no GPU: ranks run on the CPU"
-    n = machine.ranks
+    gpus, n = "no GPU: ranks run on the CPU", machine.ranks
+    if machine.device_free is not None:
+        gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU"
+    host, disk = machine.host_free / GIB, machine.disk_free / GIB
     right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
-    joined = f"{collectives.backend()}, sum over them {right}"
     return [
         f"memory     {memory_line(collectives.rank())}",
-        f"a node     {gpus}, {machine.host_free / GIB:.1f} GiB of CPU memory free, "
-        f"{machine.disk_free / GIB:.1f} GiB of disk",
-        f"ranks      {n}, at most {machine.ranks_on_node} a node; {joined}",
+        f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
+        f"ranks      {n}, at most {machine.ranks_on_node} a node; "
+        f"{collectives.backend()}, sum over them {right}",
     ]
 
 
 def slow_bf16(root: Path = Path("/")) -> list[str]:
-    """Warn if training runs on a CPU that emulates bf16, which is slower than float32.
-
-    Args:
-        root: folder that contains proc/.
-    """
+    """Warn of a CPU, described in `root`/proc, that emulates bf16, which is slower than float32."""
     info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
     if collectives.device().type != "cpu" or not info.is_file() or "bf16" in info.read_text():
         return []

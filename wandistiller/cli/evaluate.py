@@ -45,12 +45,11 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    line, number = "%s: %d prompts, %d steps, guidance %s", len(evaluation.prompts)
-    evaluator = Evaluator(evaluation)
+    evaluator, number = Evaluator(evaluation), len(evaluation.prompts)
     first, second = evaluation.teacher_sampling, evaluation.student_sampling
-    collectives.log0(line, "teacher", number, first.steps, first.guidance_scale)
+    collectives.log0(f"teacher: {number} prompts, {first.steps} steps, guidance {first.guidance_scale}")
     teacher = evaluator.teacher()
-    collectives.log0(line, "student", number, second.steps, second.guidance_scale)
+    collectives.log0(f"student: {number} prompts, {second.steps} steps, guidance {second.guidance_scale}")
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
     if collectives.rank() == 0:
@@ -71,7 +70,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
     with collecting(problems):
         facts = _facts(flags)
         with collecting(problems):
-            parts["student"] = _folder(flags["student"], None)
+            parts["student"] = _folder(flags["student"])
         name = flags["teacher_path"] or facts["teacher_path"]
         # .get: checkpoints made before `teacher_revision` have no such fact
         revision = facts.get("teacher_revision") if name == facts.get("teacher_path") else None
@@ -106,26 +105,23 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
 
 def _facts(flags: dict[str, Any]) -> dict[str, Any]:
     """Training settings stored in an exported student; empty for another pipeline with --teacher_path."""
-    file = Path(flags["student"]) / FACTS
-    if file.is_file():
-        facts = read_json(file)
-        problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
-        if not (facts.get("teacher_path") or flags["teacher_path"]):
-            problems.append(
-                f"{file}: `teacher_path` is missing. Say with --teacher_path what to compare it with."
-            )
-        if problems:
-            raise ConfigError(*problems)
-        return facts
-    if not flags["teacher_path"]:
+    file, teacher = Path(flags["student"]) / FACTS, flags["teacher_path"]
+    if not file.is_file() and not teacher:
         raise ConfigError(
             f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
             "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
         )
-    return {}
+    facts = read_json(file) if file.is_file() else {}
+    problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
+    if not (facts.get("teacher_path") or teacher):
+        remedy = "Say with --teacher_path what to compare it with."
+        problems.append(f"{file}: `teacher_path` is missing. {remedy}")
+    if problems:
+        raise ConfigError(*problems)
+    return facts
 
 
-def _folder(name: str, revision: str | None) -> WanFolder:
+def _folder(name: str, revision: str | None = None) -> WanFolder:
     folder = open_wan(name, weights=True, revision=revision)
     require_weights(folder)
     return folder
@@ -134,15 +130,9 @@ def _folder(name: str, revision: str | None) -> WanFolder:
 def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) -> dict[str, Any]:
     """Complete `flags` from the student's training settings, or else from the teacher's usual ones."""
     usual = usual_for(teacher)
-    defaults = {
-        "height": usual.height,
-        "width": usual.width,
-        "num_frames": 1,
-        "steps": 40,
-        "guidance_scale": usual.guidance[0],
-        "guidance_scale_2": usual.guidance[1],
-        "negative_prompt": WAN_NEGATIVE_PROMPT,
-    }
+    high, low = usual.guidance
+    defaults = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": 40}
+    defaults |= {"guidance_scale": high, "guidance_scale_2": low, "negative_prompt": WAN_NEGATIVE_PROMPT}
     defaults |= {k: facts[k] for k in defaults if k in facts}
     if flags["guidance_scale"] is not None:
         defaults["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does
@@ -172,8 +162,7 @@ def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder
     size = flags["height"], flags["width"], flags["num_frames"]
     problems = list(dict.fromkeys(teacher.size_problems(*size) + student.size_problems(*size)))
     if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
-        remedy = "It has one expert; leave it out."
-        problems.append(problem(teacher.name, "guidance_scale_2", second, remedy))
+        problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "

@@ -30,31 +30,26 @@ class Failures:
     """Reports why this rank fails, or why it follows another that did."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
-        self._machine: Machine | None = None
+        self._run: tuple[Job, Machine] | None = None
 
-    @property
-    def job(self) -> Job | None:
-        """The run, once it is known: advice is computed for it, and for the memory that was free then."""
-        return self._job
-
-    @job.setter
-    def job(self, job: Job) -> None:
-        self._job, self._machine = job, machine_now()
+    def set_job(self, job: Job) -> None:
+        """Keep the run and the memory that is free now; advice is computed for both."""
+        self._run = job, machine_now()
 
     def report(self, error: BaseException) -> int:
         """Print and log the error, notify the launcher and the other ranks; return the exit code."""
-        printed, for_file, where = None, None, f"rank {collectives.rank()}, {current.activity}"
+        printed, for_launcher, first = None, None, collectives.rank() == 0
+        where = f"rank {collectives.rank()}, {current.activity}"
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
             # the other ranks found the same, or rank 0's watchdog prints it
-            printed = text if collectives.rank() == 0 else ""
+            printed = text if first else ""
             # torchrun repeats each rank's
-            for_file = f"exit code {code}; the lines above that begin with `error:` say why"
+            for_launcher = f"exit code {code}; the lines above that begin with `error:` say why"
         elif is_out_of_memory(error):
-            code, text, hints = OUT_OF_MEMORY, *self._memory(error)
-            for_file = "\n".join([text, *hints])
-            printed = for_file if collectives.rank() == 0 else text
+            code, (text, hints) = OUT_OF_MEMORY, self._memory(error)
+            for_launcher = "\n".join([text, *hints])
+            printed = for_launcher if first else text
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused)}"
         elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
@@ -65,17 +60,18 @@ class Failures:
         printed = text if printed is None else printed
         print(printed, end="\n" if printed else "", file=sys.stderr, flush=True)
         log_to_file(printed if code == FAULT else text)
-        tell_torchrun(for_file or text)
+        tell_torchrun(for_launcher or text)
         collectives.watchdog.announce_failure(code, text)
         return code
 
     def explain(self, notice: FailureNotice) -> str:
         """Describe another rank's failure for this rank's message: in full on rank 0; with free memory."""
-        text = notice.text if collectives.rank() == 0 else notice.text.partition("\n")[0]
+        first = collectives.rank() == 0
+        text = notice.text if first else notice.text.partition("\n")[0]
         if notice.code != OUT_OF_MEMORY:
             return text
         spent = Spent.DEVICE if collectives.device().type == "cuda" else Spent.HOST
-        hints = self._advice(spent) if collectives.rank() == 0 else []
+        hints = self._advice(spent) if first else []
         return "\n".join([text, memory_line(collectives.rank()), *hints])
 
     def _memory(self, error: BaseException) -> tuple[str, list[str]]:
@@ -83,16 +79,17 @@ class Failures:
         reason = str(error).strip().partition("\n")[0]
         text = f"Out of memory on rank {collectives.rank()}, {current.activity}: {reason}"
         spent = what_ran_out(error)
-        for held in chain(error):  # free what the frames hold, or there is no room for the advice
-            held.__traceback__ = None
+        for cause in chain(error):  # free what the frames hold, or there is no room for the advice
+            cause.__traceback__ = None
         gc.collect()
         return f"{text}\n{memory_line(collectives.rank())}", self._advice(spent)
 
     def _advice(self, spent: Spent) -> list[str]:
-        if not self.job:
+        if not self._run:
             return []
+        job, machine = self._run
         try:
-            lines = advice(self.job, spent, self._machine, preparing=current.phase == "prepare")
+            lines = advice(job, spent, machine, preparing=current.phase == "prepare")
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

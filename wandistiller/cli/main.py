@@ -8,7 +8,7 @@ import sys
 from collections.abc import MutableMapping
 from importlib import import_module
 
-from wandistiller.cli.parser import NEEDLESS, parser
+from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import allocators
@@ -35,8 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     set_process_defaults(os.environ)
     flags = vars(parser().parse_args(argv))
-    for needless in ("--local_rank", "--num_workers", *NEEDLESS):
-        flags.pop(needless.removeprefix("--"), None)
+    flags.pop(IGNORED, None)
     command = flags.pop("command")
     # imported here, so that --help and a wrong flag take no seconds
     from wandistiller.cli.failures import AGAIN, OK, Failures

@@ -25,12 +25,10 @@ COMMANDS = {
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
     "doctor": "whether this machine has what a run needs; what to install; how fast it is",
 }
-NEEDLESS = ("--distributed", "--multi_gpu", "--save_samples")
-"""Flags of older command lines, accepted and ignored: launchers imply two, samples are always drawn."""
+IGNORED = "ignored"
+"""Destination of flags that are accepted and change nothing."""
 OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 """Settings of older command lines that have a newer name."""
-
-
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -38,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the whole command line; every flag of prepare and train is a field of RunConfig."""
     top = _Parser("wandistiller", description="Distil a large Wan into a small student.")
     # the deepspeed launcher puts it before the command
-    top.add_argument("--local_rank", help=argparse.SUPPRESS)
+    top.add_argument("--local_rank", dest=IGNORED, help=argparse.SUPPRESS)
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -77,9 +75,10 @@ def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
     command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe]"
     recipe = "a whole run in one JSON; its keys are the flags below"
     command.add_argument("--recipe", metavar="FILE", help=recipe)
-    for flag in NEEDLESS:
-        command.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    command.add_argument("--num_workers", help=argparse.SUPPRESS)  # data is encoded once, then only read
+    ignored: dict[str, Any] = {"dest": IGNORED, "help": argparse.SUPPRESS}  # of older command lines
+    # launchers imply the first two; samples are always drawn; data is encoded once, then only read
+    command.add_argument("--distributed", "--multi_gpu", "--save_samples", action="store_true", **ignored)
+    command.add_argument("--num_workers", **ignored)
     groups: dict[str, Any] = {}
     # without the limits, which are checked together with the recipe's values
     hints = typing.get_type_hints(RunConfig)
@@ -148,17 +147,13 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--student", "--student_path", required=True, help="an exported student, or any Wan pipeline")
     add("--teacher_path", help="default: the one it was distilled from")
-    text = "placement of the teacher; default a WanPipeline"
-    add("--teacher_deepspeed_config", metavar="FILE", help=text)
-    prompts = ["tiny:held_out"]
-    add("--prompts", nargs="+", default=prompts, metavar="P", help="texts, or one file of prompts")
-    text = "spread evenly over those given; 64"
-    add("--num_prompts", type=int, default=64, metavar="N", help=text)
+    add("--teacher_deepspeed_config", metavar="FILE", help="placement of the teacher; default a WanPipeline")
+    add("--prompts", nargs="+", default=["tiny:held_out"], metavar="P", help="texts, or one file of prompts")
+    add("--num_prompts", type=int, default=64, metavar="N", help="spread evenly over those given; 64")
     for name in ("height", "width", "num_frames", "steps"):
         add(f"--{name}", type=int, metavar="N", help="default: what the student was made with")
     for name in ("guidance_scale", "guidance_scale_2"):
-        text = "of the teacher; default as folded into the student"
-        add(f"--{name}", type=float, metavar="W", help=text)
+        add(f"--{name}", type=float, metavar="W", help="of the teacher; default as folded into the student")
     add("--negative_prompt", metavar="P", help="the teacher's; default as folded into the student")
     add("--clip_path", type=Path, metavar="DIR", help="a CLIP folder of transformers: scores with it too")
     add("--quick", action="store_true", help="no floor: the teacher draws once, not twice")
@@ -174,15 +169,13 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help=text)
     add("--gpu_memory", type=float, metavar="GIB", help="of each GPU; default what is free here")
     add("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
-    text = "of a node, for the swap folder; default what is free here"
-    add("--disk", type=float, metavar="GIB", help=text)
+    add("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
     add("--nodes", type=int, metavar="N", help="default 1, or a launcher's")
     text = 'such as {"tflops": 165, "pcie": 24}; see README'
     add("--rates", type=_json, default={}, metavar="JSON", help=text)
     add("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     add("--price_per_gpu_hour", type=float, metavar="X", help="print the cost of the run too")
-    text = "write the recipe with the fastest JSONs that fit"
-    add("--recommend", type=Path, metavar="FILE", help=text)
+    add("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")
 
 
 def _add_report_flags(command: argparse.ArgumentParser) -> None:

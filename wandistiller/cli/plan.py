@@ -60,7 +60,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
         raise ConfigError(*problems)
     recipe = flags.pop("recipe", None)
     values = read_json(recipe) if recipe else {}
-    machine, here = described(own, Path()), all(own[key] is None for key in MACHINE)
+    machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     config = merged(values, defaults | flags | {"resume": "never"}, recipe)
     job, lines = read_job(config, machine.ranks, here=here), []
@@ -125,7 +125,7 @@ def _problems(own: dict[str, Any]) -> list[str]:
     return [problem("command line", key, own[key], remedy) for key, remedy in wrong()]
 
 
-def described(given: dict[str, Any], swap_path: Path) -> Machine:
+def described(given: dict[str, Any]) -> Machine:
     """Build the machine that the flags describe; values left out are this machine's. Collective.
 
     Args:
@@ -134,7 +134,7 @@ def described(given: dict[str, Any], swap_path: Path) -> Machine:
     Raises:
         ConfigError: GPUs whose memory neither the flags nor this machine give.
     """
-    here = this_machine(swap_path)
+    here = this_machine(Path())
     launched = collectives.world_size() > 1
     gpus, none = given["gpus"], here.device_free is None
     if gpus is None:

@@ -48,8 +48,9 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
 
 
 def _machine(m: Machine) -> list[str]:
-    gpus = f"{m.ranks_on_node} x {(m.device_free or 0) / GIB:.0f} GiB of GPU memory"
-    gpus = "no GPU" if m.device_free is None else gpus
+    gpus = "no GPU"
+    if m.device_free is not None:
+        gpus = f"{m.ranks_on_node} x {m.device_free / GIB:.0f} GiB of GPU memory"
     return [
         f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, "
         f"{m.host_free / GIB:.0f} GiB of CPU memory, {m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)"
@@ -66,7 +67,7 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
             peaks = [phase.peak() for phase in phases.values()]
             lines += ["", f"{f'{kind}: GiB of one rank':<56}{''.join(f'{name:>12}' for name in phases)}"]
             lines += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
-            lines.append(_row("at its height", map(taken, peaks)))
+            lines.append(_row("at its peak", map(taken, peaks)))
             if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
                 lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
     reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
@@ -98,11 +99,9 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
             f"{cost.what:<32}{cost.times:>6}{cost.times * cost.tflop:>10.1f}{cost.computing():>9.3f} s"
             f"{cost.moving(rates):>9.3f} s  {moved}"
         )
-    moving = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
-    lines.append(
-        f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s; "
-        f"{moving:.3f} s of it in wait"
-    )
+    waiting = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
+    least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
+    lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
     micro = costs.micro_batch_that_hides_streaming()
     if micro is not None:
         lines.append(
@@ -142,7 +141,10 @@ def _verdict(
         fewer = (files.checkpoints - 2) * files.checkpoint
         hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less"
         hint = hint if fewer > 0 and short[-1] in disks else ""
-        return [f"does NOT fit: {_excess(d)}{hint if d is short[-1] else ''}" for d in short]
+        lines = [
+            f"does NOT fit: it needs {d}, {d.over / GIB:.1f} GiB more than {d.supply} leave" for d in short
+        ]
+        return [*lines[:-1], lines[-1] + hint]
     if not read_placement(job.teacher_ds).memory_known:
         weights = teacher_bytes(job.folder, job.teacher_ds, 1).device / GIB
         return [
@@ -157,17 +159,8 @@ def _disks(job: Job, machine: Machine, swapped: int) -> list[Demand]:
     """Bytes still to be written to each disk of this machine."""
     places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
     places[swap] = places.get(swap, 0) + swapped
-    several = {disk(place): place for place in reversed(places)}
-    return [
-        Demand(
-            f"of the disk of {place}" if len(several) > 1 else "of disk",
-            on_disk_of(place, places),
-            disk_free(place),
-            SYSTEM,
-        )
-        for place in several.values()
-    ]
-
-
-def _excess(d: Demand) -> str:
-    return f"it needs {d}, {(d.need - d.free + d.reserve) / GIB:.1f} GiB more than {d.supply} leave"
+    several, demanded = {disk(place): place for place in reversed(places)}, []
+    for place in several.values():
+        name = f"of the disk of {place}" if len(several) > 1 else "of disk"
+        demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
+    return demanded

@@ -5,15 +5,15 @@ from typing import Any
 from wandistiller.distributed import collectives
 from wandistiller.evaluation.draw_files import Sampling, number_problems, read_prompts, resolve_dtype, sample
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.pipeline import open_wan, usual_for
 
 
 def run(flags: dict[str, Any]) -> None:
     """Check the flags, sample, print the files' paths."""
     collectives.init()
     folder = open_wan(flags["model"])
-    height = flags["height"] or (64 if folder.is_tiny else 480)
-    width = flags["width"] or (64 if folder.is_tiny else 832)
+    usual = usual_for(folder)
+    height, width = flags["height"] or usual.height, flags["width"] or usual.width
     keys = ("num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")
     settings = Sampling(height=height, width=width, **{key: flags[key] for key in keys})
     problems = number_problems("sample", flags) + folder_problems("output", flags["output"])

@@ -1,18 +1,17 @@
 """Alarms: a loss that diverges or stagnates, unusual gradients, pictures unlike the teacher's, slow data."""
 
-import json
 import logging
 import math
 from collections import deque
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
 from wandistiller.distributed.progress import clock
-from wandistiller.monitoring.metrics import read_lines, write_lines
+from wandistiller.monitoring.metrics import append_line, read_lines, write_lines
 
 SHORT_WINDOW = 10
 """Steps of a mean that smooths single steps."""
@@ -80,11 +79,7 @@ class Alarms:
     def step(
         self, step: int, loss: float, grad_norm: float | None, lr: float, seconds: list[Seconds]
     ) -> None:
-        """Check optimizer step `step`, counted from 1.
-
-        Args:
-            seconds: time of each rank.
-        """
+        """Check optimizer step `step`, counted from 1; `seconds` are those of each rank."""
         self._seconds.append(seconds)
         if math.isfinite(loss):
             self._losses.append(loss)
@@ -106,19 +101,13 @@ class Alarms:
         fades, grows = student.contrast <= earlier.contrast, student.contrast >= earlier.contrast
         if ratio < PALE and fades or ratio > GARISH and grows:
             kind = "paler" if ratio < 1 else "more garish"
-            self._alarm(
-                "contrast",
-                step,
-                f"The student's pictures are {kind} than the teacher's: {ratio:.2f} times the "
-                "contrast. Look at the samples; a lower learning rate, or `ema`, may help.",
-            )
+            remedy = "Look at the samples; a lower learning rate, or `ema`, may help."
+            text = f"The student's pictures are {kind} than the teacher's: {ratio:.2f} times the contrast."
+            self._alarm("contrast", step, f"{text} {remedy}")
         if student.clipped > teacher.clipped + CLIPPED and student.clipped >= earlier.clipped:
-            self._alarm(
-                "clipped",
-                step,
-                f"{student.clipped:.0%} of the student's pixels are at an end of their range, "
-                f"{teacher.clipped:.0%} of the teacher's. Look at the samples; check guidance_scale.",
-            )
+            remedy = "Look at the samples; check guidance_scale."
+            text = f"{student.clipped:.0%} of the student's pixels are at an end of their range"
+            self._alarm("clipped", step, f"{text}, {teacher.clipped:.0%} of the teacher's. {remedy}")
 
     def _loss(self, step: int, lr: float) -> None:
         losses = list(self._losses)
@@ -127,54 +116,38 @@ class Alarms:
         if len(losses) >= SHORT_WINDOW and now < least:
             self._least = (now, step)
         elif now > BLOWN_UP * least:
-            self._alarm(
-                "blow-up",
-                step,
-                f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step "
-                f"{at}. Try a lower learning rate or gradient_clipping, from an earlier checkpoint.",
-            )
+            remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
+            text = f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step {at}."
+            self._alarm("blow-up", step, f"{text} {remedy}")
         if len(losses) == 2 * LONG_WINDOW:
             first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
             noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
             if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):
-                self._alarm(
-                    "plateau",
-                    step,
-                    f"The loss stands still: {mean(last):.4g} in the last {LONG_WINDOW} steps, "
-                    f"{mean(first):.4g} in the {LONG_WINDOW} before, at a learning rate of {lr:.2g}.",
-                )
+                text = f"The loss stands still: {mean(last):.4g} in the last {LONG_WINDOW} steps"
+                before = f"{mean(first):.4g} in the {LONG_WINDOW} before"
+                self._alarm("plateau", step, f"{text}, {before}, at a learning rate of {lr:.2g}.")
 
     def _gradient(self, step: int, norm: float) -> None:
         if len(self._norms) < LONG_WINDOW // 4:
             return
         usual = median(self._norms)
         if norm > LARGE * usual > 0:
-            self._alarm(
-                "gradient",
-                step,
-                f"The gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual "
-                f"{usual:.3g}. `gradient_clipping` in the student's JSON bounds such a step.",
-            )
+            remedy = "`gradient_clipping` in the student's JSON bounds such a step."
+            text = f"The gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}."
+            self._alarm("gradient", step, f"{text} {remedy}")
         if norm < SMALL * usual:
-            self._alarm(
-                "no gradient",
-                step,
-                f"The gradient norm is {norm:.3g}, usually {usual:.3g}: nothing is learned now.",
-            )
+            text = f"The gradient norm is {norm:.3g}, usually {usual:.3g}: nothing is learned now."
+            self._alarm("no gradient", step, text)
 
     def _time(self, step: int) -> None:
         """Compare the time for reading data with all of the last SHORT_WINDOW steps."""
-        ranks = [Seconds(*map(sum, zip(*steps, strict=True))) for steps in zip(*self._seconds, strict=True)]
-        whole = max(r.step for r in ranks)
-        data = max(r.data for r in ranks)
+        by_rank = list(zip(*self._seconds, strict=True))
+        whole = max(sum(seconds.step for seconds in steps) for steps in by_rank)
+        data = max(sum(seconds.data for seconds in steps) for steps in by_rank)
         if data > STARVED * whole:
-            self._alarm(
-                "data",
-                step,
-                f"{data / whole:.0%} of each step is spent reading data, "
-                f"{clock(data / SHORT_WINDOW)} a step. Put --cache_dir on a faster disk, or one of the "
-                "node's own.",
-            )
+            remedy = "Put --cache_dir on a faster disk, or one of the node's own."
+            text = f"{data / whole:.0%} of each step is spent reading data"
+            self._alarm("data", step, f"{text}, {clock(data / SHORT_WINDOW)} a step. {remedy}")
 
     def _alarm(self, kind: str, step: int, text: str) -> None:
         if step - self._raised.get(kind, -REPEAT_AFTER) < REPEAT_AFTER:
@@ -182,6 +155,4 @@ class Alarms:
         self._raised[kind] = step
         log0("ALARM     after step %d: %s", step, text, level=logging.WARNING)
         if rank() == 0:
-            entry: dict[str, Any] = {"step": step, "kind": kind, "alarm": text}
-            with self._file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            append_line(self._file, {"step": step, "kind": kind, "alarm": text})

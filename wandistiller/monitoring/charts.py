@@ -49,9 +49,8 @@ def require_matplotlib() -> None:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "matplotlib, which draws the charts, is missing. Write: pip install 'wandistiller[report]'."
-        )
+        remedy = "Write: pip install 'wandistiller[report]'."
+        raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
 
 
 def svg(chart: Chart) -> bytes:
@@ -64,13 +63,8 @@ def svg(chart: Chart) -> bytes:
         axes = figure.subplots()
         for line in chart.lines:
             points = thinned(line.points)
-            # one point alone is no line, so it gets a mark
-            axes.plot(
-                *zip(*points, strict=True),
-                label=line.name,
-                marker="o" if len(points) == 1 else "",
-                markersize=3,
-            )
+            mark = "o" if len(points) == 1 else ""  # one point alone is no line
+            axes.plot(*zip(*points, strict=True), label=line.name, marker=mark, markersize=3)
         values = [y for line in chart.lines for _, y in finite(line.points)]
         if chart.logarithmic and min(values) > 0:
             axes.set_yscale("log")

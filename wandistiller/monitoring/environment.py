@@ -13,16 +13,7 @@ from wandistiller import __version__
 from wandistiller.distributed import collectives, launchers
 from wandistiller.utils.system_memory import GIB
 
-PACKAGES = (
-    "torch",
-    "deepspeed",
-    "diffusers",
-    "transformers",
-    "safetensors",
-    "huggingface_hub",
-    "numpy",
-    "pillow",
-)
+PACKAGES = "torch deepspeed diffusers transformers safetensors huggingface_hub numpy pillow".split()
 
 
 def version(package: str) -> str:
@@ -40,11 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """Return the name of the CPU, or its architecture where the system has no name (Arm).
-
-    Args:
-        root: the folder of proc/.
-    """
+    """Return the name of the CPU in `root`/proc, or its architecture where there is no name (Arm)."""
     info = root / "proc/cpuinfo"
     lines = (line.partition(":") for line in info.read_text().splitlines()) if info.is_file() else ()
     return next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())
@@ -55,30 +42,23 @@ def collect() -> dict[str, Any]:
     device, node = collectives.device(), collectives.node_peers()[0]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own = {
-        "host": platform.node(),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / GIB, 1),
-    }
+    own = {"host": platform.node(), "cpu": cpu_model(), "cores": os.cpu_count()}
+    own["memory_gib"] = round(memory / GIB, 1)
     ranks = collectives.gather_objects((node, gpu, own))
     nodes = []
     for first in sorted({node for node, _, _ in ranks}):
         gpus = [gpu for node, gpu, _ in ranks if node == first]
         nodes.append(ranks[first][2] | {"ranks": len(gpus), "gpus": [gpu for gpu in gpus if gpu]})
-    return {
-        "launcher": launchers.started_by(os.environ),
-        "versions": {"wandistiller": __version__} | versions(),
-        "nodes": nodes,
-    }
+    launcher = launchers.started_by(os.environ)
+    return {"launcher": launcher, "versions": {"wandistiller": __version__} | versions(), "nodes": nodes}
 
 
 def rows(collected: dict[str, Any]) -> list[tuple[str, str]]:
     """Format the result of `collect`: each node by its host, then launcher and versions."""
-    found = []
+    nodes = []
     for node in collected["nodes"]:
         gpus = "".join(f"{count} x {name}, " for name, count in Counter(node["gpus"]).items())
         cpu = f"{node['cpu']}, {node['cores']} cores, {node['memory_gib']} GiB of CPU memory"
-        found.append((node["host"], f"{node['ranks']} rank(s), {gpus}{cpu}"))
+        nodes.append((node["host"], f"{node['ranks']} rank(s), {gpus}{cpu}"))
     versions = ", ".join(f"{name} {version}" for name, version in collected["versions"].items())
-    return [*found, ("launcher", collected["launcher"]), ("versions", versions)]
+    return [*nodes, ("launcher", collected["launcher"]), ("versions", versions)]

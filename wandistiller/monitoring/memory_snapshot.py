@@ -30,11 +30,8 @@ class MemoryProfile:
     def warn_if_past(self, done: int) -> None:
         """Log it if a run that goes on after `done` steps has no step left to record."""
         if self.steps and done >= self.steps[-1]:
-            collectives.log0(
-                "`profile_memory` is %d, but %d steps are done already: no memory is recorded",
-                self.steps[0],
-                done,
-            )
+            text = "`profile_memory` is %d, but %d steps are done already: no memory is recorded"
+            collectives.log0(text, self.steps[0], done)
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
@@ -45,21 +42,17 @@ class MemoryProfile:
         if not self._recording:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
             self._recording = True
-        finished = False
         try:
             yield
-            finished = True
-        finally:
-            if step == self.steps[-1] or not finished:
-                self._write()
+        except BaseException:
+            self._write()
+            raise
+        if step == self.steps[-1]:
+            self._write()
 
     def _write(self) -> None:
         with atomic(self._file) as temporary:
             torch.cuda.memory._dump_snapshot(str(temporary))
         torch.cuda.memory._record_memory_history(enabled=None)
-        collectives.log0(
-            "memory    of steps %d to %d: %s; open it on https://pytorch.org/memory_viz",
-            self.steps[0],
-            self.steps[-1],
-            self._file,
-        )
+        text = "memory    of steps %d to %d: %s; open it on https://pytorch.org/memory_viz"
+        collectives.log0(text, self.steps[0], self.steps[-1], self._file)

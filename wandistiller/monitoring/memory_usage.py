@@ -11,11 +11,7 @@ import torch
 
 from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import current
-from wandistiller.utils.system_memory import GIB
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-PEAK_ONLY = "5"
-"""Written to CLEAR, resets the peak and nothing else. Source: Linux, Documentation/filesystems/proc.rst."""
+from wandistiller.utils.system_memory import GIB, read_sizes
 
 
 class Usage(NamedTuple):
@@ -39,17 +35,12 @@ peaks: dict[str, Usage] = {}
 
 def read() -> Usage:
     """Read the memory use of this process."""
-    entries = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    host, peak = (int(entries[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    sizes = read_sizes(Path("/proc/self/status"))
+    host = Usage(sizes["VmRSS"], sizes["VmHWM"])
     if not torch.cuda.is_available():
-        return Usage(host, peak)
-    return Usage(
-        host,
-        peak,
-        torch.cuda.memory_allocated(),
-        torch.cuda.memory_reserved(),
-        torch.cuda.max_memory_reserved(),
-    )
+        return host
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return host._replace(allocated=allocated, reserved=reserved, peak=torch.cuda.max_memory_reserved())
 
 
 @contextmanager
@@ -71,16 +62,16 @@ def trim() -> None:
 
 def _close() -> None:
     """Store the peaks of the phase that ends and reset them; where the system refuses, they carry over."""
-    seen, before = read(), peaks.get(current.phase)
-    peaks[current.phase] = Usage(*map(max, seen, before)) if before else seen
+    usage = read()
+    peaks[current.phase] = Usage(*map(max, usage, peaks.get(current.phase, usage)))
     trim()
     reset_peaks()
 
 
 def reset_peaks() -> None:
     """Begin new peaks; where the system refuses, those of CPU memory carry over."""
-    with suppress(OSError):
-        CLEAR.write_text(PEAK_ONLY)
+    with suppress(OSError):  # 5 resets the peak alone. Source: Linux, Documentation/filesystems/proc.rst
+        Path("/proc/self/clear_refs").write_text("5")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

@@ -42,12 +42,20 @@ def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["step"] <= last]
 
 
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
+
+
+def append_line(file: Path, entry: dict[str, Any]) -> None:
+    """Append an entry to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as out:
+        out.write(_line(entry))
+
+
 def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
     """Write a file of JSON lines, atomically."""
     with atomic(file) as temporary:
-        temporary.write_text(
-            "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8"
-        )
+        temporary.write_text("".join(map(_line, entries)), encoding="utf-8")
 
 
 class Metrics:
@@ -80,20 +88,12 @@ class Metrics:
             "memory_gib": {phase: in_gib(ranks) for phase, ranks in memory.items()},
         }
         if rank() == 0:
-            with self._file.open("a") as out:
-                out.write(json.dumps(finite_or_none(entry)) + "\n")
+            append_line(self._file, finite_or_none(entry))
         largest, most = worst(memory["train"])
+        skipped = "SKIPPED  " if values.get("skipped") else ""
         log0(
-            "step %d/%d  %sloss %.5f  lr %.2e  %.1f samples/s  %.2f GiB on rank %d  %s left",
-            step,
-            self._max_steps,
-            "SKIPPED  " if values.get("skipped") else "",
-            values["loss"],
-            values["lr"],
-            rate,
-            most / GIB,
-            largest,
-            clock(left),
+            f"step {step}/{self._max_steps}  {skipped}loss {values['loss']:.5f}  lr {values['lr']:.2e}  "
+            f"{rate:.1f} samples/s  {most / GIB:.2f} GiB on rank {largest}  {clock(left)} left"
         )
         return entry
 

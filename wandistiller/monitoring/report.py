@@ -77,11 +77,7 @@ def report(output: Path) -> Path:
 
 
 def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
-    """Chart all numbers of metrics.jsonl by key, memory, and velocity errors by sigma.
-
-    Args:
-        lines: metrics.jsonl, one entry a step.
-    """
+    """Chart the numbers in `lines` of metrics.jsonl by key, memory, velocity errors by sigma, importance."""
     window = max(1, len(lines) // 50)
     charts: dict[str, Chart] = {}
     for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_CHARTED):
@@ -97,22 +93,19 @@ def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
         elif all(isinstance(value, int | float) for _, value in values):
             mean = [Line(f"mean of {window}", smooth(values, window))] * (window > 1 and logarithmic)
             charts[key] = Chart(title, "each step", [Line("each step", values), *mean], logarithmic)
-    charts["error_by_sigma"] = Chart(
-        "velocity error by sigma", "squared, over the teacher's squared", _errors(output), True
-    )
+    unit = "squared, over the teacher's squared"
+    charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output), True)
     charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))
-    kept = {
-        name: chart._replace(lines=[line for line in chart.lines if line.points])
-        for name, chart in charts.items()
-    }
-    return {name: chart for name, chart in kept.items() if chart.lines}
+    for chart in charts.values():
+        chart.lines[:] = [line for line in chart.lines if line.points]
+    return {name: chart for name, chart in charts.items() if chart.lines}
 
 
 def _memory_lines(values: list[tuple[int, dict[str, Any]]]) -> list[Line]:
     """Return a line for each kind of memory: the largest of all ranks while they train."""
-    held = [(step, phases["train"]) for step, phases in values if "train" in phases]
+    used = [(step, phases["train"]) for step, phases in values if "train" in phases]
     return [
-        Line(name, [(step, max(kinds[kind])) for step, kinds in held if kind in kinds])
+        Line(name, [(step, max(kinds[kind])) for step, kinds in used if kind in kinds])
         for kind, name in MEMORY.items()
     ]
 
@@ -122,32 +115,29 @@ def _errors(output: Path) -> list[Line]:
     start = _read_if_exists(output / "student_start.json").get("relative_velocity_error_by_sigma", {})
     end = _read_if_exists(output / "evaluation.json").get("relative_velocity_error", {}).get("bands", {})
     squares = {band: error**2 for band, error in start.items()}
-    evaluated = {band: estimate["value"] for band, estimate in end.items()}
+    evaluated = {band: estimate["value"] for band, estimate in end.items() if estimate["value"] is not None}
     return [
         Line("at the start, teacher without guidance", _stairs(squares)),
         Line("evaluated, teacher with guidance", _stairs(evaluated)),
     ]
 
 
+def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
+    """Return the two ends of a level for each band LOW-HIGH."""
+    ends = [(float(end), value) for band, value in bands.items() for end in band.rsplit("-", 1)]
+    return sorted(ends, key=lambda point: point[0])
+
+
 def _importance(output: Path) -> list[Line]:
     """Return the teacher's velocity error without each of its blocks, in the rounds that chose the layers."""
     rounds = _read_if_exists(output / "importance.json").get("relative_error_without", [])
-    return [
-        Line(f"round {n}", [(int(block), error) for block, error in errors.items()])
-        for n, errors in enumerate(rounds, 1)
-    ]
-
-
-def _stairs(bands: dict[str, float | None]) -> list[tuple[float, float]]:
-    """Return the two ends of a level for each band LOW-HIGH with a value."""
-    known = {band: value for band, value in bands.items() if value is not None}
-    ends = [(float(end), value) for band, value in known.items() for end in band.rsplit("-", 1)]
-    return sorted(ends, key=lambda point: point[0])
+    curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
+    return [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
 
 
 def _read_if_exists(file: Path) -> dict[str, Any]:
     """Read a JSON file; {} if there is none."""
-    return read_json(str(file)) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def _metrics(output: Path) -> list[dict[str, Any]]:
@@ -182,12 +172,11 @@ def _alarms(output: Path) -> list[str]:
 
 
 def _pictures(output: Path) -> list[str]:
-    files = drawn(output)
-    picked = (
-        sorted({round(i * (len(files) - 1) / (MOST_GRIDS - 1)) for i in range(MOST_GRIDS)}) if files else []
-    )
-    grids = [f"<p>step {int(files[i].stem.partition('_')[2])}</p>{_wide_image(files[i])}" for i in picked]
-    return ["<h2>Teacher above, student below</h2>", *grids] if grids else []
+    if not (files := drawn(output)):
+        return []
+    spread = {files[round(i * (len(files) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)}
+    grids = [f"<p>step {int(file.stem.partition('_')[2])}</p>{_wide_image(file)}" for file in sorted(spread)]
+    return ["<h2>Teacher above, student below</h2>", *grids]
 
 
 def _evaluation(output: Path) -> list[str]:
@@ -200,15 +189,14 @@ def _evaluation(output: Path) -> list[str]:
     for block in file.read_text(encoding="utf-8").split("\n\n"):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
-            tables.append(f'<div class="wide">{_table(rows, head)}</div><br>')
+            tables.append(f"{_wide(_table(rows, head))}<br>")
     return ["<h2>Evaluation</h2>", *tables, *([_wide_image(picture)] if picture.is_file() else [])]
 
 
 def _machine(output: Path) -> list[str]:
     """Describe the machine on which the run was last started."""
     machine = _read_if_exists(output / "resolved" / "machine.json")
-    rows = environment.rows(machine) if machine else []
-    return [f'<h2>Machine</h2><div class="wide">{_table(rows)}</div>'] if rows else []
+    return [f"<h2>Machine</h2>{_wide(_table(environment.rows(machine)))}"] if machine else []
 
 
 def _memory_by_phase(output: Path) -> str:
@@ -220,8 +208,7 @@ def _memory_by_phase(output: Path) -> str:
         for phase, kinds in memory.items()
     ]
     title = f"Memory by phase, GiB of the rank with most, {ranks} rank(s)"
-    table = _table(rows, ["phase", *(MEMORY[kind] for kind in shown)])
-    return f'<h2>{title}</h2><div class="wide">{table}</div>'
+    return f"<h2>{title}</h2>{_wide(_table(rows, ['phase', *(MEMORY[kind] for kind in shown)]))}"
 
 
 def _settings(output: Path) -> list[str]:
@@ -233,17 +220,21 @@ def _settings(output: Path) -> list[str]:
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Format a table whose rows begin with a name."""
-    lines = [("th", "th", head)] * bool(head) + [("th", "td", row) for row in rows]
-    made = []
-    for first, other, cells in lines:
-        tags = [first, *[other] * (len(cells) - 1)]
-        row = (f"<{tag}>{escape(cell.strip())}</{tag}>" for tag, cell in zip(tags, cells, strict=True))
-        made.append(f"<tr>{''.join(row)}</tr>")
-    return f"<table>{''.join(made)}</table>"
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        first, *others = (escape(cell.strip()) for cell in cells)
+        return f"<tr><th>{first}</th>{''.join(f'<{tag}>{other}</{tag}>' for other in others)}</tr>"
+
+    lines = [row("th", head)] if head else []
+    return f"<table>{''.join(lines + [row('td', cells) for cells in rows])}</table>"
+
+
+def _wide(content: str) -> str:
+    return f'<div class="wide">{content}</div>'
 
 
 def _wide_image(file: Path) -> str:
-    return f'<div class="wide">{_image(file.read_bytes(), "png", file.stem)}</div>'
+    return _wide(_image(file.read_bytes(), "png", file.stem))
 
 
 def _image(content: bytes, kind: str, name: str) -> str:

@@ -51,16 +51,10 @@ def make(work: Path, *, only: str | None = None) -> None:
         train_expert(work, cache, EXPERTS[part])
 
 
-def assemble(work: Path, output: Path, *, high: str = "transformer", low: str = "transformer_2") -> None:
-    """Write the parts as one pipeline folder in bfloat16; `output` appears, or is replaced, in one rename.
-
-    Args:
-        work: folder of the parts.
-        output: the pipeline folder.
-        high: part that becomes `transformer`, the expert for sigma >= `BOUNDARY`.
-        low: part that becomes `transformer_2`.
-    """
+def assemble(work: Path, output: Path) -> None:
+    """Write the parts as one pipeline folder in bfloat16; `output` appears, or is replaced, in one rename."""
     bf16 = {"dtype": torch.bfloat16}
+    high, low = (WanTransformer3DModel.from_pretrained(work / stage.part, **bf16) for stage in STAGES[1:])
     pipeline = WanPipeline(
         tokenizer=T5TokenizerFast.from_pretrained(work / "tokenizer"),
         text_encoder=UMT5EncoderModel.from_pretrained(work / "text_encoder", **bf16),
@@ -68,8 +62,8 @@ def assemble(work: Path, output: Path, *, high: str = "transformer", low: str = 
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
         ),
-        transformer=WanTransformer3DModel.from_pretrained(work / high, **bf16).to(torch.bfloat16),
-        transformer_2=WanTransformer3DModel.from_pretrained(work / low, **bf16).to(torch.bfloat16),
+        transformer=high.to(torch.bfloat16),
+        transformer_2=low.to(torch.bfloat16),
         boundary_ratio=BOUNDARY,
         expand_timesteps=False,
     )
@@ -102,22 +96,17 @@ def sample(
     steps: int,
     guidance: tuple[float, float],
     negative_prompt: str = "",
-    seed: int = 0,
 ) -> Tensor:
-    """Draw one 64x64 picture per prompt with the stock pipeline.
+    """Draw one 64x64 picture per prompt with the stock pipeline, picture i from the noise of generator i.
 
     Args:
-        pipeline: as `open_pipeline` returns it.
-        prompts: any wording.
-        steps: sampler steps.
         guidance: guidance scale of the high- and the low-noise expert; (1, 1) is unguided.
         negative_prompt: text of the unconditional branch.
-        seed: picture i starts from the noise of generator `seed * 100000 + i`.
 
     Returns:
         image_BCHW in [0, 1].
     """
-    generators = [torch.Generator().manual_seed(seed * 100_000 + i) for i in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     image_BCHW = []
     for start in range(0, len(prompts), SCORED_BATCH):
         part = slice(start, start + SCORED_BATCH)

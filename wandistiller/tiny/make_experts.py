@@ -3,14 +3,15 @@
 Flow matching as in Wan: x_sigma = (1 - sigma) x_0 + sigma noise, the model predicts noise - x_0 at timestep
 1000 sigma, and sigma = shift u / (1 + (shift - 1) u) with u uniform. The shift is the sampler's own.
 
-Shape letters: N all training pictures, V pictures per prompt, W wordings per prompt, B batch, C channels, F
-frames, H height, W width, S latent tokens, L text tokens, D text width, A heads, E head width.
+Shape letters: N seen prompts, V pictures per prompt, W wordings per prompt or width, B batch, C channels, F
+frames, H height, S latent tokens, L text tokens, D width of text or of the transformer.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,28 +73,14 @@ class OnePadRowProcessor(WanAttnProcessor):
     """Cross-attention in which the last text row stands for all identical zero rows after the prompt.
 
     n equal keys with equal values weigh as much as one of them with log n added to its logit, so L rows give
-    the numbers of 512. Only for training; the shipped model runs with diffusers' own processor.
+    the numbers of 512. Only for training, in float32; the shipped model has diffusers' own processor.
     """
 
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: None = None,
-        rotary_emb: None = None,
-    ) -> Tensor:
-        query_BASE = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-        key_BALE = (
-            attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-        )
-        value_BALE = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-        rows = encoder_hidden_states.shape[1]
-        bias_L = torch.zeros(rows)
-        bias_L[-1] = math.log(PADDED_TOKENS - rows + 1)
-        bias_111L = bias_L.view(1, 1, 1, -1).to(query_BASE.dtype)
-        mixed_BASE = F.scaled_dot_product_attention(query_BASE, key_BALE, value_BALE, attn_mask=bias_111L)
-        return attn.to_out[0](mixed_BASE.transpose(1, 2).flatten(2))
+    def __call__(self, attn: WanAttention, x_BSD: Tensor, text_BLD: Tensor, *_: None) -> Tensor:
+        rows = text_BLD.shape[1]
+        bias_111L = torch.zeros(1, 1, 1, rows)
+        bias_111L[..., -1] = math.log(PADDED_TOKENS - rows + 1)
+        return super().__call__(attn, x_BSD, text_BLD, bias_111L)
 
 
 @contextmanager
@@ -164,8 +151,7 @@ class Cache:
 def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> Tensor:
     """Sample the shifted distribution of sigma, restricted to a range: sigma_B in [0, 1].
 
-    sigma = s u / (1 + (s - 1) u) with s = `FLOW_SHIFT` and u uniform; inverse u = sigma / (s - (s - 1)
-    sigma).
+    With the shift s, sigma = s u / (1 + (s - 1) u) has the inverse u = sigma / (s - (s - 1) sigma).
     Source: Esser et al. 2024, arXiv:2403.03206, resolution-dependent shift.
     """
     low, high = (sigma / (FLOW_SHIFT - (FLOW_SHIFT - 1) * sigma) for sigma in sigmas)
@@ -190,15 +176,9 @@ def train_expert(folder: Path, cache: Cache, stage: Stage) -> None:
     torch.manual_seed(3)
     model = WanTransformer3DModel(**EXPERT_CONFIG)
     if stage.start is not None:
-        model.load_state_dict(
-            WanTransformer3DModel.from_pretrained(folder / stage.start).float().state_dict()
-        )
+        start = WanTransformer3DModel.from_pretrained(folder / stage.start).float()
+        model.load_state_dict(start.state_dict())
     with one_pad_row(model), bfloat16_feed_forwards(model):
-        fit(
-            stage.part,
-            model,
-            lambda step: velocity_loss(model, cache, stage, step),
-            steps=stage.steps,
-            lr=stage.lr,
-        )
+        loss_at = partial(velocity_loss, model, cache, stage)
+        fit(stage.part, model, loss_at, steps=stage.steps, lr=stage.lr)
     model.to(torch.bfloat16).save_pretrained(folder / stage.part)

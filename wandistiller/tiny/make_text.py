@@ -1,16 +1,15 @@
 """The tiny teacher's tokenizer and text encoder: T5's kind of each, trained in two minutes and then frozen.
 
-The encoder learns that every one of its output tokens says all four attributes of the scene, whatever the
+The encoder learns that each of its output tokens names all four attributes of the scene, whatever the
 wording. That teaches it word order ("red circle on blue" is not "blue circle on red") before any expert
 exists.
 
-Shape letters: B batch, L tokens, D text width, K classes.
+Shape letters: N seen wordings, A attributes, B batch, L tokens, D text width.
 """
 
 import math
 import re
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -69,25 +68,16 @@ def train_text_encoder(folder: Path) -> None:
     """Train the text encoder to name all attributes at every token; write `folder/text_encoder`."""
     torch.manual_seed(2)
     tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
-    config = UMT5Config(
-        vocab_size=len(tokenizer) - len(NEGATIVE_HALVES),
-        d_model=96,
-        d_kv=24,
-        num_heads=4,
-        d_ff=256,
-        num_layers=3,
-        dropout_rate=0.0,
-        relative_attention_num_buckets=32,
-        relative_attention_max_distance=64,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    encoder = UMT5EncoderModel(config)
-    heads = nn.ModuleDict(
-        {name: nn.Linear(config.d_model, len(names)) for name, names in shapes.ATTRIBUTES.items()}
-    )
+    sizes = {"d_model": 96, "d_kv": 24, "num_heads": 4, "d_ff": 256, "num_layers": 3}
+    sizes |= {"vocab_size": len(tokenizer) - len(NEGATIVE_HALVES), "relative_attention_max_distance": 64}
+    encoder = UMT5EncoderModel(UMT5Config(**sizes, dropout_rate=0.0))
+    attributes = shapes.ATTRIBUTES.items()
+    heads = nn.ModuleDict({name: nn.Linear(sizes["d_model"], len(names)) for name, names in attributes})
     tokens = tokenizer(all_wordings(), padding=True, return_tensors="pt")
-    class_NA = seen_classes().repeat_interleave(len(shapes.TEMPLATES), dim=0)
+    scenes = [shapes.SPECS[prompt] for prompt in shapes.seen_prompts() for _ in shapes.TEMPLATES]
+    class_NA = torch.tensor(
+        [[names.index(getattr(scene, name)) for name, names in attributes] for scene in scenes]
+    )
 
     def loss_at(step: int) -> Tensor:
         index_B = torch.randint(len(class_NA), (TEXT_BATCH,), generator=keyed_generator("text", step))
@@ -110,14 +100,6 @@ def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
     old = encoder.get_input_embeddings().num_embeddings
     encoder.resize_token_embeddings(old + len(NEGATIVE_HALVES), mean_resizing=False)
     encoder.get_input_embeddings().weight[old:] = encoder.get_input_embeddings().weight[2]
-
-
-def seen_classes() -> Tensor:
-    """The class number of each attribute (order of `ATTRIBUTES`) of each seen scene: class_NA."""
-    scenes = (shapes.SPECS[prompt] for prompt in shapes.seen_prompts())
-    attributes = shapes.ATTRIBUTES.items()
-    rows = [[names.index(asdict(scene)[attribute]) for attribute, names in attributes] for scene in scenes]
-    return torch.tensor(rows)
 
 
 @torch.no_grad()

@@ -1,16 +1,15 @@
-"""The parts of the tiny teacher that its experts build on: the VAE, the tokenizer and the text encoder.
+"""The tiny teacher's VAE, and the training loop of all its parts.
 
-Each `train_*` function starts from a fixed seed, writes its part in bfloat16 into `folder/<part>` in
-diffusers' layout, and is skipped by `make_tiny.py` when that folder exists. Later stages load what was
-written, so they are trained against the rounded weights that ship.
+Each stage starts from a fixed seed and writes its part in bfloat16 into `folder/<part>` in diffusers' layout.
+Later stages load what was written, so they are trained against the rounded weights that ship.
 
-Shape letters: B batch, C channels, F frames, H height, W width, L tokens, D text width, K classes.
+Shape letters: N all training pictures, B batch, C channels, F frames, H height, W width.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def fit(name: str, model: nn.Module, loss_at: Callable[[int], Tensor], *, steps:
     """Minimise `loss_at(step)` with AdamW, 5 % warm-up, cosine decay to 1 % of `lr`, clipping at norm 1.
 
     Args:
-        name: what the log lines call this stage.
         model: its parameters that require gradients are trained.
         loss_at: returns the scalar loss of step 0, 1, ...; all its randomness must be keyed by the step.
     """
@@ -55,15 +53,8 @@ def fit(name: str, model: nn.Module, loss_at: Callable[[int], Tensor], *, steps:
         if (step + 1) % 100 == 0 or step + 1 == steps:
             minutes = (time.monotonic() - started) / 60
             left = minutes / (step + 1) * (steps - step - 1)
-            log.info(
-                "%s %d/%d, loss %.5f, %.1f min, %.1f min left",
-                name,
-                step + 1,
-                steps,
-                mean_loss,
-                minutes,
-                left,
-            )
+            text = "%s %d/%d, loss %.5f, %.1f min, %.1f min left"
+            log.info(text, name, step + 1, steps, mean_loss, minutes, left)
 
 
 @contextmanager
@@ -86,8 +77,8 @@ def one_frame_convolutions() -> Iterator[None]:
         WanCausalConv3d.forward = stock_forward
 
 
-def rendered(prompts: list[str], seeds: range) -> Tensor:
-    """Pictures as the VAE wants them, prompt-major: frame_BCFHW in [-1, 1] with F = 1."""
+def rendered(prompts: list[str], seeds: Iterable[int]) -> Tensor:
+    """Draw the VAE's inputs, prompt-major: frame_BCFHW in [-1, 1] with F = 1."""
     image_BCHW = torch.stack([shapes.render(prompt, seed) for prompt in prompts for seed in seeds])
     return image_BCHW.unsqueeze(2) * 2 - 1
 
@@ -104,8 +95,7 @@ def train_vae(folder: Path) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             mean_BCFHW, logvar_BCFHW = vae.quant_conv(vae.encoder(frame_BCFHW)).float().chunk(2, dim=1)
             logvar_BCFHW = logvar_BCFHW.clamp(-30, 20)
-            noise_BCFHW = torch.randn(mean_BCFHW.shape, generator=rng)
-            z_BCFHW = mean_BCFHW + (0.5 * logvar_BCFHW).exp() * noise_BCFHW
+            z_BCFHW = mean_BCFHW + (0.5 * logvar_BCFHW).exp() * torch.randn(mean_BCFHW.shape, generator=rng)
             decoded_BCFHW = vae.decoder(vae.post_quant_conv(z_BCFHW))
         kl = 0.5 * (mean_BCFHW.square() + logvar_BCFHW.exp() - 1 - logvar_BCFHW).mean()
         return F.mse_loss(decoded_BCFHW.float(), frame_BCFHW) + KL_WEIGHT * kl
@@ -174,8 +164,8 @@ def latent_statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def vae_psnr(vae: AutoencoderKLWan, prompts: list[str], *, seed: int | None = None) -> float:
+def vae_psnr(vae: AutoencoderKLWan, prompts: list[str], *, seed: int) -> float:
     """Measure the PSNR in dB (image in [0, 1]) of encoding and decoding the prompts' pictures."""
-    frame_BCFHW = torch.stack([shapes.render(prompt, seed) for prompt in prompts]).unsqueeze(2) * 2 - 1
+    frame_BCFHW = rendered(prompts, [seed])
     decoded_BCFHW = vae.decode(vae.encode(frame_BCFHW).latent_dist.mode()).sample.clamp(-1, 1)
     return -10 * math.log10((decoded_BCFHW - frame_BCFHW).div(2).square().mean().item())

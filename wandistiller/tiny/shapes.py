@@ -10,7 +10,7 @@ Shape letters: B batch, C colour channels (RGB, in [0, 1]), H height, W width, N
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 
@@ -77,36 +77,26 @@ class Scene:
 
     def worded(self, template: int) -> str:
         """Describe the scene with `TEMPLATES[template]`."""
-        return TEMPLATES[template].format(
-            colour=self.colour, shape=self.shape, background=self.background, place=self.place
-        )
+        return TEMPLATES[template].format(**asdict(self))
 
 
-@cache
-def scenes() -> dict[str, Scene]:
-    """Return all 1120 scenes by canonical prompt, in a fixed order."""
-    combinations = product(COLOURS, SHAPES, COLOURS, PLACES)
-    all_scenes = (Scene(*names) for names in combinations if names[0] != names[2])
-    return {str(scene): scene for scene in all_scenes}
+_SCENES = (Scene(*names) for names in product(COLOURS, SHAPES, COLOURS, PLACES) if names[0] != names[2])
+SPECS = {str(scene): scene for scene in _SCENES}
+"""All 1120 scenes by canonical prompt, in a fixed order."""
 
 
-SPECS = scenes()
-
-
-@cache
-def _held_out() -> frozenset[str]:
-    by_hash = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    return frozenset(by_hash[: round(HELD_OUT_SHARE * len(SPECS))])
+_BY_HASH = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+_HELD_OUT = frozenset(_BY_HASH[: round(HELD_OUT_SHARE * len(SPECS))])
 
 
 def seen_prompts() -> list[str]:
     """Return the 1008 canonical prompts of training."""
-    return [prompt for prompt in SPECS if prompt not in _held_out()]
+    return [prompt for prompt in SPECS if prompt not in _HELD_OUT]
 
 
 def held_out_prompts() -> list[str]:
     """Return the 112 canonical prompts that are in no training stage."""
-    return [prompt for prompt in SPECS if prompt in _held_out()]
+    return [prompt for prompt in SPECS if prompt in _HELD_OUT]
 
 
 def _inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:
@@ -155,22 +145,17 @@ def canonical_images() -> Tensor:
     return torch.stack([render(prompt) for prompt in SPECS])
 
 
-def nearest_prompts(image_BCHW: Tensor) -> list[str]:
-    """Return the canonical prompt whose picture has the least mean squared error to each image in [0, 1]."""
+def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
+    """Return whether each image in [0, 1] has the least MSE, of all canonical pictures, to its prompt's."""
     candidate_ND = canonical_images().flatten(1)
     image_BD = image_BCHW.detach().float().cpu().flatten(1)
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, and |a|^2 does not change which candidate is nearest.
     distance_BN = candidate_ND.square().sum(1) - 2 * image_BD @ candidate_ND.T
-    prompts = list(SPECS)
-    return [prompts[i] for i in distance_BN.argmin(1).tolist()]
-
-
-def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
-    """Return whether each image in [0, 1] is nearest to its own prompt's picture among all canonical ones."""
-    return [near == own for near, own in zip(nearest_prompts(image_BCHW), prompts, strict=True)]
+    names, nearest_B = list(SPECS), distance_BN.argmin(1).tolist()
+    return [names[nearest] == own for nearest, own in zip(nearest_B, prompts, strict=True)]
 
 
 def mse_to_prompts(image_BCHW: Tensor, prompts: list[str]) -> Tensor:
     """Return mse_B of each image in [0, 1] to the canonical picture of its prompt."""
-    wanted_BCHW = torch.stack([render(prompt) for prompt in prompts])
-    return (image_BCHW.detach().float().cpu() - wanted_BCHW).square().flatten(1).mean(1)
+    expected_BCHW = torch.stack([render(prompt) for prompt in prompts])
+    return (image_BCHW.detach().float().cpu() - expected_BCHW).square().flatten(1).mean(1)

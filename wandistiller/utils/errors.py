@@ -43,9 +43,9 @@ class StorageError(Problems):
     """A disk, folder or file that is full, gone or damaged; once fixed, the same command resumes the run."""
 
 
-def problem(where: str | Path, key: str, found: object, remedy: str) -> str:
+def problem(where: str | Path, key: str, value: object, remedy: str) -> str:
     """Format an error message: file, key, its value, what to write instead."""
-    return f"{where}: `{key}` is {json.dumps(found, ensure_ascii=False, default=str)}. {remedy}"
+    return f"{where}: `{key}` is {json.dumps(value, ensure_ascii=False, default=str)}. {remedy}"
 
 
 def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: str = "") -> list[str]:

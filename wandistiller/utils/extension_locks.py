@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from torch.utils.cpp_extension import get_default_build_root
+
 from wandistiller.utils.logging import log
 
 STALE = 900.0
@@ -12,7 +14,9 @@ STALE = 900.0
 
 def remove_stale_locks() -> None:
     """Remove locks of killed builds, on which torch 2.13 waits for ever; log those that may still go on."""
-    for lock in _locks():
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    pattern = "*/lock" if given else "*/*/lock"  # the default folder has one for each Python
+    for lock in sorted(Path(given or get_default_build_root()).glob(pattern)):
         try:
             age = time.time() - lock.stat().st_mtime
             if age > STALE:
@@ -24,12 +28,3 @@ def remove_stale_locks() -> None:
                 log.warning(text, name, age, lock)
         except OSError:  # it has just ended
             continue
-
-
-def _locks() -> list[Path]:
-    """List the locks in torch's build folder; the default one has a folder for each Python."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(
-        given or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
-    )
-    return sorted(folder.glob("*/lock" if given else "*/*/lock"))

@@ -30,8 +30,8 @@ def system_error(error: BaseException, path: Path | None = None) -> OSError | No
         if path and error.errno and not error.filename:  # without errno, only the text would be lost
             error.filename = str(path)
         return error
-    if found := RUST_ERROR.search(str(error)):
-        return OSError(int(found[1]), os.strerror(int(found[1])), path and str(path))
+    if match := RUST_ERROR.search(str(error)):
+        return OSError(int(match[1]), os.strerror(int(match[1])), path and str(path))
     return None
 
 
@@ -43,8 +43,7 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_file():
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(temporary)
         os.replace(temporary, path)
     except Exception as error:
         if refused := system_error(error, path):
@@ -59,12 +58,12 @@ def atomic(path: Path) -> Iterator[Path]:
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
     """Make a folder in `folder` and delete it when the block ends; after a kill, `sweep` does."""
-    made = folder / f".scratch.{_this_machine()}.{os.getpid()}.tmp"
-    made.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".scratch.{_this_machine()}.{os.getpid()}.tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
     try:
-        yield made
+        yield temporary
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:

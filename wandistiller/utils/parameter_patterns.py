@@ -13,15 +13,15 @@ def names_part(pattern: str, name: str) -> bool:
     A word is a name (`*` stands for any letters) or a span of numbers, `0-3` or `20-`: `proj_out`, `to_q`,
     `bias`, `blocks.0-3`, `blocks.20-.ffn`, `blocks.*.attn1.norm_q`.
     """
-    wanted, given = pattern.split("."), name.split(".")
-    starts = range(len(given) - len(wanted) + 1)
-    return any(all(_fits(w, g) for w, g in zip(wanted, given[i:], strict=False)) for i in starts)
+    words, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(words) + 1)
+    return any(all(map(_fits, words, parts[start:])) for start in starts)
 
 
-def _fits(wanted: str, given: str) -> bool:
-    if span := re.fullmatch(r"(\d+)-(\d*)", wanted):
-        return given.isdigit() and int(span[1]) <= int(given) <= int(span[2] or given)
-    return fnmatchcase(given, wanted)
+def _fits(word: str, part: str) -> bool:
+    if span := re.fullmatch(r"(\d+)-(\d*)", word):
+        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2] or part)
+    return fnmatchcase(part, word)
 
 
 def any_names(patterns: Iterable[str], name: str) -> bool:
@@ -32,19 +32,18 @@ def any_names(patterns: Iterable[str], name: str) -> bool:
 def factor(learning_rates: dict[str, float], name: str) -> float:
     """Return the learning-rate factor of a parameter: the last pattern that names it, else `*`, else 1."""
     named = [f for pattern, f in learning_rates.items() if pattern != "*" and names_part(pattern, name)]
-    return [1.0, *([learning_rates["*"]] if "*" in learning_rates else []), *named][-1]
+    return named[-1] if named else learning_rates.get("*", 1.0)
 
 
 def unknown_parts(where: str, key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """List the patterns that name none of `names`, each as a problem with the nearest name."""
-    split = [name.split(".") for name in names]
-    known = {word for words in split for word in words} | {
-        ".".join(w[:i]) for w in split for i in range(1, len(w) + 1)
-    }
-    unknown = [p for p in patterns if not any(names_part(p, ".".join(words)) for words in split)]
-    example = " Write words of a name in it, such as blocks.0-1, to_q or bias."
-    hints = (nearest(pattern, sorted(known)) or example for pattern in unknown)
-    return [
-        problem(where, key, pattern, f"The student has no such part.{hint}")
-        for pattern, hint in zip(unknown, hints, strict=True)
-    ]
+    names, known, problems = list(names), set(), []
+    for name in names:
+        words = name.split(".")
+        known |= {*words, *(".".join(words[:i]) for i in range(1, len(words) + 1))}
+    for pattern in patterns:
+        if not any(names_part(pattern, name) for name in names):
+            example = " Write words of a name in it, such as blocks.0-1, to_q or bias."
+            hint = nearest(pattern, sorted(known)) or example
+            problems.append(problem(where, key, pattern, f"The student has no such part.{hint}"))
+    return problems

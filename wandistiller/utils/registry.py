@@ -1,7 +1,6 @@
 """Registries without lists: each module of a folder defines one class, named by the module."""
 
 import inspect
-from collections.abc import Collection
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TypeVar
@@ -9,10 +8,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def names_in(package: str, leave_out: Collection[str] = ("base", "registry")) -> list[str]:
+def names_in(package: str) -> list[str]:
     """Return the sorted names of the modules in `package`, without importing them: `--help` must be fast."""
-    names = (module.name for module in iter_modules(import_module(package).__path__))
-    return sorted(set(names) - set(leave_out))
+    names = {module.name for module in iter_modules(import_module(package).__path__)}
+    return sorted(names - {"base", "registry"})
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:

@@ -13,7 +13,7 @@ LEAST = 2 * GIB
 
 
 def memory_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield the limits on this process's memory, in bytes, and their source."""
+    """Yield the limits on this process's memory, in bytes, and their source; `root` has proc/ and sys/."""
     if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         yield space, "of address space, ulimit -v"
     if groups := [allowed for allowed, _ in _groups(root)]:
@@ -27,11 +27,7 @@ def read_sizes(file: Path) -> dict[str, int]:
 
 
 def host_free(root: Path = Path("/")) -> int:
-    """Return the bytes of CPU memory that are free, by the system and the control groups of this process.
-
-    Args:
-        root: the folder of proc/ and sys/.
-    """
+    """Return the free bytes of CPU memory by the system's and control groups' files in `root`."""
     return min([read_sizes(root / "proc/meminfo")["MemAvailable"], *(free for _, free in _groups(root))])
 
 

@@ -72,9 +72,9 @@ def check(
     if not isinstance(given, dict):
         return [problem(where, prefix.rstrip("."), given, f"Write {WORDS['dict_type']}.")], {}
     known = {key: value for key, value in given.items() if key in types}
-    found = {key: value_problems(where, {key: value}, types, prefix) for key, value in known.items()}
-    problems = unknown_keys(where, given, types, prefix) + [p for wrong in found.values() for p in wrong]
-    return problems, {key: value for key, value in known.items() if not found[key]}
+    wrong = {key: value_problems(where, {key: value}, types, prefix) for key, value in known.items()}
+    problems = unknown_keys(where, given, types, prefix) + sum(wrong.values(), [])
+    return problems, {key: value for key, value in known.items() if not wrong[key]}
 
 
 def value_problems(

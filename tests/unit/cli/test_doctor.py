@@ -17,23 +17,21 @@ from wandistiller.planner.hardware_rates import CPU_ONLY, override_rates
 
 def test_doctor_names_versions_builds_and_memory() -> None:
     output = wandistiller("doctor").stderr
-    built = [f"built      {name}" for name in ("CPU Adam", *["async_io"] * has_async_io())]
-    versions = ["python 3.", f"torch {torch.__version__}", "accelerate"]
-    assert [words for words in (*versions, *built, "GiB of CPU memory free") if words not in output] == []
+    expected = ["python 3.", f"torch {torch.__version__}", "accelerate", "GiB of CPU memory free"]
+    expected += [f"built      {name}" for name in ("CPU Adam", *["async_io"] * has_async_io())]
+    assert [words for words in expected if words not in output] == []
 
 
-def test_two_ranks_hear_each_other_and_measure_what_the_planner_takes() -> None:
-    said = wandistiller("doctor", "--measure", ranks=2).stderr
-    assert "ranks      2, at most 2 a node; gloo, sum over them right" in said and "differs" not in said
-    (words,) = [line for line in said.splitlines() if line.startswith("rates ")]
+def test_two_ranks_communicate_and_measure_the_planner_s_rates() -> None:
+    output = wandistiller("doctor", "--measure", ranks=2).stderr
+    assert "ranks      2, at most 2 a node; gloo, sum over them right" in output and "differs" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("rates ")]
     for unit in ("operations/s a rank", "GB/s of CPU memory", "GB/s of disk", "GB/s between ranks of a node"):
-        assert f" {unit}" in words
-    found = json.loads(re.search("--rates '(.*)'", said)[1])
-    assert set(found) == {"tflops", "cpu_tflops", "memory", "disk", "link"}
-    assert found["cpu_tflops"] == pytest.approx(2 * found["tflops"], rel=0.02), (
-        "a node's is that of both ranks together"
-    )
-    assert override_rates(CPU_ONLY, found).link == found["link"]
+        assert f" {unit}" in line
+    rates = json.loads(re.search("--rates '(.*)'", output)[1])
+    assert set(rates) == {"tflops", "cpu_tflops", "memory", "disk", "link"}
+    assert rates["cpu_tflops"] == pytest.approx(2 * rates["tflops"], rel=0.02)  # a node has both ranks
+    assert override_rates(CPU_ONLY, rates).link == rates["link"]
 
 
 class OnGpu(AsyncIOBuilder):
@@ -44,38 +42,34 @@ class OnGpu(AsyncIOBuilder):
         return self.nvcc_args()
 
 
-def test_a_gpu_without_cuda_s_compiler_is_a_line_and_no_traceback(
+def test_a_missing_cuda_compiler_is_a_line_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OnGpu, "is_compatible", lambda self, verbose: True)
     for home in (None, str(tmp_path)):  # no toolkit; one that only runs programs
         monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", home)
         assert built("async_io", OnGpu(), "").startswith("missing    async_io does not build: ")
-        said = cuda_compiler("12.8")
-        assert (
-            said.startswith("missing    nvcc: ")
-            and "install the CUDA toolkit 12.8" in said
-            and "set CUDA_HOME" in said
-        )
+        line = cuda_compiler("12.8")
+        assert line.startswith("missing    nvcc: ")
+        assert "install the CUDA toolkit 12.8" in line and "set CUDA_HOME" in line
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("installed", "line"),
     [("12.6", "compiler   nvcc 12.6 in "), ("13.0", "missing    nvcc of torch's CUDA 12.8: ")],
 )
-def test_the_compiler_of_cuda_must_be_of_torch_s_major_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, said: str
+def test_the_cuda_compiler_must_have_torch_s_major_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, line: str
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvcc").write_text(
-        f"#!/bin/sh\necho Cuda compilation tools, release {there}, V{there}.1\n"
-    )
-    (tmp_path / "bin/nvcc").chmod(0o755)
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {installed}, V{installed}.1\n")
+    nvcc.chmod(0o755)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
-    assert cuda_compiler("12.8").startswith(said)
+    assert cuda_compiler("12.8").startswith(line)
 
 
-def test_what_is_not_the_same_on_all_nodes_is_told() -> None:
+def test_differences_between_nodes_are_listed() -> None:
     first, second = {"torch": "2.13.0", "peft": "0.21"}, {"torch": "2.14.0", "peft": "0.21"}
     ranks = [("gpu01", first), ("gpu01", first), ("gpu02", second), ("gpu03", {})]
     remedy = "Give all nodes the same environment"
@@ -86,7 +80,7 @@ def test_what_is_not_the_same_on_all_nodes_is_told() -> None:
     assert differences(ranks[:2]) == []
 
 
-def test_the_example_of_a_deepspeed_env_is_understood() -> None:
+def test_the_example_of_a_deepspeed_env_has_a_value_for_each_variable() -> None:
     lines = (ROOT / "launch" / "deepspeed_env.example").read_text().splitlines()
     variables = dict(line.split("=", 1) for line in lines)  # as deepspeed 0.19.8 parses it
     assert variables and all(name.isidentifier() and value for name, value in variables.items())
@@ -96,7 +90,7 @@ def test_the_example_of_a_deepspeed_env_is_understood() -> None:
     ("flags", "lines"),
     [("avx2 avx512f avx512_vnni", 1), ("avx512f avx512_bf16 amx_tile", 0), ("fp asimd sve bf16", 0)],
 )
-def test_a_cpu_that_computes_bf16_by_way_of_float32_is_told(
+def test_a_cpu_without_bf16_instructions_is_warned_of(
     tmp_path: Path, one_rank: torch.device, flags: str, lines: int
 ) -> None:
     if one_rank.type != "cpu":

@@ -1,4 +1,4 @@
-"""Alarms, on curves and pictures that are known; and, marked slow, on real runs."""
+"""Alarms, on given curves and pictures; and, marked slow, on real runs."""
 
 import json
 import re
@@ -25,18 +25,20 @@ WELL = Seconds(0.01, 1.0)
 def alarms(
     folder: Path, losses: list[float], norms: list[float] | None = None, seconds: list[Seconds] | None = None
 ) -> list[str]:
-    """The kinds that were said over such a run, one a step."""
-    found = Alarms(folder)
+    """Return the kinds of alarms raised by such a run, with one loss and norm a step."""
+    alarms = Alarms(folder)
     for step, loss in enumerate(losses, 1):
-        found.step(step, loss, norms[step - 1] if norms else 1.0, 1e-4, seconds or [WELL, WELL])
-    return said(folder)
+        alarms.step(step, loss, norms[step - 1] if norms else 1.0, 1e-4, seconds or [WELL, WELL])
+    return raised(folder)
 
 
-def said(folder: Path) -> list[str]:
+def raised(folder: Path) -> list[str]:
+    """Return the kinds of alarms in a run's alarms.jsonl."""
     file = folder / "alarms.jsonl"
     return [json.loads(line)["kind"] for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+FALLING = [1 / step for step in range(1, 102)]
 LOSSES: dict[str, tuple[list[float], list[str]]] = {
     "falls": ([1 / step for step in range(1, 3 * LONG_WINDOW)], []),
     "grows to three times its least": ([1.0] * 20 + [4.0] * 100, ["blow-up"]),
@@ -46,7 +48,7 @@ LOSSES: dict[str, tuple[list[float], list[str]]] = {
 
 
 @pytest.mark.parametrize(("losses", "kinds"), LOSSES.values(), ids=LOSSES)
-def test_a_loss_that_blows_up_or_stands_still_is_said_and_said_again_after_a_while(
+def test_a_loss_that_blows_up_or_stands_still_raises_an_alarm_and_again_after_a_while(
     losses: list[float], kinds: list[str], tmp_path: Path
 ) -> None:
     assert alarms(tmp_path, losses) == kinds
@@ -54,33 +56,25 @@ def test_a_loss_that_blows_up_or_stands_still_is_said_and_said_again_after_a_whi
 
 
 @pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
-def test_a_gradient_far_from_the_usual_is_said(last: float, kinds: list[str], tmp_path: Path) -> None:
-    assert alarms(tmp_path, [1 / step for step in range(1, 102)], [*[1.0] * 100, last]) == kinds
+def test_an_unusual_gradient_raises_an_alarm(last: float, kinds: list[str], tmp_path: Path) -> None:
+    assert alarms(tmp_path, FALLING, [*[1.0] * 100, last]) == kinds
 
 
-def test_a_run_that_goes_on_forgets_alarms_of_steps_that_it_comes_to_again(tmp_path: Path) -> None:
-    gradients = [*[1.0] * 100, 25.0]
-    assert alarms(tmp_path, [1 / step for step in range(1, 102)], gradients) == ["gradient"]
-    found = Alarms(tmp_path)
-    found.go_on_from(101)
-    assert (tmp_path / "alarms.jsonl").read_text().count("gradient norm") == 1
-    found.go_on_from(100)
-    assert not (tmp_path / "alarms.jsonl").read_text()
-
-
-def test_a_run_goes_on_from_an_alarm_that_was_cut_off(tmp_path: Path) -> None:
-    (tmp_path / "alarms.jsonl").write_text('{"step": 1, "kind": "data", "alarm": "a"}\n{"step": 2, "ki')
+def test_a_resumed_run_drops_alarms_of_repeated_steps_and_one_that_was_cut_off(tmp_path: Path) -> None:
+    lines = [f'{{"step": {step}, "kind": "data", "alarm": "a"}}\n' for step in (1, 3)]
+    (tmp_path / "alarms.jsonl").write_text("".join(lines) + '{"step": 4, "ki')
+    Alarms(tmp_path).go_on_from(4)
+    assert (tmp_path / "alarms.jsonl").read_text() == "".join(lines)
     Alarms(tmp_path).go_on_from(2)
-    assert (tmp_path / "alarms.jsonl").read_text() == '{"step": 1, "kind": "data", "alarm": "a"}\n'
+    assert (tmp_path / "alarms.jsonl").read_text() == lines[0]
 
 
-def test_a_step_that_waits_for_its_data_is_said(tmp_path: Path) -> None:
-    losses = [1 / step for step in range(1, SHORT_WINDOW + 1)]
-    assert alarms(tmp_path, losses, seconds=[WELL, Seconds(0.3, 1.0)]) == ["data"]
+def test_a_step_that_waits_for_its_data_raises_an_alarm(tmp_path: Path) -> None:
+    assert alarms(tmp_path, FALLING[:SHORT_WINDOW], seconds=[WELL, Seconds(0.3, 1.0)]) == ["data"]
 
 
 def picture(contrast: float) -> list[Tensor]:
-    """Half of the pixels below 0.5, half above."""
+    """Return an image_CHW with half of the pixels that much below 0.5, half above."""
     return [torch.tensor([0.5 - contrast, 0.5 + contrast]).expand(3, 4, 2)]
 
 
@@ -96,32 +90,30 @@ DRAWN = [
     ((0.2, 0.25), []),
     ((0.1,), []),
 ]
-"""The student's contrast in each picture, the teacher's being 0.25, and what is said."""
+"""The student's contrast in each picture, the teacher's being 0.25, and the kinds of alarms."""
 
 
 @pytest.mark.parametrize(("contrasts", "kinds"), DRAWN)
-def test_pictures_unlike_the_teacher_s_that_do_not_get_better_are_said(
+def test_pictures_unlike_the_teacher_s_that_do_not_improve_raise_an_alarm(
     contrasts: tuple[float, ...], kinds: list[str], tmp_path: Path
 ) -> None:
-    found = Alarms(tmp_path)
+    alarms = Alarms(tmp_path)
     for step, contrast in enumerate(contrasts):
-        found.pictures(step, {"teacher": picture(0.25), "student": picture(contrast)})
-    assert said(tmp_path) == kinds
+        alarms.pictures(step, {"teacher": picture(0.25), "student": picture(contrast)})
+    assert raised(tmp_path) == kinds
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_well_raises_no_alarm_of_its_losses_and_gradients(tmp_path: Path, wan1: Path) -> None:
     output = train(tmp_path, wan1, max_steps=SHORT_WINDOW + 1, sample_every=5)
-    assert set(said(output)) <= {"data", "contrast"}  # on a busy machine; an untrained student
+    assert set(raised(output)) <= {"data", "contrast"}  # on a busy machine; an untrained student
 
 
 @pytest.mark.slow
-def test_a_run_whose_learning_rate_climbs_too_far_says_that_its_loss_blows_up(
-    tmp_path: Path, wan1: Path
-) -> None:
+def test_a_real_run_whose_learning_rate_is_too_high_raises_an_alarm(tmp_path: Path, wan1: Path) -> None:
     climb = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 200, "warmup_type": "linear"}
     engine = student_engine(2, scheduler={"type": "WarmupLR", "params": climb})
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=30, deepspeed_config=engine)
     done = wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
-    assert "blow-up" in said(tmp_path / "run")
+    assert "blow-up" in raised(tmp_path / "run")
     assert re.search(r"ALARM +after step \d+: The loss has grown to .* times the .* of step \d+", done.stderr)

@@ -4,8 +4,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from ranks import losses, wandistiller, write_json
-from recipes import recipe
+from ranks import losses
+from recipes import recipe, train
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -15,10 +15,7 @@ from wandistiller.utils.errors import ConfigError
 @pytest.mark.gpu
 def test_a_gpu_s_memory_is_recorded_in_three_steps_and_no_loss_changes(tmp_path: Path, wan1: Path) -> None:
     for name, more in (("plain", {}), ("recorded", {"profile_memory": 2})):
-        given = recipe(
-            tmp_path, wan1, output_dir=str(tmp_path / name), max_steps=4, sample_prompts=["a circle"], **more
-        )
-        wandistiller("train", "--recipe", write_json(tmp_path / f"{name}.json", given))
+        train(tmp_path, wan1, name, ranks=1, max_steps=4, sample_prompts=["a circle"], **more)
     assert not (tmp_path / "plain" / "profile_memory").exists()
     record = pickle.loads((tmp_path / "recorded" / "profile_memory" / "rank_0.pickle").read_bytes())
     assert {"alloc", "free_completed"} <= {event["action"] for event in record["device_traces"][0]}
@@ -32,9 +29,9 @@ def problems(folder: Path, wan: Path, **more: object) -> list[str]:
 
 
 def test_a_step_beyond_the_last_is_refused_with_all_other_problems(tmp_path: Path, wan1: Path) -> None:
-    found = problems(tmp_path, wan1, profile_memory=5, height=33)
-    assert "`profile_memory` is 5, but the run ends with step 4. Write a step of it." in found
-    assert any("height" in problem for problem in found)
+    messages = problems(tmp_path, wan1, profile_memory=5, height=33)
+    assert "`profile_memory` is 5, but the run ends with step 4. Write a step of it." in messages
+    assert any("height" in message for message in messages)
 
 
 def test_a_machine_without_a_gpu_has_no_memory_to_record(

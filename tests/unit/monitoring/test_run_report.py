@@ -1,4 +1,4 @@
-"""What `wandistiller report` makes of a run: one page that needs nothing else."""
+"""`wandistiller report`: one page that needs nothing else."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ VOID = {"meta", "br", "img"}
 
 
 class Page(HTMLParser):
-    """Counts what is open, and collects what would be fetched."""
+    """Checks that tags are balanced; collects the names of images and what would be fetched."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -34,9 +34,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Of a drawing's parts, which have nothing within."""
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -50,9 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
     return output
 
 
-CURVES = (
-    "loss|loss by sigma|loss of each term|gradient norm|learning rate|samples a second|memory while training"
-)
+CURVES = "loss|loss by sigma|loss of each term|gradient norm|learning rate|samples a second"
 WORDS = "4 done|1 &lt; 2|student_deepspeed.json|teacher_deepspeed.json|run &lt;1&gt;"
 HEAD = "<tr><th>phase</th><th>CPU memory</th><th>CPU memory at most</th></tr><tr><th>start</th>"
 
@@ -62,7 +57,7 @@ def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(
     page = Page(text)
     assert page.open == []
     assert page.fetched == [] and "http" not in text.partition("<pre>")[0] and "url(" not in text
-    assert {*CURVES.split("|"), "velocity error by sigma"} <= set(page.images)
+    assert {*CURVES.split("|"), "memory while training", "velocity error by sigma"} <= set(page.images)
     assert page.images[-2:] == ["step_00000002", "step_00000004"]
     assert [words for words in (*WORDS.split("|"), HEAD) if words not in text] == []
     assert "notes" not in text
@@ -70,35 +65,31 @@ def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    """A run that writes the line of its second step."""
+    """Return the output of a run whose second step's line is incomplete."""
     line = {"step": 1, "loss": 0.5, "grad_norm": None, "lr": 1e-3, "seconds": 2.0}
     line |= {"samples_per_second": 4.0, "memory_gib": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + '{"step": 2, "lo')
     return tmp_path
 
 
-def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_line(begun: Path) -> None:
-    text = report(begun).read_text()
-    assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in Page(text).images
-
-
-def test_an_alarm_that_was_cut_off_is_left_out(begun: Path) -> None:
+def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_lines(begun: Path) -> None:
     alarm = {"step": 1, "kind": "plateau", "alarm": "The loss stands still"}
     (begun / "alarms.jsonl").write_text(json.dumps(alarm) + "\n" + '{"step": 2, "kind": "pla')
-    assert report(begun).read_text().count("<th>step ") == 1
+    text = report(begun).read_text()
+    assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in Page(text).images
+    assert text.count("<th>step ") == 1
 
 
-def test_pictures_are_found_where_the_run_put_them(
-    begun: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    elsewhere = tmp_path_factory.mktemp("pictures")
+def test_pictures_are_read_from_the_run_s_sample_dir(begun: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "pictures"
+    elsewhere.mkdir()
     Image.new("RGB", (8, 8)).save(elsewhere / "step_00000001.png")
     (begun / "resolved").mkdir()
     write_json(begun / "resolved" / "run.json", {"sample_dir": str(elsewhere)})
     assert Page(report(begun).read_text()).images[-1:] == ["step_00000001"]
 
 
-def test_the_page_says_on_what_the_run_ran(begun: Path) -> None:
+def test_the_page_has_the_nodes_the_launcher_and_the_versions(begun: Path) -> None:
     node = {"host": "gpu<1>", "cpu": "Xeon", "cores": 96, "memory_gib": 1007.5, "ranks": 2}
     nodes = [node | {"gpus": ["NVIDIA H100"] * 2}, node | {"gpus": []}]
     machine = {"launcher": "srun", "versions": {"python": "3.12.1", "torch": "2.13.0"}, "nodes": nodes}
@@ -109,7 +100,7 @@ def test_the_page_says_on_what_the_run_ran(begun: Path) -> None:
     assert all(words in text for words in ("2 rank(s), Xeon", "srun", "python 3.12.1, torch 2.13.0"))
 
 
-def test_the_error_by_sigma_is_drawn_at_the_start_and_as_evaluated_in_one_unit(begun: Path) -> None:
+def test_the_error_by_sigma_is_charted_at_the_start_and_as_evaluated_in_one_unit(begun: Path) -> None:
     lines = read_lines(begun / "metrics.jsonl")
     assert "error_by_sigma" not in run_charts(begun, lines)  # without a teacher in use or an evaluation
     start = {"relative_velocity_error_by_sigma": {"0.0-0.25": 0.5, "0.25-0.5": 2.0}}
@@ -124,7 +115,7 @@ def test_the_error_by_sigma_is_drawn_at_the_start_and_as_evaluated_in_one_unit(b
 
 
 @pytest.mark.parametrize("content", [None, "", '{"st'])
-def test_a_folder_without_a_step_is_no_run(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_a_step_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=str(tmp_path)):
@@ -132,25 +123,24 @@ def test_a_folder_without_a_step_is_no_run(tmp_path: Path, content: str | None) 
 
 
 def test_long_lines_are_means_of_equal_parts() -> None:
-    found = thinned([(i, i % 2) for i in range(2 * MOST_POINTS)])
-    assert len(found) == MOST_POINTS and {y for _, y in found} == {0.5} and found[0][0] == 0.5
+    points = thinned([(i, i % 2) for i in range(2 * MOST_POINTS)])
+    assert len(points) == MOST_POINTS and {y for _, y in points} == {0.5} and points[0][0] == 0.5
 
 
 def test_a_smooth_line_is_the_mean_of_the_last() -> None:
     assert smooth([(1, 2.0), (2, float("nan")), (3, 4.0), (4, 8.0)], 2) == [(1, 2.0), (3, 3.0), (4, 6.0)]
 
 
-@pytest.mark.parametrize(
-    "points", [[(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)]]
-)
-def test_any_line_can_be_drawn_and_the_same_line_gives_the_same_bytes(
-    points: list[tuple[float, float]],
-) -> None:
+LINES = ([(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)])
+
+
+@pytest.mark.parametrize("points", LINES)
+def test_any_line_can_be_drawn_and_always_with_the_same_bytes(points: list[tuple[float, float]]) -> None:
     chart = Chart("a < b", "unit", [Line("x & y", points)], True)
     assert b"</svg>" in svg(chart) and svg(chart) == svg(chart)
 
 
-def test_a_metric_of_which_the_report_knows_nothing_is_charted_by_its_name(begun: Path) -> None:
+def test_an_unknown_metric_is_charted_by_its_name(begun: Path) -> None:
     values = ((1, 0.5, 1.0), (2, 0.25, 3.0))
     lines = [{"step": step, "critic_lag": lag, "by_role": {"critic": role}} for step, lag, role in values]
     charts = run_charts(begun, lines)
@@ -166,9 +156,7 @@ def test_importance_of_blocks_is_charted_by_round(begun: Path) -> None:
     assert (first.points, second.points) == ([(0, 0.5), (1, 0.25)], [(0, 0.75)])
 
 
-def test_without_matplotlib_the_report_says_what_to_install(
-    begun: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_error_has_the_command(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'wandistiller\[report\]'"):
         report(begun)

@@ -18,10 +18,8 @@ from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 TINY = Path(next(iter(wandistiller.__path__))) / "tiny" / "pipeline"
 STEPS = 20
 GUIDANCE = (2.0, 2.0)
-CLEANED = WAN_NEGATIVE_PROMPT.replace("，", ",")
-"""What ftfy makes of it."""
 EACH = 10
-ASKED = chosen(shapes.seen_prompts(), EACH) + chosen(shapes.held_out_prompts(), EACH)
+PROMPTS = chosen(shapes.seen_prompts(), EACH) + chosen(shapes.held_out_prompts(), EACH)
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +29,14 @@ def pipeline() -> WanPipeline:
 
 @pytest.fixture(scope="module")
 def guided_BCHW(pipeline: WanPipeline) -> torch.Tensor:
-    return sample(pipeline, ASKED, steps=STEPS, guidance=GUIDANCE)
+    return sample(pipeline, PROMPTS, steps=STEPS, guidance=GUIDANCE)
 
 
-@pytest.fixture(scope="module")
-def unguided_BCHW(pipeline: WanPipeline) -> torch.Tensor:
-    return sample(pipeline, ASKED, steps=STEPS, guidance=(1.0, 1.0))
-
-
-def test_stock_pipeline_opens_the_folder_with_two_experts(pipeline: WanPipeline) -> None:
-    assert (
-        type(pipeline.transformer).__name__
-        == type(pipeline.transformer_2).__name__
-        == "WanTransformer3DModel"
-    )
-    assert type(pipeline.text_encoder).__name__ == "UMT5EncoderModel"
-
-
-def test_pipeline_fields_are_those_of_a14b(pipeline: WanPipeline) -> None:
-    assert pipeline.config.boundary_ratio == 0.875
-    assert pipeline.config.expand_timesteps is False
+def test_the_stock_pipeline_has_the_classes_and_fields_of_a14b(pipeline: WanPipeline) -> None:
+    parts = (pipeline.transformer, pipeline.transformer_2, pipeline.text_encoder)
+    names = [type(part).__name__ for part in parts]
+    assert names == ["WanTransformer3DModel", "WanTransformer3DModel", "UMT5EncoderModel"]
+    assert (pipeline.config.boundary_ratio, pipeline.config.expand_timesteps) == (0.875, False)
     assert pipeline.scheduler.config.prediction_type == "flow_prediction"
 
 
@@ -71,65 +57,56 @@ def test_experts_differ(pipeline: WanPipeline) -> None:
 
 
 @pytest.mark.parametrize("tokenizer_class", [AutoTokenizer, T5TokenizerFast])
-def test_tokenizer_gives_back_a_prompt(tokenizer_class: type) -> None:
+def test_the_tokenizer_decodes_what_it_encodes(tokenizer_class: type) -> None:
     tokenizer = tokenizer_class.from_pretrained(TINY / "tokenizer")
-    for prompt in ASKED:
+    for prompt in PROMPTS:
         assert tokenizer.decode(tokenizer(prompt).input_ids, skip_special_tokens=True) == prompt
 
 
 def test_tokenizer_pads_and_ends_like_t5(pipeline: WanPipeline) -> None:
-    ids = pipeline.tokenizer(["", ASKED[0]], padding=True).input_ids
+    ids = pipeline.tokenizer(["", PROMPTS[0]], padding=True).input_ids
     assert ids[0] == [1] + [0] * (len(ids[1]) - 1)
     assert ids[1][-1] == 1
 
 
 @torch.no_grad()
 def test_official_negative_prompt_means_the_same_with_and_without_ftfy(pipeline: WanPipeline) -> None:
-    raw, cleaned = (
-        pipeline.tokenizer(text, return_tensors="pt").input_ids for text in (WAN_NEGATIVE_PROMPT, CLEANED)
-    )
+    texts = (WAN_NEGATIVE_PROMPT, WAN_NEGATIVE_PROMPT.replace("，", ","))  # ftfy's output
+    raw, cleaned = (pipeline.tokenizer(text, return_tensors="pt").input_ids for text in texts)
     assert raw.shape == cleaned.shape == (1, 8)
     assert torch.equal(pipeline.text_encoder(raw)[0], pipeline.text_encoder(cleaned)[0])
 
 
 @pytest.mark.slow
 def test_official_negative_prompt_guides_as_well(pipeline: WanPipeline) -> None:
-    asked = ASKED[:8]
-    image_BCHW = sample(pipeline, asked, steps=10, guidance=GUIDANCE, negative_prompt=WAN_NEGATIVE_PROMPT)
-    assert sum(shapes.fully_right(image_BCHW, asked)) >= 7
+    prompts = PROMPTS[:8]
+    image_BCHW = sample(pipeline, prompts, steps=10, guidance=GUIDANCE, negative_prompt=WAN_NEGATIVE_PROMPT)
+    assert sum(shapes.fully_right(image_BCHW, prompts)) >= 7
 
 
-def test_vae_gives_back_held_out_pictures_at_28_db(pipeline: WanPipeline) -> None:
+def test_the_vae_reproduces_held_out_pictures_at_28_db(pipeline: WanPipeline) -> None:
     assert vae_psnr(pipeline.vae, shapes.held_out_prompts(), seed=10_000) >= 28
 
 
 @torch.no_grad()
-def test_vae_gives_back_a_still_video_as_five_equal_frames(pipeline: WanPipeline) -> None:
-    frame_BCFHW = shapes.render(ASKED[0])[None, :, None] * 2 - 1
+def test_the_vae_reproduces_a_still_video_as_five_equal_frames(pipeline: WanPipeline) -> None:
+    frame_BCFHW = shapes.render(PROMPTS[0])[None, :, None] * 2 - 1
     video_BCFHW = frame_BCFHW.expand(-1, -1, 5, -1, -1)
     decoded_BCFHW = pipeline.vae.decode(pipeline.vae.encode(video_BCFHW).latent_dist.mode()).sample
     assert decoded_BCFHW.shape == video_BCFHW.shape
-    torch.testing.assert_close(
-        decoded_BCFHW, decoded_BCFHW[:, :, :1].expand_as(decoded_BCFHW), atol=1e-4, rtol=0
-    )
+    first_BCFHW = decoded_BCFHW[:, :, :1].expand_as(decoded_BCFHW)
+    torch.testing.assert_close(decoded_BCFHW, first_BCFHW, atol=1e-4, rtol=0)
 
 
-def test_guided_pictures_of_seen_prompts_are_right(guided_BCHW: torch.Tensor) -> None:
-    right = shapes.fully_right(guided_BCHW[:EACH], ASKED[:EACH])
-    assert sum(right) >= 0.9 * len(right)
+@pytest.mark.parametrize("part", [slice(EACH), slice(EACH, None)], ids=["seen", "held out"])
+def test_guided_pictures_are_right(guided_BCHW: torch.Tensor, part: slice) -> None:
+    assert sum(shapes.fully_right(guided_BCHW[part], PROMPTS[part])) >= 0.9 * EACH
 
 
-def test_guided_pictures_of_held_out_prompts_are_right(guided_BCHW: torch.Tensor) -> None:
-    right = shapes.fully_right(guided_BCHW[EACH:], ASKED[EACH:])
-    assert sum(right) >= 0.9 * len(right)
-
-
-def test_guidance_draws_closer_to_what_was_asked(
-    guided_BCHW: torch.Tensor, unguided_BCHW: torch.Tensor
-) -> None:
-    guided, unguided = (
-        shapes.mse_to_prompts(image_BCHW, ASKED).mean() for image_BCHW in (guided_BCHW, unguided_BCHW)
-    )
+def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCHW: torch.Tensor) -> None:
+    unguided_BCHW = sample(pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))
+    pair = (guided_BCHW, unguided_BCHW)
+    guided, unguided = (shapes.mse_to_prompts(image_BCHW, PROMPTS).mean() for image_BCHW in pair)
     assert guided < unguided
 
 
@@ -145,9 +122,7 @@ def test_training_shortcut_gives_the_numbers_of_512_text_rows(pipeline: WanPipel
     with one_pad_row(model):
         short_BCFHW = model(latent_BCFHW, timestep_B, text_BLD).sample
     torch.testing.assert_close(short_BCFHW, stock_BCFHW, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        model(latent_BCFHW, timestep_B, padded_BLD).sample, stock_BCFHW, atol=0, rtol=0
-    )
+    assert torch.equal(model(latent_BCFHW, timestep_B, padded_BLD).sample, stock_BCFHW)
 
 
 def test_one_scene_in_ten_is_held_out() -> None:
@@ -165,11 +140,11 @@ def test_every_canonical_picture_is_its_own_nearest_candidate() -> None:
 
 
 def test_every_jittered_picture_is_judged_right() -> None:
-    prompts = list(shapes.SPECS)
-    assert all(shapes.fully_right(torch.stack([shapes.render(prompt, 7) for prompt in prompts]), prompts))
+    image_BCHW = torch.stack([shapes.render(prompt, 7) for prompt in shapes.SPECS])
+    assert all(shapes.fully_right(image_BCHW, list(shapes.SPECS)))
 
 
 def test_jitter_depends_on_the_seed_alone() -> None:
-    first, again, other = (shapes.render(ASKED[0], seed) for seed in (1, 1, 2))
+    first, again, other = (shapes.render(PROMPTS[0], seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

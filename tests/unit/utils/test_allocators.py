@@ -9,19 +9,19 @@ from wandistiller.utils import allocators
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in allocators.TORCH:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
-def test_torch_s_allocators_are_set_where_the_user_said_nothing() -> None:
+def test_torch_s_allocators_are_set_where_the_user_has_not_set_them() -> None:
     allocators.set_defaults()
     assert os.environ["PYTORCH_ALLOC_CONF"] == allocators.SETTINGS
 
 
 @pytest.mark.parametrize("name", allocators.TORCH)
-def test_what_the_user_said_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_own_setting_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128")
     allocators.set_defaults()
     assert {n: os.environ[n] for n in allocators.TORCH if n in os.environ} == {name: "max_split_size_mb:128"}
@@ -30,7 +30,5 @@ def test_what_the_user_said_stays(name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("key", [setting.split(":")[0] for setting in allocators.SETTINGS.split(",")])
 def test_torch_knows_each_setting(key: str) -> None:
     torch._C._accelerator_setAllocatorSettings(allocators.SETTINGS)
-    with pytest.raises((ValueError, RuntimeError)):
-        torch._C._accelerator_setAllocatorSettings(
-            f"{key}:none of its values"
-        )  # a key that it does not know is passed over
+    with pytest.raises((ValueError, RuntimeError)):  # torch ignores a key that it does not know
+        torch._C._accelerator_setAllocatorSettings(f"{key}:none of its values")

@@ -1,15 +1,15 @@
-"""Errors that mean that memory ran out, really provoked, and the line that says what there was."""
+"""Real out-of-memory errors of all libraries, and the line that describes the memory."""
 
 import json
+import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import environment
+from ranks import run
 
 from wandistiller.planner.machine import memory_line
 from wandistiller.utils.oom import Spent, is_out_of_memory, what_ran_out
@@ -40,48 +40,31 @@ def in_clean_up():
 
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + 2**27, pages + 2**27))
-found = {"limit": pages + 2**27, "line": memory_line(0)}
-for provoke in (torch_empty, torch_result, torch_mapped, numpy_zeros, python_bytes, safetensors_open,
-                safetensors_load, wrapped, in_clean_up):
+results = {"limit": pages + 2**27, "line": memory_line(0)}
+for name in sys.argv[2:]:
     try:
-        provoke()
-        found[provoke.__name__] = "no error"
+        globals()[name]()
+        results[name] = "no error"
     except Exception as error:
-        found[provoke.__name__] = is_out_of_memory(error) and what_ran_out(error).name
-print(json.dumps(found))
+        results[name] = is_out_of_memory(error) and what_ran_out(error).name
+print(json.dumps(results))
 """
+CASES = re.findall(r"^def (\w+)", PROVOKED, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def provoked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process under a limit of 128 MiB thinks of the errors that it gets."""
+    """The kind of memory by each of CASES in a process limited to 128 MiB, its limit and its memory line."""
     file = tmp_path_factory.mktemp("provoked") / "large.safetensors"
     with file.open("wb") as made:  # one float32 tensor of 256 MiB, none of it written
         header = json.dumps({"a": {"dtype": "F32", "shape": [2**26], "data_offsets": [0, 2**28]}}).encode()
         made.write(len(header).to_bytes(8, "little") + header)
         made.truncate(8 + len(header) + 2**28)
-    done = subprocess.run(
-        [sys.executable, "-c", PROVOKED, str(file)], capture_output=True, text=True, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-CASES = (
-    "torch_empty",
-    "torch_result",
-    "torch_mapped",
-    "numpy_zeros",
-    "python_bytes",
-    "safetensors_open",
-    "safetensors_load",
-    "wrapped",
-    "in_clean_up",
-)
+    return json.loads(run([sys.executable, "-c", PROVOKED, str(file), *CASES]).stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_real_failure_to_allocate_is_known_as_such(provoked: dict[str, Any], case: str) -> None:
+def test_a_real_failure_to_allocate_is_recognized(provoked: dict[str, Any], case: str) -> None:
     assert provoked[case] == "HOST"
 
 
@@ -89,24 +72,16 @@ def test_a_real_failure_to_allocate_is_known_as_such(provoked: dict[str, Any], c
     ("error", "spent"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), Spent.DEVICE),
-        (
-            RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
-            Spent.DEVICE,
-        ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            Spent.DEVICE,
-        ),
-        (
-            RuntimeError("CUDA error: out of memory"),
-            Spent.HOST,
-        ),  # a page-locked buffer; there is no GPU here to be full
+        (RuntimeError("NCCL error: unhandled\nLast error:\nCuda failure 2 'out of memory'"), Spent.DEVICE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f(handle)`"), Spent.DEVICE),
+        # a page-locked buffer; there is no GPU here to be full
+        (RuntimeError("CUDA error: out of memory"), Spent.HOST),
         (RuntimeError("std::bad_alloc"), Spent.HOST),
         (OSError(12, "Cannot allocate memory"), Spent.HOST),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_which_memory_ran_out_is_read_off_the_error(error: Exception, spent: Spent) -> None:
+def test_the_kind_of_memory_follows_from_the_error(error: Exception, spent: Spent) -> None:
     assert is_out_of_memory(error) and what_ran_out(error) is spent
 
 
@@ -120,11 +95,11 @@ def test_which_memory_ran_out_is_read_off_the_error(error: Exception, spent: Spe
     ],
     ids=str,
 )
-def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_an_error_of_before_that_was_dealt_with_is_forgotten() -> None:
+def test_an_earlier_error_that_was_handled_is_ignored() -> None:
     try:
         try:
             raise MemoryError
@@ -134,15 +109,11 @@ def test_an_error_of_before_that_was_dealt_with_is_forgotten() -> None:
         assert not is_out_of_memory(error)
 
 
-# Readings
-
-
 def test_the_memory_line_has_this_process_s_numbers() -> None:
     line = memory_line(3)
     pages = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
     assert line.startswith("rank 3: ") and "\n" not in line
-    found = float(line.split("this process: ")[1].split(" GiB")[0])
-    assert found == pytest.approx(pages, rel=0.1)
+    assert float(line.split("this process: ")[1].split(" GiB")[0]) == pytest.approx(pages, rel=0.1)
 
 
 def test_the_memory_line_has_the_process_s_limit(provoked: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def test_a_value_of_the_type_passes_and_an_integer_passes_for_a_float(key: str, 
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("count", True, "`count` is true. Write an integer."),
         ("count", "5", '`count` is "5". Write an integer.'),
@@ -48,13 +48,14 @@ def test_a_value_of_the_type_passes_and_an_integer_passes_for_a_float(key: str, 
         ("shar", 1, "`shar` is 1. Unknown key. Did you mean `share`?"),
     ],
 )
-def test_another_value_is_refused_with_what_to_write(key: str, value: Any, said: str) -> None:
-    assert check("x.json", {key: value}, TYPES) == ([f"x.json: {said}"], {})
+def test_another_value_is_refused_with_what_to_write(key: str, value: Any, message: str) -> None:
+    assert check("x.json", {key: value}, TYPES) == ([f"x.json: {message}"], {})
 
 
 def test_the_values_without_a_problem_are_returned_beside_all_problems() -> None:
-    found, good = check("x.json", {"count": 0, "text": "a", "flagg": True}, TYPES, "block.")
-    assert [text.split("`")[1] for text in found] == ["block.flagg", "block.count"] and good == {"text": "a"}
+    problems, good = check("x.json", {"count": 0, "text": "a", "flagg": True}, TYPES, "block.")
+    assert [text.split("`")[1] for text in problems] == ["block.flagg", "block.count"]
+    assert good == {"text": "a"}
 
 
 @pytest.mark.parametrize(
