@@ -77,11 +77,7 @@ def blank_model(config: dict[str, Any]) -> WanTransformer3DModel:
 
 
 def plan_cuts(
-    student: StudentConfig,
-    config: dict[str, Any],
-    folder: WanFolder,
-    expert: Expert,
-    stats: CalibrationStats,
+    student: StudentConfig, config: dict[str, Any], folder: WanFolder, expert: Expert, stats: CalibrationStats
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)
