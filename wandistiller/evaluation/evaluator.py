@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ class Evaluator:
         for turn, chunk, mine in self._turns("student, velocities"):
             squares = []
             for band in self._bands:
-                state = self._state(turn, chunk, band).replace(expert=band.student_expert)
+                state = replace(self._state(turn, chunk, band), expert=band.student_expert)
                 v_BCFHW = candidate.velocity(state).cpu()
                 target_BCFHW = self._targets.pop((turn, band))
                 both = (v_BCFHW - target_BCFHW, target_BCFHW)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.flow import FlowSchedule, expert_at, keyed_normal, path
+from wandistiller.flow import FlowSchedule, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.teacher.base import Teacher
 
@@ -119,11 +119,8 @@ def calibration_batches(
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
             x0_BCFHW, text_BLD = data.examples(index_B)
-            noise = [keyed_normal(x0_BCFHW.shape[1:], schedule.seed, "probe", i) for i in index_B]
-            noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
-            sigma_B = torch.tensor([sigmas[i] for i in index_B], device=x0_BCFHW.device)
-            x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
-            batches.append(Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert))
+            keys = [(schedule.seed, "probe", i) for i in index_B]
+            batches.append(with_noise(x0_BCFHW, text_BLD, expert, [sigmas[i] for i in index_B], keys))
     return batches
 
 
