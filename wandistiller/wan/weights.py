@@ -106,12 +106,14 @@ class WeightReader:
         direct = out.device.type == "cpu" and out.dtype == stored.dtype
         step = CHUNK_BYTES // stored.dtype.itemsize
         try:
-            with stored.file.open("rb", buffering=0) as file:
+            with stored.file.open("rb") as file:
                 file.seek(stored.begin + first * stored.dtype.itemsize)
                 for chunk_N in out_N.split(step) if len(out_N) else ():
                     nbytes = len(chunk_N) * stored.dtype.itemsize
                     raw_N = chunk_N if direct else self._scratch[:nbytes].view(stored.dtype)
-                    _fill(raw_N, file)
+                    raw = memoryview(raw_N.view(torch.uint8).numpy())
+                    if file.readinto(raw) < len(raw):
+                        raise EOFError("the file ends inside it")
                     if not direct:
                         chunk_N.copy_(raw_N)
                     self._check(name, chunk_N)
@@ -188,13 +190,3 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> Stored:
             f"`{name}` has {end - begin} bytes, which do not match its shape {shape} and type {dtype}."
         )
     return Stored(file, DTYPES[dtype], torch.Size(shape), data + begin)
-
-
-def _fill(out_N: Tensor, file: Any) -> None:
-    """Read exactly the bytes of a contiguous CPU tensor."""
-    left = memoryview(out_N.view(torch.uint8).numpy())
-    while left:
-        got = file.readinto(left)
-        if not got:
-            raise EOFError("the file ends inside it")
-        left = left[got:]
