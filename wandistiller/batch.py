@@ -6,8 +6,7 @@ The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; t = 1000 sigma.
 """
 
-import dataclasses
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 import torch
@@ -43,10 +42,6 @@ class Batch:
         """The velocity of the straight line from x0 to the noise: noise - x0."""
         return self.noise_BCFHW - self.x0_BCFHW
 
-    def replace(self, **changes: Tensor | Expert) -> "Batch":
-        """Return the same samples with some fields changed, for example at another point of the path."""
-        return dataclasses.replace(self, **changes)
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -64,7 +59,7 @@ def concat_batches(batches: dict[str, Batch]) -> Batch:
     if not others:
         return first
     names = [f.name for f in fields(Batch) if f.name != "expert"]
-    return first.replace(**{n: torch.cat([getattr(b, n) for b in batches.values()]) for n in names})
+    return replace(first, **{n: torch.cat([getattr(b, n) for b in batches.values()]) for n in names})
 
 
 def split_prediction(prediction: Prediction, batches: dict[str, Batch]) -> dict[str, Prediction]:

@@ -36,12 +36,12 @@ class FlowSchedule:
     expert_blocks: int = 1
     """Equal parts of the global batch, each with a draw of its expert."""
 
-    def shifted(self, u_B: Tensor) -> Tensor:
+    def shifted(self, u: float) -> float:
         """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
 
         sigma = s u / (1 + (s - 1) u). Source: Esser et al. 2024, arXiv:2403.03206.
         """
-        return self.shift * u_B / (1 + (self.shift - 1) * u_B)
+        return self.shift * u / (1 + (self.shift - 1) * u)
 
     def unshifted(self, sigma: float) -> float:
         """Invert `shifted`: u = sigma / (s - (s - 1) sigma)."""
@@ -53,18 +53,19 @@ class FlowSchedule:
 
     def draw_expert(self, step: int, block: int) -> Expert:
         """Draw the expert of one block of one optimizer step, equal on every rank by construction."""
-        u = torch.rand((), generator=keyed_generator(self.seed, "expert", step, block), dtype=torch.float64)
-        return Expert.HIGH_NOISE if u.item() < self.high_noise_share() else Expert.LOW_NOISE
+        u = self._uniform("expert", step, block)
+        return Expert.HIGH_NOISE if u < self.high_noise_share() else Expert.LOW_NOISE
 
     def draw_sigma(self, expert: Expert, step: int, sample_index: int) -> float:
         """Draw sigma in (0, 1], with u uniform on the part of the unshifted line that belongs to `expert`."""
-        u = torch.rand(
-            (), generator=keyed_generator(self.seed, "sigma", step, sample_index), dtype=torch.float64
-        )
         share = self.high_noise_share()
-        # 1 - rand is in (0, 1], so sigma is never exactly 0, where x_t has no noise and v cannot be learned
         low, high = (1 - share, 1.0) if expert is Expert.HIGH_NOISE else (0.0, 1 - share)
-        return self.shifted(low + (high - low) * (1 - u)).item()
+        # 1 - u is in (0, 1], so sigma is never exactly 0, where x_t has no noise and v cannot be learned
+        return self.shifted(low + (high - low) * (1 - self._uniform("sigma", step, sample_index)))
+
+    def _uniform(self, *key: int | str) -> float:
+        """Draw from [0, 1) in float64."""
+        return torch.rand((), generator=keyed_generator(self.seed, *key), dtype=torch.float64).item()
 
     def noised(self, x0_BCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int) -> Batch:
         """Put clean latents on the path.
@@ -76,13 +77,9 @@ class FlowSchedule:
             step: optimizer step, counted from 0.
         """
         expert = self._expert(sample_index_B, step)
-        sigma_B = torch.tensor(
-            [self.draw_sigma(expert, step, i) for i in sample_index_B], dtype=torch.float32
-        )
-        noise = [keyed_normal(x0_BCFHW.shape[1:], self.seed, "noise", step, i) for i in sample_index_B]
-        noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
-        sigma_B = sigma_B.to(x0_BCFHW.device)
-        return Batch(x0_BCFHW, noise_BCFHW, path(x0_BCFHW, noise_BCFHW, sigma_B), sigma_B, text_BLD, expert)
+        sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
+        keys = [(self.seed, "noise", step, i) for i in sample_index_B]
+        return with_noise(x0_BCFHW, text_BLD, expert, sigmas, keys)
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
         """Return the segments of a path, each from state s to s + 1, that begin at a sigma of `expert`."""
@@ -102,16 +99,14 @@ class FlowSchedule:
         """
         expert = self._expert(sample_index_B, step)
         segments = self.segments(expert, sigma_S.tolist())
-        drawn = [
-            torch.randint(len(segments), (), generator=keyed_generator(self.seed, "segment", step, i))
-            for i in sample_index_B
-        ]
-        s_B = torch.tensor([segments[d] for d in drawn], device=x_BSCFHW.device)
+        generators = [keyed_generator(self.seed, "segment", step, i) for i in sample_index_B]
+        drawn = [segments[torch.randint(len(segments), (), generator=g)] for g in generators]
+        s_B = torch.tensor(drawn, device=x_BSCFHW.device)
         row_B = torch.arange(len(s_B), device=x_BSCFHW.device)
         x_t_BCFHW, sigma_B = x_BSCFHW[row_B, s_B], sigma_S[s_B]
         length_B1111 = (sigma_B - sigma_S[s_B + 1]).view(-1, 1, 1, 1, 1)
         v_BCFHW = (x_t_BCFHW - x_BSCFHW[row_B, s_B + 1]) / length_B1111
-        x0_BCFHW = x0_from_velocity(x_t_BCFHW, v_BCFHW, sigma_B)
+        x0_BCFHW = x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW
         return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
 
     def _expert(self, sample_index_B: list[int], step: int) -> Expert:
@@ -130,11 +125,16 @@ def path(x0_BCFHW: Tensor, noise_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
     return (1 - sigma_B1111) * x0_BCFHW + sigma_B1111 * noise_BCFHW
 
 
+def with_noise(
+    x0_BCFHW: Tensor, text_BLD: Tensor, expert: Expert, sigmas: list[float], keys: list[tuple[int | str, ...]]
+) -> Batch:
+    """Put each clean latent on the path at its noise level, with the noise drawn by its key."""
+    noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(x0_BCFHW.device)
+    sigma_B = torch.tensor(sigmas, dtype=torch.float32, device=x0_BCFHW.device)
+    x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
+    return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
+
+
 def timestep(sigma_B: Tensor) -> Tensor:
     """Convert sigma in [0, 1] to the network's time in [0, 1000], float32."""
     return sigma_B.float() * TRAIN_TIMESTEPS
-
-
-def x0_from_velocity(x_t_BCFHW: Tensor, v_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return x0 = x_t - sigma v, which inverts `path` if v = noise - x0."""
-    return x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW

@@ -53,11 +53,9 @@ class Checkpointer:
         """
         self.finish()
         target = self._folder / f"{manifest.STEP}{step:08d}"
-        if collectives.broadcast_object(
-            target.exists()
-        ):  # the run resumed from it, and nothing was learned since
-            return target
-        folder = target.with_name(f".{target.name}.tmp")
+        if collectives.broadcast_object(target.exists()):
+            return target  # the run resumed from it, and nothing was learned since
+        folder = manifest.temporary_name(target)
         set_activity(f"saving the checkpoint of step {step}")
         with collectives.raise_on_all_ranks(StorageError):
             written = self._write(student, folder, {"format": FORMAT, "step": step, **state})

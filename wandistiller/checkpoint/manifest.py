@@ -34,10 +34,9 @@ def finish_part(folder: Path, rank: int, written: dict[str, FileChecksum]) -> No
     try:
         for name, expected in written.items():
             flush(folder / name)
-            if (found := checksum(folder / name)) != expected:
-                raise OSError(
-                    f"{folder / name} was read back as {found}, not as {expected}. Do not trust this disk."
-                )
+            if (actual := checksum(folder / name)) != expected:
+                message = f"was read back as {actual}, not as {expected}. Do not trust this disk."
+                raise OSError(f"{folder / name} {message}")
     except OSError as error:
         part = {"failed": str(error)}
     write_json(part_file(folder, rank), part)
@@ -61,7 +60,7 @@ def commit(folder: Path, target: Path, ranks: int, stopped: Callable[[], bool]) 
             raise StorageError(f"{target}: could not be saved: {part['failed']}")
         files |= part["files"]
         part_file(folder, rank).unlink()
-    checksums = {name: FileChecksum(*found)._asdict() for name, found in sorted(files.items())}
+    checksums = {name: FileChecksum(*entry)._asdict() for name, entry in sorted(files.items())}
     write_json(folder / MANIFEST, {"files": checksums})
     for inner in {folder, *(p.parent for p in folder.rglob("*"))}:
         flush(inner)
@@ -113,7 +112,8 @@ def rotate(newest: Path, keep: int) -> None:
     with atomic(newest.parent / "latest") as latest:
         latest.write_text(newest.name + "\n")
     for old in [folder for folder in steps(newest.parent) if number(folder) <= number(newest)][keep:]:
-        shutil.rmtree(old.rename(_aside(old)), ignore_errors=True)  # never half a folder under its name
+        # never half a folder under its name
+        shutil.rmtree(old.rename(temporary_name(old)), ignore_errors=True)
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
@@ -126,7 +126,8 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
     return moved
 
 
-def _aside(folder: Path) -> Path:
+def temporary_name(folder: Path) -> Path:
+    """Return the name of a checkpoint's folder while it is written or deleted."""
     return folder.with_name(f".{folder.name}.tmp")
 
 

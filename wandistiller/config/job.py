@@ -86,10 +86,9 @@ class Job:
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
 
     @property
-    def objectives(self) -> dict[Expert, Objective]:
-        """Objective of the network that learns from each expert, with the teacher's blocks for its own."""
-        blocks = lineage(self.student, self.student_transformer, self.folder)
-        return {e: self.objective.for_student(blocks.get(e, blocks[Expert.HIGH_NOISE])) for e in Expert}
+    def matched_objective(self) -> Objective:
+        """The objective with the teacher's blocks for the student's own."""
+        return self.objective.for_student(lineage(self.student, self.student_transformer, self.folder))
 
     def with_layers(self, kept: list[int]) -> "Job":
         """Replace the student's `importance` by the layers that were chosen by it."""

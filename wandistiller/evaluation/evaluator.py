@@ -1,7 +1,7 @@
 """Samples and velocities of teacher and student on the same prompts; only one is loaded at a time."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,7 +158,7 @@ class Evaluator:
         for turn, chunk, counts in collective_turns("student, velocities", self._batches):
             squares = []
             for band in self._bands:
-                state = self._state(turn, chunk, band).replace(expert=band.student_expert)
+                state = replace(self._state(turn, chunk, band), expert=band.student_expert)
                 v_BCFHW = candidate.velocity(state).cpu()
                 target_BCFHW = self._targets.pop((turn, band))
                 both = (v_BCFHW - target_BCFHW, target_BCFHW)

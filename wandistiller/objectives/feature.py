@@ -40,21 +40,19 @@ class FeatureMatching(Term):
 
     def block_problems(self, layers: int, teacher_layers: int) -> list[str]:
         networks = (("blocks", self.blocks, layers), ("teacher_blocks", self.teacher_blocks, teacher_layers))
-        wrong = [(key, [k for k in given or () if not 0 <= k < n], n) for key, given, n in networks]
-        return [
-            problem("recipe", f"objective.{key}", numbers, f"Write block numbers from 0 to {n - 1}.")
-            for key, numbers, n in wrong
-            if numbers
-        ]
+        problems = []
+        for key, given, n in networks:
+            if outside := [k for k in given or () if not 0 <= k < n]:
+                remedy = f"Write block numbers from 0 to {n - 1}."
+                problems.append(problem("recipe", f"objective.{key}", outside, remedy))
+        return problems
 
     def for_student(self, lineage: list[int]) -> Self:
         blocks = self.blocks or list(range(len(lineage)))
-        return replace(
-            self, blocks=blocks, teacher_blocks=self.teacher_blocks or [lineage[k] for k in blocks]
-        )
+        teacher_blocks = self.teacher_blocks or [lineage[k] for k in blocks]
+        return replace(self, blocks=blocks, teacher_blocks=teacher_blocks)
 
     def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
         pairs = [(prediction.features[k], target.features[m]) for k, m in self.matched_blocks]
-        return torch.stack(
-            [mean_square(h_S.float() - h_T.float()) / mean_square(h_T) for h_S, h_T in pairs]
-        ).mean(0)
+        shares = [mean_square(h_S.float() - h_T.float()) / mean_square(h_T) for h_S, h_T in pairs]
+        return torch.stack(shares).mean(0)

@@ -86,8 +86,3 @@ def _checkpointed(module: nn.Module, run: Callable[..., Tensor], *inputs: Any) -
 
     del leaves, inputs
     return deepspeed.checkpointing.checkpoint(recompute, *tensors)
-
-
-def configure(ds: dict[str, Any]) -> None:
-    """Configure DeepSpeed's checkpointing, which is global to the process, from the JSON."""
-    deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)

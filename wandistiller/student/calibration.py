@@ -1,6 +1,8 @@
 """Calibration: means, mean squares and second moments of a network's activations, collected by hooks."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.flow import FlowSchedule, expert_at, keyed_normal, path
+from wandistiller.flow import FlowSchedule, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.teacher.base import Teacher
 
@@ -23,77 +25,66 @@ class _Sums:
 
     def __init__(self) -> None:
         self.vectors: dict[str, list[Tensor]] = {}
+        """Number, sum and sum of squares of the inputs of each module."""
         self.matrices: dict[str, list[Tensor]] = {}
+        """Number of vectors of a stream, and the sum of their outer products."""
 
-    def vector(self, name: str, x_TD: Tensor) -> None:
-        for part_TD in _parts(x_TD):
-            part_TD = part_TD.double()
-            self._add(
-                self.vectors, name, part_TD.new_tensor(len(part_TD)), part_TD.sum(0), part_TD.square().sum(0)
-            )
+    def add_vectors(self, name: str, x_TD: Tensor) -> None:
+        x_TD = x_TD.double()
+        _add(self.vectors, name, x_TD.new_tensor(len(x_TD)), x_TD.sum(0), x_TD.square().sum(0))
 
-    def matrix(
-        self, name: str, x_TD: Tensor, norm: Callable[[Tensor], Tensor] = lambda part_TD: part_TD
-    ) -> None:
-        for part_TD in _parts(x_TD):
-            part_TD = norm(part_TD.float())
-            self._add(self.matrices, name, part_TD.new_tensor(len(part_TD)), (part_TD.T @ part_TD).double())
-
-    def _add(self, sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
-        totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
-        for total, t in zip(totals, new, strict=True):
-            total += t.to(total.device)
+    def add_products(self, name: str, x_TD: Tensor) -> None:
+        _add(self.matrices, name, x_TD.new_tensor(len(x_TD)), (x_TD.T @ x_TD).double())
 
 
-def _parts(x_TD: Tensor) -> tuple[Tensor, ...]:
-    return x_TD.split(max(1, AT_ONCE // x_TD.shape[-1]))
+def _add(sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
+    totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
+    for total, t in zip(totals, new, strict=True):
+        total += t.to(total.device)
 
 
 def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> CalibrationStats | None:
-    """Run `use`, which calls `networks`; return joint statistics of their activations."""
-    sums, hooks = _Sums(), []
-    for network in networks:
-        for name, module in network.named_modules():
-            if hook := _hook(sums, name, module):
-                hooks.append(module.register_forward_pre_hook(hook))
-    try:
-        with torch.no_grad():
-            use()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not hooks:
+    """Run `use`, which calls `networks`; return joint statistics of their activations, None without any."""
+    sums = _Sums()
+    with ExitStack() as hooks, torch.no_grad():
+        for network in networks:
+            for name, module in network.named_modules():
+                if add := _adder(sums, name, module):
+                    hooks.enter_context(module.register_forward_pre_hook(partial(_in_parts, add)))
+        use()
+    if not sums.vectors:
         return None
     moments = {
         name: InputMoments((s / n).float().cpu(), (q / n).float().cpu())
         for name, (n, s, q) in sums.vectors.items()
     }
-    stream_n, stream_DD = (t.cpu() for t in sums.matrices["stream"])
-    text_n, text_DD = (t.cpu() for t in sums.matrices["text"])
+    products = {name: total_DD.cpu() / n.cpu() for name, (n, total_DD) in sums.matrices.items()}
     mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
-    return CalibrationStats(
-        moments, (stream_DD / stream_n).float(), (text_DD / text_n - torch.outer(mean_D, mean_D)).float()
-    )
+    text_DD = products["text"] - torch.outer(mean_D, mean_D)
+    return CalibrationStats(moments, products["stream"].float(), text_DD.float())
 
 
-def _hook(
-    sums: _Sums, name: str, module: nn.Module
-) -> Callable[[nn.Module, tuple[Tensor, ...]], None] | None:
+def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
+    """Return what adds the inputs x_TD of a module to the sums; None if they are not needed."""
     leaf = name.split(".")[-1]
     if leaf in STREAM_NORMS and not isinstance(module, nn.Identity):
-        return lambda _, x: sums.matrix(
-            "stream", x[0].flatten(0, -2), lambda part_TD: F.layer_norm(part_TD, part_TD.shape[-1:])
-        )
+        return lambda x_TD: sums.add_products("stream", F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
     if name == "blocks.0.attn2.to_k":
 
-        def both(_: nn.Module, x: tuple[Tensor, ...]) -> None:
-            sums.vector(name, x[0].flatten(0, -2))
-            sums.matrix("text", x[0].flatten(0, -2))
+        def add_both(x_TD: Tensor) -> None:
+            sums.add_vectors(name, x_TD)
+            sums.add_products("text", x_TD.float())
 
-        return both
+        return add_both
     if isinstance(module, nn.Linear | nn.SiLU) or leaf in QK_NORMS:
-        return lambda _, x: sums.vector(name, x[0].flatten(0, -2))
+        return lambda x_TD: sums.add_vectors(name, x_TD)
     return None
+
+
+def _in_parts(add: Callable[[Tensor], None], _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    x_TD = inputs[0].flatten(0, -2)
+    for part_TD in x_TD.split(max(1, AT_ONCE // x_TD.shape[-1])):
+        add(part_TD)
 
 
 TOKENS, FEWEST, MOST = 2**15, 16, 64
@@ -119,11 +110,8 @@ def calibration_batches(
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
             x0_BCFHW, text_BLD = data.examples(index_B)
-            noise = [keyed_normal(x0_BCFHW.shape[1:], schedule.seed, "probe", i) for i in index_B]
-            noise_BCFHW = torch.stack(noise).to(x0_BCFHW.device)
-            sigma_B = torch.tensor([sigmas[i] for i in index_B], device=x0_BCFHW.device)
-            x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
-            batches.append(Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert))
+            keys = [(schedule.seed, "probe", i) for i in index_B]
+            batches.append(with_noise(x0_BCFHW, text_BLD, expert, [sigmas[i] for i in index_B], keys))
     return batches
 
 

@@ -1,6 +1,6 @@
 """A student JSON: architecture and initial weights of the student, checked against the teacher."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,8 +11,9 @@ from wandistiller.student.pruning import fits_rope
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, Index, Text, check, types_of, write
-from wandistiller.wan.checks import transformer_problems
-from wandistiller.wan.pipeline import WanFolder, weight_problems
+from wandistiller.wan.checks import transformer_problems, weight_problems
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import meta_transformer
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 SIZE_KEYS = ("num_layers", *WIDTH_KEYS)
@@ -58,12 +59,12 @@ def read_student_config(
     Raises:
         ConfigError: with all problems at once.
     """
-    found, good = check(where, values, types_of(StudentConfig))
+    problems, good = check(where, values, types_of(StudentConfig))
     student = StudentConfig(**good)
     student = replace(student, **_shares(student, folder.config))
-    found += _teacher_problems(where, student, folder)
-    if found:
-        raise ConfigError(*found)
+    problems += _teacher_problems(where, student, folder)
+    if problems:
+        raise ConfigError(*problems)
     own_folder = student.init not in ("teacher", "random")
     if own_folder:
         config = _config_of(where, student)
@@ -72,75 +73,69 @@ def read_student_config(
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
         config = {**folder.config, **given}
-    found = transformer_problems(f"{where}: {student.init}" if own_folder else where, config)
-    found = found or _shape_problems(where, student, config, folder)
-    if own_folder and not found:  # reads headers only
-        folders = [transformer_folder(student.init, e) for e in _experts(student)]
-        found = [p for source in folders for p in weight_problems(source, config)]
-    if found:
-        raise ConfigError(*found)
+    problems = transformer_problems(f"{where}: {student.init}" if own_folder else where, config)
+    problems = problems or _shape_problems(where, student, config, folder)
+    if own_folder and not problems:  # reads headers only
+        experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
+        folders = [transformer_folder(student.init, expert) for expert in experts]
+        model = meta_transformer(config)
+        problems = [p for source in folders for p in weight_problems(source, model)]
+    if problems:
+        raise ConfigError(*problems)
     return student, config
-
-
-def _experts(student: StudentConfig) -> list[Expert]:
-    """The student's networks."""
-    return list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
 
 
 def _shares(student: StudentConfig, teacher: dict[str, Any]) -> dict[str, int]:
     """The sizes that are given as shares of the teacher's; a head's width is even."""
-    shares = {k: getattr(student, k) for k in SIZE_KEYS if isinstance(getattr(student, k), float)}
-    units = {"attention_head_dim": 2}
-    return {
-        k: units.get(k, 1) * max(1, round(share * teacher[k] / units.get(k, 1)))
-        for k, share in shares.items()
-    }
+    sizes = {}
+    for key in SIZE_KEYS:
+        if isinstance(share := getattr(student, key), float):
+            unit = 2 if key == "attention_head_dim" else 1
+            sizes[key] = unit * max(1, round(share * teacher[key] / unit))
+    return sizes
 
 
 def _teacher_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
     """Experts and layers that this teacher does not have."""
-    found, keep, layers = [], student.keep_layers, folder.config["num_layers"]
+    problems, keep, layers = [], student.keep_layers, folder.config["num_layers"]
     if student.experts == "two" and folder.boundary is None:
-        found.append(problem(where, "experts", "two", f'{folder.name} has one expert; write "one".'))
+        problems.append(problem(where, "experts", "two", f'{folder.name} has one expert; write "one".'))
     if isinstance(keep, list) and (keep[-1] >= layers or sorted(set(keep)) != keep):
         remedy = f"Write rising layer numbers from 0 to {layers - 1}."
-        found.append(problem(where, "keep_layers", keep, remedy))
+        problems.append(problem(where, "keep_layers", keep, remedy))
     elif isinstance(keep, list) and student.num_layers not in (None, len(keep)):
         remedy = f"keep_layers names {len(keep)}; leave one of the two keys out."
-        found.append(problem(where, "num_layers", student.num_layers, remedy))
-    return found
+        problems.append(problem(where, "num_layers", student.num_layers, remedy))
+    return problems
 
 
 def _shape_problems(
     where: str, student: StudentConfig, config: dict[str, Any], folder: WanFolder
 ) -> list[str]:
     """Sizes that do not fit the teacher's."""
-    teacher = folder.config
-    remedy = "The teacher has {}; a student must take and give the same latents and text."
-    found = [
-        problem(f"{where}: {student.init}", key, config[key], remedy.format(teacher[key]))
-        for key in ("in_channels", "out_channels", "text_dim", "patch_size")
-        if config[key] != teacher[key]
-    ]
-    found += _needless_problems(where, student)
-    heads = student.num_attention_heads
+    teacher, heads = folder.config, student.num_attention_heads
+    problems = []
+    for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
+        if config[key] != teacher[key]:
+            remedy = (
+                f"The teacher has {teacher[key]}; a student must take and give the same latents and text."
+            )
+            problems.append(problem(f"{where}: {student.init}", key, config[key], remedy))
+    problems += _needless_problems(where, student)
     if student.init == "teacher":
-        remedy = folder.name + ' has {}. Write at most that, or "init": "random".'
-        found += [
-            problem(where, key, config[key], remedy.format(teacher[key]))
-            for key in SIZE_KEYS
-            if config[key] > teacher[key]
-        ]
-        found += [] if found else _rope_problems(where, config, teacher)
-        if narrower(config, teacher) and not teacher["cross_attn_norm"]:
+        for key in SIZE_KEYS:
+            if config[key] > teacher[key]:
+                remedy = f'{folder.name} has {teacher[key]}. Write at most that, or "init": "random".'
+                problems.append(problem(where, key, config[key], remedy))
+        problems = problems or _rope_problems(where, config, teacher)
+        narrower = any(config[key] != teacher[key] for key in ("num_attention_heads", "attention_head_dim"))
+        if narrower and not teacher["cross_attn_norm"]:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
-            found.append(problem(folder.name, "cross_attn_norm", False, remedy))
-    elif heads and student.attention_head_dim is None and teacher["num_attention_heads"] % heads:
-        remedy = (
-            f"It does not divide the teacher's {teacher['num_attention_heads']}. Write a divisor, or give "
-        )
-        found.append(problem(where, "num_attention_heads", heads, f"{remedy}attention_head_dim too."))
-    return found
+            problems.append(problem(folder.name, "cross_attn_norm", False, remedy))
+    elif heads and student.attention_head_dim is None and (of := teacher["num_attention_heads"]) % heads:
+        remedy = f"It does not divide the teacher's {of}. Write a divisor, or give attention_head_dim too."
+        problems.append(problem(where, "num_attention_heads", heads, remedy))
+    return problems
 
 
 def _rope_problems(where: str, config: dict[str, Any], teacher: dict[str, Any]) -> list[str]:
@@ -159,18 +154,8 @@ def _needless_problems(where: str, student: StudentConfig) -> list[str]:
     if student.init == "teacher":
         one_each = "Each of two experts starts from its own; leave it out."
         reasons = {"from_expert": one_each} if student.experts == "two" else {}
-    given = {key: getattr(student, key) for key in reasons}
-    usual = StudentConfig()
-    return [
-        problem(where, key, given[key], why)
-        for key, why in reasons.items()
-        if given[key] != getattr(usual, key)
-    ]
-
-
-def narrower(config: dict[str, Any], teacher: dict[str, Any]) -> bool:
-    """Return whether the hidden width, that of all heads together, is smaller than the teacher's."""
-    return any(config[key] != teacher[key] for key in ("num_attention_heads", "attention_head_dim"))
+    given, usual = asdict(student), asdict(StudentConfig())
+    return [problem(where, k, given[k], why) for k, why in reasons.items() if given[k] != usual[k]]
 
 
 def _config_of(where: str, student: StudentConfig) -> dict[str, Any]:
@@ -228,11 +213,10 @@ def teacher_block_of(kept: list[int], layers: int) -> list[int]:
     return [*(max(0, k - 1) for k in kept[1:]), layers - 1]
 
 
-def lineage(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> dict[Expert, list[int]]:
-    """Return by network of the student the teacher blocks that feature matching compares its blocks with.
+def lineage(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[int]:
+    """Return the teacher blocks that feature matching compares the blocks of a student's network with.
 
     `keep_layers` must be resolved (no longer `importance`). The blocks are evenly spaced for a student that
     does not start from the teacher's layers.
     """
-    blocks = teacher_block_of(kept_layers(student, config, folder), folder.config["num_layers"])
-    return dict.fromkeys(_experts(student), blocks)
+    return teacher_block_of(kept_layers(student, config, folder), folder.config["num_layers"])

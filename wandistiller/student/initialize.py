@@ -63,7 +63,7 @@ def start_model(
         values = {leaf: weights.read(f"{source}.{leaf}".strip(".")) for leaf in leaves}
         for leaf, value in cuts.cut(source, values).items():
             transformer.set_parameter(module, leaf, value.contiguous())  # DeepSpeed views parameters as bytes
-    if problems := collectives.gather_problems([p for reader in weights.readers for p in reader.found_bad]):
+    if problems := collectives.gather_problems([p for reader in weights.readers for p in reader.faults]):
         raise ConfigError(*problems)
     return model.requires_grad_(True)
 
@@ -71,17 +71,13 @@ def start_model(
 def blank_model(config: dict[str, Any]) -> WanTransformer3DModel:
     """Make a network of zeros, float32 on the CPU, to be filled from a checkpoint."""
     model = transformer.meta_transformer(config)
-    for name, parameter in list(model.named_parameters()):
-        transformer.set_parameter(model, name, torch.zeros(parameter.shape))
+    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    model.load_state_dict(zeros, assign=True)
     return model.requires_grad_(True)
 
 
 def plan_cuts(
-    student: StudentConfig,
-    config: dict[str, Any],
-    folder: WanFolder,
-    expert: Expert,
-    stats: CalibrationStats,
+    student: StudentConfig, config: dict[str, Any], folder: WanFolder, expert: Expert, stats: CalibrationStats
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)

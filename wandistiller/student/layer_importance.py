@@ -47,7 +47,7 @@ def _error_without(teacher: Teacher, batches: list[Batch], targets: list[Tensor]
     error = VelocityError()
     with ExitStack() as hooks:
         for network, number in product(set(local_modules(teacher).values()), blocks):
-            hooks.callback(network.blocks[number].register_forward_hook(_skip).remove)
+            hooks.enter_context(network.blocks[number].register_forward_hook(_skip))
         for batch, target_BCFHW in zip(batches, targets, strict=True):
             error.add(batch, teacher.velocity(batch), target_BCFHW)
     return error.relative()
@@ -62,19 +62,12 @@ def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iter
     kept = list(rounds[-1])
     measured = {"experts": [e.value for e in experts], "relative_error_without": rounds, "kept": kept}
     write_json(folder / "importance.json", measured)
-    head = [
-        "| block |" + "".join(f" round {n} |" for n in range(1, len(rounds) + 1)) + " kept |",
-        "|---" * (len(rounds) + 2) + "|",
-    ]
-    rows = [
-        f"| {i} |"
-        + "".join(f" {r[i]:.4f} |" if i in r else " |" for r in rounds)
-        + (" yes |" if i in kept else " no |")
-        for i in rounds[0]
-    ]
-    title = (
-        "Relative velocity error of the teacher without a block and all those dropped in earlier rounds, on "
-        "cached samples."
-    )
+    table = [[" block ", *(f" round {n + 1} " for n in range(len(rounds))), " kept "]]
+    table.append(["---"] * len(table[0]))
+    for i in rounds[0]:
+        errors = (f" {r[i]:.4f} " if i in r else " " for r in rounds)
+        table.append([f" {i} ", *errors, " yes " if i in kept else " no "])
+    title = "Relative velocity error of the teacher without a block and all those dropped in earlier rounds"
+    lines = [f"{title}, on cached samples.", "", *(f"|{'|'.join(cells)}|" for cells in table)]
     with atomic(folder / "importance.md") as temporary:
-        temporary.write_text("\n".join([title, "", *head, *rows]) + "\n")
+        temporary.write_text("\n".join(lines) + "\n")

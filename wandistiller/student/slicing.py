@@ -13,10 +13,9 @@ Shape letters: D the teacher's width, d the student's, R rows of a table.
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-SHIFT_ROWS = (0, 3)
+SHIFT_ROWS = slice(0, None, 3)
 """Rows of shifts; the order is shift, scale, gate, twice; shift and scale in the last table."""
 ENDS = {
     "patch_embedding": ("stream", None),
@@ -102,8 +101,9 @@ class WidthSlicer:
         if leaf in ("norm_q", "norm_k"):
             axis = self.axes.get(name.replace("norm_", "to_"))
             return {"weight": axis.along(values["weight"], 0) * axis.gain} if axis else values
-        if leaf == "norm2":
-            return self._affine(values)
+        if leaf == "norm2" and (axis := self.axes.get("stream")):
+            weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
+            return {"weight": weight, "bias": bias / axis.gain}
         written, read = _ends(name)
         return self._linear(name, values, written, read)
 
@@ -118,24 +118,12 @@ class WidthSlicer:
             weight, bias = axis.along(weight, 0), axis.along(bias, 0)
         return {"weight": weight, "bias": bias}
 
-    def _affine(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        axis = self.axes.get("stream")
-        if not axis:
-            return values
-        return {"weight": axis.along(values["weight"], 0), "bias": axis.along(values["bias"], 0) / axis.gain}
-
     def _modulation(self, value: Tensor, rows: int, dim: int) -> Tensor:
         """Rows of shift, scale, gate, shift, ... along dimension `rows`, whose channels lie along `dim`."""
-        axis = self.axes.get("stream")
-        if not axis:
-            return value
-        return torch.stack(
-            [
-                axis.along(row, dim - 1) / axis.gain if i in SHIFT_ROWS else axis.along(row, dim - 1)
-                for i, row in enumerate(value.unbind(rows))
-            ],
-            dim=rows,
-        )
+        if axis := self.axes.get("stream"):
+            value = axis.along(value, dim)  # a copy
+            value.movedim(rows, 0)[SHIFT_ROWS] /= axis.gain
+        return value
 
     def _table(self, name: str, table_1RD: Tensor) -> Tensor:
         temb = self.axes.get("temb")

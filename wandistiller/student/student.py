@@ -25,7 +25,7 @@ from wandistiller.engine.workarounds import (
     uncount_skipped_step,
     without_dummy_step,
 )
-from wandistiller.student.blocks import Blocks, configure
+from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
@@ -52,7 +52,7 @@ class Student:
         """
         policy, ds = read_recompute(ds), without_block(ds)
         if policy:
-            configure(ds)
+            deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         self._blocks = {expert: Blocks(model, policy) for expert, model in models.items()}
         self.engines = {
             expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()

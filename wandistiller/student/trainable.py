@@ -54,48 +54,45 @@ def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any
         config: the student's transformer config.
         ds: the student's DeepSpeed JSON.
     """
-    names = [name for name, _ in transformer.meta_transformer(config).named_parameters()]
-    found = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, ds)
+    names = list(transformer.numels(config))
+    problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, ds)
     if all(any_names(run.frozen or (), name) for name in names):
-        found.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
-    found += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
+        problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
+    problems += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
     optimizer = ds.get("optimizer", {})
     if run.learning_rates and "lr" not in optimizer.get("params", {}):
-        found.append(
-            "recipe: `learning_rates` are factors of `optimizer.params.lr`, which the student's JSON lacks. "
-            "Write it."
-        )
+        lacking = "which the student's JSON lacks. Write it."
+        problems.append(f"recipe: `learning_rates` are factors of `optimizer.params.lr`, {lacking}")
     if run.learning_rates and optimizer.get("type", "").lower() == "muon":
-        found.append(
-            "recipe: Muon makes its own parameter groups and takes no `learning_rates`. Remove them."
-        )
-    return found + (_lora_problems(run, config) if run.lora is not None else [])
+        cause = "Muon makes its own parameter groups and takes no `learning_rates`"
+        problems.append(f"recipe: {cause}. Remove them.")
+    return problems + (_lora_problems(run, config) if run.lora is not None else [])
 
 
 def _ema_problems(run: TrainingKeys, ds: dict[str, Any]) -> list[str]:
-    found = []
+    problems = []
     if run.ema_start and run.ema is None:
         remedy = "It needs `ema`; write a decay, such as 0.999."
-        found.append(problem("recipe", "ema_start", run.ema_start, remedy))
+        problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
     zero = ds.get("zero_optimization", {})
     if run.ema is not None and zero.get("offload_optimizer", {}).get("device") == "nvme":
         remedy = (
             "The weights that it averages are on NVMe. Write cpu as "
             "`zero_optimization.offload_optimizer.device`, or remove `ema`."
         )
-        found.append(problem("recipe", "ema", run.ema, remedy))
-    return found
+        problems.append(problem("recipe", "ema", run.ema, remedy))
+    return problems
 
 
 def _lora_problems(run: TrainingKeys, config: dict[str, Any]) -> list[str]:
-    found, good = check("recipe", run.lora, types_of(Lora), "lora.")
+    problems, good = check("recipe", run.lora, types_of(Lora), "lora.")
     if not find_spec("peft"):
-        found.append("recipe: `lora` needs peft. Run: pip install peft")
+        problems.append("recipe: `lora` needs peft. Run: pip install peft")
     if run.frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
-        found.append(problem("recipe", "frozen", run.frozen, remedy))
+        problems.append(problem("recipe", "frozen", run.frozen, remedy))
     layers = _linear(transformer.meta_transformer(config))
-    return found + unknown_parts("recipe", "lora.targets", Lora(**good).targets, layers)
+    return problems + unknown_parts("recipe", "lora.targets", Lora(**good).targets, layers)
 
 
 def _linear(model: nn.Module) -> list[str]:

@@ -75,8 +75,8 @@ class GuidedTeacher(Teacher):
         scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
             return self.inner.predict(batch, blocks)
-        null_text_LD = self.guidance.null_text_LD.to(batch.text_BLD)
-        null = batch.replace(text_BLD=null_text_LD.expand_as(batch.text_BLD).contiguous())
+        null_BLD = self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD).contiguous()
+        null = replace(batch, text_BLD=null_BLD)
         if self.passes == 2:
             text, v_null_BCFHW = self.inner.predict(batch, blocks), self.inner.velocity(null)
         else:

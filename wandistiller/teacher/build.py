@@ -26,7 +26,7 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
     here = owner is None or collectives.rank() == owner
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
     experts = {e: placement.load(folder, e, reader, ds) for e, reader in readers.items()}
-    if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.found_bad]):
+    if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.faults]):
         raise ConfigError(*problems)
     teacher: Teacher | None = None
     if here:

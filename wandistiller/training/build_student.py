@@ -64,9 +64,9 @@ def student_models(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> d
         else start_model(job.student, config, job.folder, expert, job.run.seed, (cuts or {}).get(expert))
         for expert in job.student_experts
     }
-    for expert, model in models.items():
+    for model in models.values():
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
-        if matched := job.objectives[expert].student_blocks:
+        if matched := job.matched_objective.student_blocks:
             add_projections(model, matched, transformer.width(job.folder.config))
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)

@@ -101,7 +101,7 @@ class Trainer:
         with activity(READING):
             batches = self.batches.batch(step, micro)
             first = next(iter(batches.values()))
-        objective = self.job.objectives[first.expert]
+        objective = self.job.matched_objective
         with activity("the teacher's forward pass"):
             target = objective.target(self.teacher, batches)
         with activity("the student's forward pass"):

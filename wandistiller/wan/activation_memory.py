@@ -71,9 +71,7 @@ def activation_bytes(
         micro: samples of a micro-step.
     """
     layers, policy = config["num_layers"], read_recompute(ds)
-    saved = _for_samples(
-        _saved, micro, config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
-    )
+    saved = _for_samples(_saved, micro, config, ds, latent, accelerator)
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
         return kept
@@ -97,10 +95,7 @@ def call_bytes(
         latent: shape of one sample.
         samples: samples in one call; with guidance each counts twice.
     """
-    peak = _for_samples(
-        _peak, samples, config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
-    )
-    return peak["peak"]
+    return _for_samples(_peak, samples, config, ds, latent, accelerator)["peak"]
 
 
 def compared_bytes(
@@ -123,21 +118,25 @@ def compared_bytes(
     return blocks * tokens * (teacher * wide * (teacher_item + 4) + student * (wide * item + projected))
 
 
-def _for_samples(trace: Callable[..., dict[str, int]], samples: int, *given: Any) -> dict[str, int]:
+def _for_samples(
+    trace: Callable[..., dict[str, int]],
+    samples: int,
+    config: dict[str, Any],
+    ds: dict[str, Any],
+    latent: Latent,
+    accelerator: bool,
+) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    one, two = trace(1, *given), trace(2, *given)
+    shape = config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
+    one, two = trace(1, *shape), trace(2, *shape)
     return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
 
 
 @once_for_each
-def _saved(
-    samples: int, config: dict[str, Any], dtype: str, latent: Latent, text: int, accelerator: bool
-) -> dict[str, int]:
+def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
     """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
     with FakeTensorMode():
-        model, call = _transformer(
-            config, lambda _: getattr(torch, dtype), samples, latent, text, accelerator
-        )
+        model, call = _transformer(samples, config, lambda _: getattr(torch, dtype), *shape)
         model.requires_grad_(True)
         weights = set(storages(list(model.parameters())))
         block = model.blocks[0]
@@ -161,26 +160,19 @@ def _saved(
             module.register_forward_pre_hook(lambda _, given, name=name: enter(name, given))
             module.register_forward_hook(lambda *_: inside.pop() and None)
         with saved_tensors_hooks(pack, lambda t: t):
-            out = call()
-        found = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
-        everything = sum(s.nbytes() for s in saved["all"] - weights)
-        del out
-    return found | {f"{name} inputs": n for name, n in inputs.items()} | {"ends": everything - found[BLOCK]}
+            v_BCFHW = call()
+        traced = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
+        traced["ends"] = sum(s.nbytes() for s in saved["all"] - weights) - traced[BLOCK]
+        del v_BCFHW
+    return traced | {f"{name} inputs": n for name, n in inputs.items()}
 
 
 @once_for_each
-def _peak(
-    samples: int, config: dict[str, Any], dtype: str, latent: Latent, text: int, accelerator: bool
-) -> dict[str, int]:
+def _peak(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
     """Trace the peak bytes of a forward pass of a network of one block; others run one after the other."""
     with FakeTensorMode(), torch.no_grad():
         _, call = _transformer(
-            config,
-            lambda name: parameter_dtype(name, getattr(torch, dtype)),
-            samples,
-            latent,
-            text,
-            accelerator,
+            samples, config, lambda name: parameter_dtype(name, getattr(torch, dtype)), *shape
         )
         with Live() as live:
             call()
@@ -188,11 +180,11 @@ def _peak(
 
 
 def _transformer(
+    samples: int,
     config: dict[str, Any],
     dtype_of: Callable[[str], torch.dtype],
-    samples: int,
     latent: Latent,
-    text: int,
+    text_tokens: int,
     accelerator: bool,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
@@ -203,7 +195,7 @@ def _transformer(
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     x_t_BCFHW, sigma_B = torch.empty(samples, *latent), torch.ones(samples)
-    text_BLD = torch.empty(samples, text, config["text_dim"])
+    text_BLD = torch.empty(samples, text_tokens, config["text_dim"])
     return model, lambda: velocity(model, x_t_BCFHW, sigma_B, text_BLD)
 
 

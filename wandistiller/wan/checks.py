@@ -11,7 +11,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
 from wandistiller.wan.components import text_encoder_of, vae_of
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weights import DIFFUSERS_STEM, WeightReader
 
 UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
 EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
@@ -59,11 +59,11 @@ TIED = "encoder.embed_tokens.weight"
 
 def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
     """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    found = _missing(where, config, NEEDED) + value_problems(where, config, TRANSFORMER)
+    problems = _section_problems(where, config, NEEDED, TRANSFORMER)
     if (name := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
         remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
-        found.append(problem(where, "_class_name", name, remedy))
-    return found
+        problems.append(problem(where, "_class_name", name, remedy))
+    return problems
 
 
 def pipeline_problems(
@@ -75,15 +75,13 @@ def pipeline_problems(
         experts: transformer config by folder name, the high-noise expert's first.
     """
     files = {folder: f"{name}/{folder}/config.json" for folder in (*experts, "vae")}
-    found = [p for folder, config in experts.items() for p in transformer_problems(files[folder], config)]
-    found += _missing(files["vae"], vae, ["latents_mean", "latents_std", "z_dim"])
-    found += value_problems(files["vae"], vae, VAE)
+    problems = [p for folder, config in experts.items() for p in transformer_problems(files[folder], config)]
+    problems += _section_problems(files["vae"], vae, ["latents_mean", "latents_std", "z_dim"], VAE)
     shifts = ("flow_shift", "shift")
     given = {key: value for key, value in scheduler.items() if value is not None or key not in shifts}
     scheduler_file = f"{name}/scheduler/scheduler_config.json"
-    found += _missing(scheduler_file, scheduler, ["_class_name"])
-    found += value_problems(scheduler_file, given, SCHEDULER)
-    return found or _unequal(files, experts) + _channel_problems(files, experts, vae)
+    problems += _section_problems(scheduler_file, given, ["_class_name"], SCHEDULER)
+    return problems or _unequal(files, experts) + _channel_problems(files, experts, vae)
 
 
 def _unequal(files: dict[str, str], experts: dict[str, dict[str, Any]]) -> list[str]:
@@ -100,29 +98,31 @@ def _unequal(files: dict[str, str], experts: dict[str, dict[str, Any]]) -> list[
 def _channel_problems(
     files: dict[str, str], experts: dict[str, dict[str, Any]], vae: dict[str, Any]
 ) -> list[str]:
-    first, found = next(iter(experts)), []
-    channels = experts[first]["in_channels"]
-    if (out := experts[first].get("out_channels") or channels) != channels:
+    problems, (first, config) = [], next(iter(experts.items()))
+    channels, out = config["in_channels"], config["out_channels"]
+    if out != channels:
         remedy = (
             f"It has {channels} input channels; only a Wan with as many outputs as inputs can be distilled."
         )
-        found.append(problem(files[first], "out_channels", out, remedy))
+        problems.append(problem(files[first], "out_channels", out, remedy))
     sizes = {"z_dim": vae["z_dim"], **{key: len(vae[key]) for key in ("latents_mean", "latents_std")}}
-    return found + [
-        f"{files['vae']}: `{key}` is for {size} channels, the transformer for {channels}. Give the VAE that "
-        "belongs to it."
-        for key, size in sizes.items()
-        if size != channels
-    ]
+    remedy = f"channels, the transformer for {channels}. Give the VAE that belongs to it."
+    wrong = {key: size for key, size in sizes.items() if size != channels}
+    return problems + [f"{files['vae']}: `{key}` is for {size} {remedy}" for key, size in wrong.items()]
 
 
-def _missing(where: str, config: dict[str, Any], needed: list[str]) -> list[str]:
-    return [f"{where}: `{key}` is missing. Fetch this file again." for key in needed if key not in config]
+def _section_problems(
+    where: str, config: dict[str, Any], needed: list[str], types: dict[str, Any]
+) -> list[str]:
+    """List the missing keys and the wrong values."""
+    missing = [key for key in needed if key not in config]
+    problems = [f"{where}: `{key}` is missing. Fetch this file again." for key in missing]
+    return problems + value_problems(where, config, types)
 
 
 def unfit(where: str | Path, error: Exception) -> str:
     """Return the message for one of `UNFIT`."""
-    why = error or type(error).__name__
+    why = str(error) or type(error).__name__
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 
 
@@ -132,23 +132,23 @@ def part_problems(folder: Path, vae: dict[str, Any], text_dim: int) -> list[str]
     Args:
         text_dim: width of the transformer's text input.
     """
-    found = []
+    problems = []
     if not any((folder / "tokenizer" / name).is_file() for name in ("tokenizer.json", "spiece.model")):
-        found.append(
+        problems.append(
             f"{folder / 'tokenizer'}: no tokenizer.json or spiece.model in it. Give the whole pipeline."
         )
     elif (about := folder / "tokenizer" / "tokenizer_config.json").is_file():
         try:
             read_json(about)
         except ConfigError as error:
-            found += error.problems
+            problems += error.problems
     try:
         with torch.device("meta"):
             model = vae_of(vae)
-        found += _weight_problems(folder / "vae", "diffusion_pytorch_model", model)
+        problems += weight_problems(folder / "vae", model)
     except UNFIT as error:
-        found.append(unfit(folder / "vae" / "config.json", error))
-    return found + _text_problems(folder / "text_encoder", text_dim)
+        problems.append(unfit(folder / "vae" / "config.json", error))
+    return problems + _text_problems(folder / "text_encoder", text_dim)
 
 
 def _text_problems(folder: Path, text_dim: int) -> list[str]:
@@ -162,14 +162,15 @@ def _text_problems(folder: Path, text_dim: int) -> list[str]:
             return [problem(file, "d_model", config.get("d_model"), remedy)]
         with torch.device("meta"):
             model = text_encoder_of(config)
-        return _weight_problems(folder, "model", model)
+        return weight_problems(folder, model, "model")
     except ConfigError as error:
         return error.problems
     except UNFIT as error:
         return [unfit(file, error)]
 
 
-def _weight_problems(folder: Path, stem: str, model: nn.Module) -> list[str]:
+def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:
+    """List the tensors in `folder` that do not fit `model`, from the files' headers."""
     try:
         reader = WeightReader(folder, stem)
     except ConfigError as error:
@@ -179,4 +180,4 @@ def _weight_problems(folder: Path, stem: str, model: nn.Module) -> list[str]:
         expected[TIED] = expected["shared.weight"]
         if "shared.weight" not in reader.stored:
             del expected["shared.weight"]
-    return reader.problems(folder, expected, model._keys_to_ignore_on_load_unexpected)
+    return reader.problems(expected, model._keys_to_ignore_on_load_unexpected)

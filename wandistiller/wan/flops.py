@@ -1,4 +1,4 @@
-"""Floating-point operations of Wan's transformer, counted by torch on fake tensors, which take no memory.
+"""Floating-point operations of Wan's transformer, counted by torch on the meta device, which takes no memory.
 
 Matrix products and attention are counted; a multiply-add is two operations.
 """
@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
-from wandistiller.wan.transformer import TEXT_TOKENS, meta_transformer
+from wandistiller.wan.transformer import TEXT_TOKENS, meta_transformer, velocity
 
 
 class _Pass(NamedTuple):
@@ -88,36 +86,30 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
         reached: True if gradients go back to before the block.
     """
     model.blocks = nn.ModuleList([block])
+    model.to("meta")  # the rope tables, which `meta_transformer` makes on the CPU
 
-    def enter(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        if (
-            reached and not given[0].requires_grad
-        ):  # in the whole network something before the block is trained
-            given[0].requires_grad_()
+    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if reached and not inputs[0].requires_grad:  # in the whole network an earlier weight is trained
+            inputs[0].requires_grad_()
 
     hook = block.register_forward_pre_hook(enter)
+    x_t_BCFHW, sigma_B, text_BLD = (
+        torch.empty(1, *shape, device="meta")
+        for shape in (latent, (), (TEXT_TOKENS, model.config["text_dim"]))
+    )
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
-    with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
-        weights = {
-            name: torch.empty(p.shape).requires_grad_(p.requires_grad) for name, p in model.named_parameters()
-        }
-        weights |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
-        given = {
-            "hidden_states": torch.empty(1, *latent),
-            "timestep": torch.ones(1),
-            "encoder_hidden_states": torch.empty(1, TEXT_TOKENS, model.config["text_dim"]),
-        }
-        with FlopCounterMode(display=False) as counter:
-            v_BCFHW = functional_call(model, weights, kwargs=given | {"return_dict": False})[0]
-        forward, by_module = counter.get_total_flops(), Counter()
-        for module, found in counter.get_flop_counts().items():
-            by_module[module.partition(".")[2]] += sum(found.values())
-        with FlopCounterMode(display=False) as counter:
-            if v_BCFHW.requires_grad:
-                v_BCFHW.sum().backward()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+        v_BCFHW = velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
+        if v_BCFHW.requires_grad:
+            v_BCFHW.sum().backward()
     hook.remove()
+    model.zero_grad()
+    by_module = Counter()
+    for module, counts in forward.get_flop_counts().items():
+        by_module[module.partition(".")[2]] += sum(counts.values())
     parts = {
-        what: sum(by_module[f"blocks.0.{name}"] for name in names) or by_module["blocks.0"]
-        for what, names in MODULES.items()
+        part: sum(by_module[f"blocks.0.{name}"] for name in names) or by_module["blocks.0"]
+        for part, names in MODULES.items()
     }
-    return _Pass(forward, parts, counter.get_total_flops())
+    return _Pass(forward.get_total_flops(), parts, backward.get_total_flops())

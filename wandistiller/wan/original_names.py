@@ -22,9 +22,8 @@ NAMES = (
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
 """Patterns of diffusers' names, and the original ones."""
-HEAD_DIM = 128
 FIXED = {
-    "attention_head_dim": HEAD_DIM,
+    "attention_head_dim": 128,
     "patch_size": [1, 2, 2],
     "freq_dim": 256,
     "text_dim": 4096,

@@ -15,11 +15,10 @@ from huggingface_hub import constants
 from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import read_json
-from wandistiller.wan.checks import UNFIT, part_problems, pipeline_problems, unfit
+from wandistiller.wan.checks import UNFIT, part_problems, pipeline_problems, unfit, weight_problems
 from wandistiller.wan.defaults import EMBEDDED, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch
 from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.weights import WeightReader
 
 TINY = Path(__file__).parent.parent / "tiny" / "pipeline"
 
@@ -75,20 +74,17 @@ class WanFolder:
     def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
         """List the sizes that are not whole latents and whole patches, or are too large."""
         (t, h, w), rope, n = self.config["patch_size"], self.config["rope_max_seq_len"], self.temporal
-        found = []
-        for key, value, multiple in (
-            ("height", height, self.spatial * h),
-            ("width", width, self.spatial * w),
-        ):
+        rules, sides = [], {"height": (height, self.spatial * h), "width": (width, self.spatial * w)}
+        for key, (value, multiple) in sides.items():
             near = max(multiple, round(value / multiple) * multiple)
             remedy = f"This teacher needs a multiple of {multiple}, e.g. {near}."
-            found.append((key, value, rope * multiple, value % multiple, remedy))
+            rules.append((key, value, rope * multiple, value % multiple, remedy))
         remedy = f"Write {n}k + 1, e.g. {(num_frames - 1) // n * n + 1}."
-        found.append(("num_frames", num_frames, (rope * t - 1) * n + 1, (num_frames - 1) % n, remedy))
+        rules.append(("num_frames", num_frames, (rope * t - 1) * n + 1, (num_frames - 1) % n, remedy))
         too_large = "This teacher supports sizes up to {}. Write less."
         return [
             problem(self.name, key, value, too_large.format(most) if value > most else remedy)
-            for key, value, most, rest, remedy in found
+            for key, value, most, rest, remedy in rules
             if value > most or rest
         ]
 
@@ -105,31 +101,18 @@ def require_weights(folder: WanFolder) -> None:
     if folder.revision:
         fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
         if constants.HF_HUB_OFFLINE:
-            remedy = (
-                f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE). Fetch "
-                "it elsewhere."
-            )
+            offline = "and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere."
+            remedy = f"It is not in {constants.HF_HUB_CACHE}, {offline}"
     parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
     empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
-    found = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
+    problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
     for expert, config in folder.configs.items():
         if expert.value not in empty:
-            found += weight_problems(folder.path / expert.value, config)
+            problems += weight_problems(folder.path / expert.value, meta_transformer(config))
     if not {"vae", "text_encoder"} & {*empty}:
-        found += part_problems(folder.path, folder.vae, folder.config["text_dim"])
-    if found:
-        raise ConfigError(*found)
-
-
-def weight_problems(source: Path, config: dict[str, Any]) -> list[str]:
-    """List the tensors in `source` that do not fit `config`, from the files' headers."""
-    try:
-        reader = WeightReader(source)
-    except ConfigError as error:
-        return error.problems
-    model = meta_transformer(config)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    return reader.problems(source, shapes, model._keys_to_ignore_on_load_unexpected)
+        problems += part_problems(folder.path, folder.vae, folder.config["text_dim"])
+    if problems:
+        raise ConfigError(*problems)
 
 
 @readable()
@@ -157,18 +140,18 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
-    usual = _defaults(WanTransformer3DModel, "cross_attn_norm")
-    configs = {e: usual | _read(path / e.value / "config.json", name) for e in experts}
-    usual = _defaults(AutoencoderKLWan, "latents_mean", "latents_std")
-    vae = usual | _read(path / "vae" / "config.json", name)
+    left_out = _defaults(WanTransformer3DModel, "cross_attn_norm")
+    configs = {e: left_out | _read(path / e.value / "config.json", name) for e in experts}
+    left_out = _defaults(AutoencoderKLWan, "latents_mean", "latents_std")
+    vae = left_out | _read(path / "vae" / "config.json", name)
     scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
     boundary = index.get("boundary_ratio") if len(experts) == 2 else None
-    found = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    problems = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
-        found.append(problem(where, "boundary_ratio", boundary, remedy))
-    if found := found or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler):
-        raise ConfigError(*found)
+        problems.append(problem(where, "boundary_ratio", boundary, remedy))
+    if problems := problems or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler):
+        raise ConfigError(*problems)
     shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
     return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
 

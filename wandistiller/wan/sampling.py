@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wandistiller.batch import Batch
 from wandistiller.flow import TRAIN_TIMESTEPS, expert_at
+from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import WanFolder
 
 
@@ -16,10 +17,9 @@ def _scheduler(
     folder: WanFolder, shift: float, steps: int, device: torch.device | None = None
 ) -> SchedulerMixin:
     """The pipeline's own scheduler, set to `steps`."""
-    name = diffusers.UniPCMultistepScheduler.load_config(folder.path / "scheduler")["_class_name"]
-    kind = getattr(diffusers, name)
-    key = "shift" if "shift" in kind.load_config(folder.path / "scheduler") else "flow_shift"
-    scheduler = kind.from_pretrained(folder.path / "scheduler", **{key: shift})
+    config = read_json(folder.path / "scheduler" / "scheduler_config.json")
+    key = "shift" if "shift" in config else "flow_shift"
+    scheduler = getattr(diffusers, config["_class_name"]).from_config(config, **{key: shift})
     scheduler.set_timesteps(steps, device=device)
     return scheduler
 

@@ -22,6 +22,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 HEADER_BYTES = 100_000_000  # the format allows no more
+DIFFUSERS_STEM = "diffusion_pytorch_model"
 CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
 NAMED = 5  # tensors named in one message
 
@@ -47,7 +48,7 @@ class WeightReader:
     Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
     """
 
-    def __init__(self, folder: Path, stem: str = "diffusion_pytorch_model"):
+    def __init__(self, folder: Path, stem: str = DIFFUSERS_STEM):
         """Read the headers, no data.
 
         Args:
@@ -56,9 +57,8 @@ class WeightReader:
             ConfigError: files are missing, truncated, or not safetensors.
         """
         self.folder = folder
-        self.found_bad: list[str] = []
-        """Problems that `read` found: unreadable bytes and non-finite numbers. For `gather_problems` after
-        loading."""
+        self.faults: list[str] = []
+        """Unreadable bytes and non-finite numbers in what was read; for `gather_problems` after loading."""
         self.stored: dict[str, Stored] = {}
         problems: list[str] = []
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
@@ -68,46 +68,37 @@ class WeightReader:
                 self.stored |= _header(file)
             except ValueError as error:
                 problems.append(f"{file}: {error} Fetch this file again.")
-        lost = (
-            {} if problems else {name: file for name, file in weight_map.items() if name not in self.stored}
-        )
-        problems += [
-            f"{index}: it lists `{n}` in {f}, which lacks it. Fetch the folder again."
-            for n, f in lost.items()
-        ]
+        if not problems:
+            lost = [(name, file) for name, file in weight_map.items() if name not in self.stored]
+            remedy = "which lacks it. Fetch the folder again."
+            problems = [f"{index}: it lists `{name}` in {file}, {remedy}" for name, file in lost]
         if problems:
             raise ConfigError(*problems)
 
-    def problems(self, where: Path, expected: dict[str, torch.Size], ignored: list[str] | None) -> list[str]:
+    def problems(self, expected: dict[str, torch.Size], ignored: list[str] | None) -> list[str]:
         """List the tensors that are missing, unexpected, or of another shape than the config's model has."""
-        unexpected = {
-            n for n in self.stored.keys() - expected.keys() if not any(part in n for part in ignored or ())
-        }
-        found = []
-        for what, names in (
-            ("missing", expected.keys() - self.stored.keys()),
-            ("not known to this model", unexpected),
-        ):
+        missing, extra = expected.keys() - self.stored.keys(), self.stored.keys() - expected.keys()
+        extra = {name for name in extra if not any(part in name for part in ignored or ())}
+        problems = []
+        for what, names in (("missing", missing), ("not known to this model", extra)):
             if names:
                 shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                found.append(
-                    f"{where}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its weights "
-                    "do not belong together. Fetch the folder again."
+                problems.append(
+                    f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its "
+                    "weights do not belong together. Fetch the folder again."
                 )
         for name in sorted(expected.keys() & self.stored.keys()):
-            has = self.stored[name]
-            if has.shape != expected[name]:
-                found.append(
-                    f"{has.file}: tensor `{name}` has the shape {list(has.shape)}; config.json asks for "
-                    f"{list(expected[name])}. Fetch the folder again."
-                )
-        return found
+            stored, shape = self.stored[name], expected[name]
+            if stored.shape != shape:
+                shapes = f"has the shape {list(stored.shape)}; config.json asks for {list(shape)}"
+                problems.append(f"{stored.file}: tensor `{name}` {shapes}. Fetch the folder again.")
+        return problems
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:
         """Fill `out` with the elements from `first` on of a tensor's row-major order, converted to its dtype.
 
-        Elements past the tensor's end are left alone. Problems go to `found_bad`, as other ranks go on
+        Elements past the tensor's end are left alone. Problems go to `faults`, as other ranks go on
         loading.
         """
         stored = self.stored[name]
@@ -115,19 +106,20 @@ class WeightReader:
         direct = out.device.type == "cpu" and out.dtype == stored.dtype
         step = CHUNK_BYTES // stored.dtype.itemsize
         try:
-            with stored.file.open("rb", buffering=0) as file:
+            with stored.file.open("rb") as file:
                 file.seek(stored.begin + first * stored.dtype.itemsize)
                 for chunk_N in out_N.split(step) if len(out_N) else ():
                     nbytes = len(chunk_N) * stored.dtype.itemsize
                     raw_N = chunk_N if direct else self._scratch[:nbytes].view(stored.dtype)
-                    _fill(raw_N, file)
+                    raw = memoryview(raw_N.view(torch.uint8).numpy())
+                    if file.readinto(raw) < len(raw):
+                        raise EOFError("the file ends inside it")
                     if not direct:
                         chunk_N.copy_(raw_N)
                     self._check(name, chunk_N)
         except (OSError, EOFError) as error:
-            self.found_bad.append(
-                f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
-            )
+            message = f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
+            self.faults.append(message)
 
     @cached_property
     def _scratch(self) -> Tensor:
@@ -136,25 +128,22 @@ class WeightReader:
     def _check(self, name: str, chunk_N: Tensor) -> None:
         low, high = chunk_N.aminmax()
         if not (low.isfinite() and high.isfinite()):
-            kind = str(chunk_N.dtype).removeprefix("torch.")
-            text = (
-                f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {kind}. "
+            dtype = str(chunk_N.dtype).removeprefix("torch.")
+            message = (
+                f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {dtype}. "
                 "Fetch this file again, or choose another precision."
             )
-            if text not in self.found_bad:
-                self.found_bad.append(text)
+            if message not in self.faults:
+                self.faults.append(message)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """File name by tensor."""
     files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or any(
-        not isinstance(name, str) or Path(name).name != name for name in files.values()
-    ):
-        raise ConfigError(
-            f"{index}: `weight_map` must name a file of its folder for each tensor. Fetch this file again."
-        )
-    return files
+    if isinstance(files, dict) and all(isinstance(f, str) and Path(f).name == f for f in files.values()):
+        return files
+    remedy = "must name a file of its folder for each tensor. Fetch this file again."
+    raise ConfigError(f"{index}: `weight_map` {remedy}")
 
 
 def _header(file: Path) -> dict[str, Stored]:
@@ -201,13 +190,3 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> Stored:
             f"`{name}` has {end - begin} bytes, which do not match its shape {shape} and type {dtype}."
         )
     return Stored(file, DTYPES[dtype], torch.Size(shape), data + begin)
-
-
-def _fill(out_N: Tensor, file: Any) -> None:
-    """Read exactly the bytes of a contiguous CPU tensor."""
-    left = memoryview(out_N.view(torch.uint8).numpy())
-    while left:
-        got = file.readinto(left)
-        if not got:
-            raise EOFError("the file ends inside it")
-        left = left[got:]

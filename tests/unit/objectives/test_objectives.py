@@ -103,7 +103,7 @@ def test_min_snr_weighs_the_error_of_x0_by_the_signal_to_noise_ratio() -> None:
 
 
 def test_the_sigma_weight_multiplies_each_sample_s_loss() -> None:
-    batch = BATCH.replace(sigma_B=torch.tensor([0.5, 1.0]))
+    batch = replace(BATCH, sigma_B=torch.tensor([0.5, 1.0]))
     found = velocity_loss(constant(3.0, 3.0), constant(1.0, 1.0), batch, sigma_weight="cosmap")
     torch.testing.assert_close(found, torch.tensor([16 / math.pi, 8 / math.pi]))
 
@@ -175,16 +175,13 @@ def test_a_single_term_is_not_named_apart_from_the_sum() -> None:
 
 
 def test_split_undoes_join() -> None:
-    batches = {NOISED: BATCH, PATH: BATCH.replace(x_t_BCFHW=NOISE[:1], sigma_B=torch.ones(1))}
-    batches[PATH] = replace(
-        batches[PATH], x0_BCFHW=X0[:1], noise_BCFHW=NOISE[:1], text_BLD=BATCH.text_BLD[:1]
-    )
+    one = Batch(X0[:1], NOISE[:1], NOISE[:1], torch.ones(1), BATCH.text_BLD[:1], BATCH.expert)
+    batches = {NOISED: BATCH, PATH: one}
     both = concat_batches(batches)
-    found = split_prediction(Prediction(both.x_t_BCFHW, {0: both.text_BLD}), batches)
+    parts = split_prediction(Prediction(both.x_t_BCFHW, {0: both.text_BLD}), batches)
     for name, batch in batches.items():
-        assert torch.equal(found[name].v_BCFHW, batch.x_t_BCFHW) and torch.equal(
-            found[name].features[0], batch.text_BLD
-        )
+        assert torch.equal(parts[name].v_BCFHW, batch.x_t_BCFHW)
+        assert torch.equal(parts[name].features[0], batch.text_BLD)
 
 
 def test_the_teacher_is_needed_unless_only_data_or_paths_are_matched() -> None:

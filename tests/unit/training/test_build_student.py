@@ -1,6 +1,7 @@
 """Calibration before training: independent of ranks and placement, kept across a resume."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() 
 
 
 def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
-    batch, error = batches()[0].replace(sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
+    batch, error = replace(batches()[0], sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
     error.add(batch, torch.zeros(2, 3), torch.randn(2, 3))
     assert error.relative() == 1 and error.by_sigma() == {"0.0-0.25": 1.0, "0.75-1.0": 1.0}
 

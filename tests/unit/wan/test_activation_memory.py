@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from small_wan import small_transformer
@@ -11,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.batch import Prediction
 from wandistiller.engine.activation_checkpointing import read_recompute
+from wandistiller.engine.ds_schema import without_block
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.student.blocks import Blocks, add_projections, configure
+from wandistiller.student.blocks import Blocks, add_projections
 from wandistiller.wan import activation_memory
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.transformer import fresh_rope, velocity
@@ -46,7 +48,7 @@ def forward(
     for p in made.parameters():
         p.grad = torch.zeros_like(p)
     if "wandistiller" in ds:
-        configure({k: v for k, v in ds.items() if k != "wandistiller"})
+        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
     Blocks(made, read_recompute(ds))
     x_t_BCFHW, text_BLD = torch.randn(MICRO, 16, 1, SIDE, SIDE), torch.randn(MICRO, TEXT, 32)
     return made, lambda: velocity(made, x_t_BCFHW, torch.ones(MICRO), text_BLD)
@@ -143,7 +145,7 @@ def test_hidden_states_that_are_compared_take_what_was_said(
     made.rope = fresh_rope(made)
     for p in made.parameters():
         p.grad = torch.zeros_like(p)
-    configure({k: v for k, v in ds.items() if k != "wandistiller"})
+    deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
     watched = Blocks(made, read_recompute(ds))
     x_t_BCFHW, text_BLD = torch.randn(MICRO, 16, 1, SIDE, SIDE), torch.randn(MICRO, TEXT, 32)
     term = FeatureMatching().for_student(list(range(layers)))

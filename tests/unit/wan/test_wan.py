@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
 def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     b, null_LD = some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
     inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
-    null = b.replace(text_BLD=null_LD.expand_as(b.text_BLD))
+    null = replace(b, text_BLD=null_LD.expand_as(b.text_BLD))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
     found = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale))).velocity(b)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

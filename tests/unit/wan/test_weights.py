@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.wan.pipeline import weight_problems
+from wandistiller.wan.checks import weight_problems
+from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weights import CHUNK_BYTES, WeightReader
 
 NAME = "diffusion_pytorch_model.safetensors"
@@ -59,7 +60,7 @@ def test_a_number_that_is_not_finite_is_noted_once_with_file_and_tensor(tmp_path
     value[[3, -2]] = bad
     reader = stored(tmp_path, x=value)
     reader.read("x", torch.empty_like(value))
-    assert reader.found_bad == [
+    assert reader.faults == [
         f"{tmp_path / NAME}: tensor `x` holds numbers that are not finite in float32. Fetch this "
         "file again, or choose another precision."
     ]
@@ -68,9 +69,9 @@ def test_a_number_that_is_not_finite_is_noted_once_with_file_and_tensor(tmp_path
 def test_a_number_is_noted_if_it_is_too_large_for_the_precision_asked_for(tmp_path: Path) -> None:
     reader = stored(tmp_path, fits=torch.tensor([3e38, -3e38]), x=torch.tensor([1e6]))
     reader.read("fits", torch.empty(2))
-    assert reader.found_bad == []
+    assert reader.faults == []
     reader.read("x", torch.empty(1, dtype=torch.float16))
-    assert "tensor `x` holds numbers that are not finite in float16" in reader.found_bad[0]
+    assert "tensor `x` holds numbers that are not finite in float16" in reader.faults[0]
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_noted(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noted(tmp_path: Path) -> Non
     with (tmp_path / NAME).open("r+b") as file:
         file.truncate(200)
     reader.read("x", torch.empty(100))
-    assert reader.found_bad == [
+    assert reader.faults == [
         f"{tmp_path / NAME}: tensor `x` could not be read: the file ends inside it. Fetch this file again."
     ]
 
@@ -90,7 +91,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    return weight_problems(folder, json.loads((folder / "config.json").read_text()))
+    return weight_problems(folder, meta_transformer(json.loads((folder / "config.json").read_text())))
 
 
 def rewrite(folder: Path, change: Spoil) -> None:
