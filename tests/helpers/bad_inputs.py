@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.cli.main import main
+from wandistiller.distributed import collectives
 
 ENGINE = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 SOUND: dict[str, Any] = {
@@ -99,6 +100,15 @@ def outcome(words: list[str], here: Path) -> Outcome:
     ]
     wrote = sorted(str(file.relative_to(here)) for file in set(here.rglob("*")) - before)
     return Outcome(code, errors, said.getvalue(), wrote, time.monotonic() - began)
+
+
+def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:
+    """Run command lines, each with its folder, one by one; called on ranks by test_bad_input.py."""
+    found = []
+    for here, words in cases:
+        found.append(outcome([word.replace("{rank}", str(collectives.rank())) for word in words], here))
+        collectives.barrier()
+    return found
 
 
 def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment, free_port, losses, wandistiller, write_json
+from placements_on_ranks import differences
+from ranks import ROOT, call, environment, free_port, losses, wandistiller, write_json
 from recipes import recipe
 
 NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
@@ -20,7 +21,8 @@ PARTS = {
     "owner": [1, 0, 1],
 }
 """Among how many ranks the weights are cut that each rank has; 0 where it has none."""
-TASKS = [(name, *how) for name in PARTS for how in (("float32", "1"), ("bfloat16", "2"))]
+HOW = ("float32 1", "bfloat16 2")
+"""Precisions and passes of guidance."""
 SKIP = bool(subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode)
 pytestmark = [
     pytest.mark.multinode,
@@ -64,27 +66,27 @@ def on_nodes(
 
 
 @pytest.fixture(scope="module")
-def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What placements_on_ranks.py found of each teacher JSON."""
+def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found of each teacher JSON."""
     work = tmp_path_factory.mktemp("nodes")
-    tasks = [f"'{name} {precision} {passes}'" for name, precision, passes in TASKS]
-    codes, said = on_nodes(
-        work,
-        NODES,
-        [sys.executable, ROOT / "tests" / "helpers" / "placements_on_ranks.py", wan2, work, *tasks],
+
+    def start(program: Path, folder: str, ranks: int) -> None:
+        codes, output = on_nodes(work, NODES, [sys.executable, program, folder])
+        assert codes == [0, 0], output
+
+    return call(
+        differences, wan2, work, [f"{name} {how}" for name in PARTS for how in HOW], ranks=3, start=start
     )
-    assert codes == [0, 0], said
-    return json.loads((work / "results.json").read_text())
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_each_node_has_its_own_where_the_json_says_so(placed: dict[str, Any], name: str) -> None:
-    assert placed[f"parts of {name}"] == PARTS[name]
+def test_each_node_has_its_own_where_the_json_says_so(placed: list[dict[str, Any]], name: str) -> None:
+    assert [of_rank[f"parts of {name}"] for of_rank in placed] == PARTS[name]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_wherever_it_lives_its_answers_are_bitwise_diffusers(placed: dict[str, Any], name: str) -> None:
-    assert [placed[" ".join(task)] for task in TASKS if task[0] == name] == [0, 0]
+def test_wherever_it_lives_its_outputs_are_bitwise_diffusers(placed: list[dict[str, Any]], name: str) -> None:
+    assert {of_rank[f"{name} {how}"] for of_rank in placed for how in HOW} == {0}
 
 
 # Where the cache is
