@@ -1,4 +1,4 @@
-"""Called on ranks by test_census.py: resident tensors in the last step of a real run, and the planned ones."""
+"""Called on ranks by test_census.py: the tensors in the last step of a real run, and the plan's."""
 
 import gc
 import logging
@@ -65,7 +65,7 @@ def planned(job: Job) -> dict[str, Any]:
 
 
 def census(folder: Path, wan: Path, student: str, teacher: str) -> dict[str, Any]:
-    """Train under these JSONs; return what was planned for this rank, seen on it, and left of its networks."""
+    """Train under these JSONs; return the plan for this rank, what was seen, and the networks left."""
     zero = read_json(f"ds_configs/student/{student}.json")["zero_optimization"]
     zero |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}

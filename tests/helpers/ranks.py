@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +84,18 @@ def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.Co
     return subprocess.CompletedProcess(words, code, out, err)
 
 
+FIRST_PORT = 10_000 + os.getpid() % 100 * 100
+PORTS = cycle(range(FIRST_PORT, FIRST_PORT + 100))
+"""Of this process alone, and below those that the system gives to any connection."""
+
+
 def free_port() -> int:
-    """A port that no other test uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that nothing uses, and nothing takes before it is used."""
+    for port in islice(PORTS, 100):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
+    raise RuntimeError(f"none of 100 ports from {FIRST_PORT} is free")
 
 
 def launcher(ranks: int) -> list[str]:
@@ -132,8 +141,13 @@ def runs_here(student: str) -> bool:
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, one a step."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl, one a step, as a reader that knows JSON alone sees them."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
 def losses(output: Path) -> list[float]:

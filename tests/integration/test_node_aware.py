@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from placements_on_ranks import differences
-from ranks import ROOT, call, environment, free_port, losses, wandistiller, write_json
-from recipes import recipe
+from ranks import ROOT, call, environment, free_port, losses, train_words, wandistiller
+from recipes import recipe_file, train
 
 NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
 NODES = [(0, 1), (2,)]
@@ -33,32 +33,25 @@ pytestmark = [
 def on_nodes(
     work: Path, nodes: list[tuple[int, ...]], words: list[Any], before: dict[int, str] | None = None
 ) -> tuple[list[int], str]:
-    """Run `words` on each rank of each node; the nodes' exit codes, and all that was said.
+    """Run `words` on each rank of each node; return the nodes' exit codes, and all output.
 
     Args:
         before: by node, what its shell does first.
     """
-    world = {
-        "WORLD_SIZE": str(sum(map(len, nodes))),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    world = {"WORLD_SIZE": str(sum(map(len, nodes))), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(free_port())}
     program, started = " ".join(map(str, words)), []
     for node, ranks in enumerate(nodes):
         each = [f"RANK={rank} LOCAL_RANK={local} {program} & p{local}=$!" for local, rank in enumerate(ranks)]
         waits = [f"wait $p{local} || code=$?" for local, _ in enumerate(ranks)]
         shell = "\n".join([(before or {}).get(node, ":"), *each, "code=0", *waits, "exit $code"])
+        env, words = (
+            environment(**world, LOCAL_WORLD_SIZE=str(len(ranks))),
+            [*NAMESPACES, "bash", "-c", shell],
+        )
         with (work / f"node{node}.log").open("w") as log:
-            started.append(
-                subprocess.Popen(
-                    [*NAMESPACES, "bash", "-c", shell],
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=log,
-                    env=environment(**world, LOCAL_WORLD_SIZE=str(len(ranks))),
-                )
-            )
-    codes = [node.wait(300) for node in started]
+            started.append(subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=env))
+    codes = [node.wait(600) for node in started]
     return codes, "\n".join((work / f"node{node}.log").read_text() for node in range(len(nodes)))
 
 
@@ -101,40 +94,26 @@ def own_disks(work: Path, *nodes: int) -> dict[int, str]:
 
 
 def test_nodes_with_a_cache_each_train_once_each_has_filled_its_own(wan1: Path, tmp_path: Path) -> None:
-    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "one"), max_steps=2)
-    wandistiller("train", "--recipe", write_json(tmp_path / "one.json", given), ranks=2)
-    given |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "local")}
-    file, disks = write_json(tmp_path / "run.json", given), own_disks(tmp_path, 0, 1)
-    train = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
-    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
-    assert (
-        codes == [2, 2]
-        and said.count("run `wandistiller prepare` with this recipe on each node by itself first") == 1
-    ), said
+    one = train(tmp_path, wan1, "one", max_steps=2)
+    file = recipe_file(tmp_path, wan1, max_steps=2, cache_dir=str(tmp_path / "local"))
+    disks, words = own_disks(tmp_path, 0, 1), train_words(file)
+    codes, output = on_nodes(tmp_path, [(0,), (1,)], words, disks)
+    remedy = "run `wandistiller prepare` with this recipe on each node by itself first"
+    assert codes == [2, 2] and output.count(remedy) == 1, output
     for disk in disks:
-        wandistiller(
-            "prepare",
-            "--recipe",
-            file,
-            "--cache_dir",
-            tmp_path / f"disk{disk}",
-            "--output_dir",
-            tmp_path / "made",
-        )
-    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
-    assert codes == [0, 0], said
-    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+        folders = "--cache_dir", tmp_path / f"disk{disk}", "--output_dir", tmp_path / "made"
+        wandistiller("prepare", "--recipe", file, *folders)
+    codes, output = on_nodes(tmp_path, [(0,), (1,)], words, disks)
+    assert codes == [0, 0], output
+    assert losses(tmp_path / "run") == losses(one)
 
 
 # What goes between them
 
 
 def test_doctor_measures_the_ways_within_and_between_nodes_of_unlike_size(tmp_path: Path) -> None:
-    codes, said = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
-    assert (
-        codes == [0, 0]
-        and "3, at most 2 a node; gloo, sum over them right" in said
-        and said.count("--rates '") == 1
-    ), said
-    found = json.loads(said.partition("--rates '")[2].partition("'")[0])
-    assert found["link"] > 0 and found["network"] > 0
+    codes, output = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
+    assert codes == [0, 0] and "3, at most 2 a node; gloo, sum over them right" in output, output
+    (_, rates) = output.split("--rates '")  # once
+    measured = json.loads(rates.partition("'")[0])
+    assert measured["link"] > 0 and measured["network"] > 0

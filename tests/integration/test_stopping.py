@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from checkpointed import equal, exported
 from live import Live, live
-from ranks import ROOT, launcher, losses, wandistiller, write_json
-from recipes import recipe, student_engine, train
-from safetensors.torch import load_file
+from ranks import ROOT, launcher, losses, wandistiller
+from recipes import recipe_file, student_engine, train
 from small_wan import make_wan, small_transformer
 
 STEPS = 40
@@ -31,14 +30,9 @@ def whole(folder: Path, wan1: Path) -> Path:
     return train(folder, wan1, "whole", **SETTINGS)
 
 
-def student(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "student" / "transformer" / "diffusion_pytorch_model.safetensors")
-
-
 def training(folder: Path, wan: Path, name: str, **more: object) -> list[str]:
     """Write the recipe `name`; return the words that train by it."""
-    given = recipe(folder, wan, **{"output_dir": str(folder / name)} | SETTINGS | more)
-    return ["wandistiller", "train", "--recipe", str(write_json(folder / f"{name}.json", given))]
+    return ["wandistiller", "train", "--recipe", str(recipe_file(folder, wan, name, **SETTINGS | more))]
 
 
 def torchrun() -> list[str]:
@@ -67,7 +61,7 @@ def to_all(run: Live) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
 
 
-WAYS: list[tuple[str, Callable[[], list[str]], Callable[[Live], None] | None, str]] = [
+WAYS = [  # name, launcher, what asks the run to stop, and how its message begins
     ("torchrun, SIGTERM", torchrun, to_launcher, "SIGTERM"),
     ("torchrun, SIGUSR1 to one rank", torchrun, to_one_rank, "SIGUSR1"),
     ("torchrun, SIGINT to all, as a terminal's Ctrl-C", torchrun, to_all, "SIGINT"),
@@ -87,8 +81,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     ways: list, folder: Path, wan1: Path, whole: Path
 ) -> None:
     name, done = f"cut{len(ways)}", 0
-    output = folder / name
-    command = training(folder, wan1, name)
+    output, command = folder / name, training(folder, wan1, name)
     for number, (way, launch, ask, reason) in enumerate(ways):
         with live([*launch(), *command], folder / f"{name}_{number}.log") as run:
             run.wait_for(rf"step {done + 1}/{STEPS} ")
@@ -101,8 +94,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         assert not (output / "STOP").exists() and not (output / "DONE").exists()
     wandistiller(*command[1:], ranks=2)
     assert losses(output) == losses(whole) and len(losses(whole)) == STEPS
-    found, wanted = student(output), student(whole)
-    assert all(torch.equal(found[name], w) for name, w in wanted.items())
+    assert equal(exported(output), exported(whole))
     assert json.loads((output / "DONE").read_text())["steps"] == STEPS
 
 
@@ -171,18 +163,10 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
         wan / "transformer"
     )
     engine = {k: v for k, v in student_engine(2).items() if k != "activation_checkpointing"}
-    settings = {
-        "student_config": {"num_layers": 4},
-        "deepspeed_config": engine,
-        "height": 256,
-        "width": 256,
-        "rollout_steps": 1,
-        "prepare_batch": 1,
-        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
-    }
-    file = write_json(
-        folder / "memory.json", recipe(folder, wan, output_dir=str(folder / "memory"), **settings)
-    )
+    settings = {"student_config": {"num_layers": 4}, "height": 256, "width": 256, "rollout_steps": 1}
+    settings |= {"prepare_batch": 1, "deepspeed_config": engine}
+    settings |= {"teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
+    file = recipe_file(folder, wan, "memory", **settings)
     room = ["--rank", "1", "--room", "32", "--at", "the student's forward pass", "--"]
     limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
     with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
