@@ -111,7 +111,7 @@ def train_words(recipe: Path, ranks: int = 1) -> list[str]:
 
 
 def run(
-    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float = 600, **env: str
+    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float | None = 1200, **env: str
 ) -> subprocess.CompletedProcess:
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout

@@ -72,7 +72,10 @@ def recipe_file(folder: Path, wan: Path, name: str = "run", **more: Any) -> Path
     return write_json(folder / f"{name}.json", given)
 
 
-def train(folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, **more: Any) -> Path:
+def train(
+    folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, accelerator: str = "cpu", **more: Any
+) -> Path:
     """Train by a `recipe_file`; return the output folder."""
-    wandistiller("train", "--recipe", recipe_file(folder, wan, name, **more), ranks=ranks)
+    file = recipe_file(folder, wan, name, **more)
+    wandistiller("train", "--recipe", file, ranks=ranks, accelerator=accelerator)
     return folder / name
