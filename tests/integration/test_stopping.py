@@ -87,8 +87,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
             run.wait_for(rf"step {done + 1}/{STEPS} ")
             ask(run) if ask else (output / "STOP").touch()
             code = run.end()
-            stopped = re.search(rf"stopped after step (\d+) of {STEPS} by .*{reason}", run.said())
-        assert stopped and code != 0, f"{way}: {code}\n{run.said()}"
+            stopped = re.search(rf"stopped after step (\d+) of {STEPS} by .*{reason}", run.output())
+        assert stopped and code != 0, f"{way}: {code}\n{run.output()}"
         done = int(stopped[1])
         assert done < STEPS and (output / "checkpoints" / "latest").read_text() == f"step_{done:08d}\n"
         assert not (output / "STOP").exists() and not (output / "DONE").exists()
@@ -103,7 +103,7 @@ def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Pa
     with live(words, folder / "alone.log") as run:
         run.wait_for(rf"step 1/{STEPS} ")
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == 75, run.said()
+        assert run.end() == 75, run.output()
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_second_signal_stops_at_once(folder: Path, wan1: Path) -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.still_runs_after(3.5)  # a rollout of 1,000 steps is not cut short by the first
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == -signal.SIGTERM, run.said()
+        assert run.end() == -signal.SIGTERM, run.output()
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
             assert run.still_runs_after(0.02)
         os.kill(run.process.pid, signal.SIGKILL)
         run.end()
-    assert "step 1/" not in run.said()
+    assert "step 1/" not in run.output()
 
 
 @pytest.mark.parametrize("gone", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -142,8 +142,8 @@ def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder
         assert run.end() == 1
         gone_by = rf"because of rank {gone}\. Rank {gone} is gone \(process \d+ on \S+\)"
         named = rf"rank {1 - gone}: stopped in: .*; {gone_by}"
-        assert re.search(rf"{named}, last heard of in: .+\.", run.said()), run.said()
-        assert "Error:" not in run.said().partition("torch.distributed.elastic")[0], run.said()
+        assert re.search(rf"{named}, last heard of in: .+\.", run.output()), run.output()
+        assert "Error:" not in run.output().partition("torch.distributed.elastic")[0], run.output()
 
 
 @pytest.mark.slow
@@ -171,14 +171,16 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
     limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
     with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
         run.end()
-        said = run.said()
+        output = run.output()
     assert re.search(
-        r"Out of memory on rank 1, step 1, the student's forward pass: .*\nrank 1: .* GiB", said
-    ), said
-    assert re.search(r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", said), (
-        said
-    )
+        r"Out of memory on rank 1, step 1, the student's forward pass: .*\nrank 1: .* GiB", output
+    ), output
+    assert re.search(
+        r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", output
+    ), output
     assert (
-        "What helps:\n" in said and "micro-batch 1 x 4" in said and "fewer frames (--num_frames)" in said
-    ), said
-    assert "exitcode  : 3 " in said, said
+        "What helps:\n" in output
+        and "micro-batch 1 x 4" in output
+        and "fewer frames (--num_frames)" in output
+    ), output
+    assert "exitcode  : 3 " in output, output
