@@ -85,25 +85,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from small_wan import make_wan, small_transformer
 
     folder = make_wan(tmp_path_factory.mktemp("wan") / "wide", layers=1)
+    sizes = {"num_attention_heads": 8, "attention_head_dim": 128, "ffn_dim": 1024}
     for seed, name in enumerate(("transformer", "transformer_2")):
-        small_transformer(
-            seed, 1, num_attention_heads=8, attention_head_dim=128, ffn_dim=1024
-        ).save_pretrained(folder / name)
+        small_transformer(seed, 1, **sizes).save_pretrained(folder / name)
     return folder
-
-
-@pytest.fixture(scope="session")
-def wans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "WanFolder"]:
-    """The published pipelines without weights: 1.3B, 14B, 5B and A14B."""
-    from published_wan import PUBLISHED, write_published
-
-    from wandistiller.wan.pipeline import open_wan
-
-    folder = tmp_path_factory.mktemp("published")
-    return {
-        short: open_wan(str(write_published(folder, name)))
-        for short, name in zip(("1.3B", "14B", "5B", "A14B"), PUBLISHED, strict=True)
-    }
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +97,17 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from published_wan import write_wans
 
     return write_wans(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="session")
+def wans(published: Path) -> dict[str, "WanFolder"]:
+    """The published pipelines without weights: 1.3B, 14B, 5B and A14B."""
+    from published_wan import PUBLISHED
+
+    from wandistiller.wan.pipeline import open_wan
+
+    opened = [open_wan(str(published / name)) for name in PUBLISHED]
+    return dict(zip(("1.3B", "14B", "5B", "A14B"), opened, strict=True))
 
 
 @pytest.fixture

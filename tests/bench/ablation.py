@@ -88,14 +88,12 @@ def row(name: str, steps: int, folder: Path) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("names", nargs="*", default=list(VARIANTS))
-    options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_ablation")
-    options.add_argument("--at_once", type=int, default=2)
-    given = options.parse_args()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("names", nargs="*", default=list(VARIANTS))
+    made.add_argument("--steps", type=int, default=1000)
+    made.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_ablation")
+    made.add_argument("--at_once", type=int, default=2)
+    given = made.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     print(
         f"| {given.steps} steps | held-out prompts right, of 112 | loss at the end | seconds a step |",

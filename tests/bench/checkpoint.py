@@ -5,10 +5,9 @@ python tests/bench/checkpoint.py --millions 400
 """
 
 import argparse
-import json
+import math
 import os
 import resource
-import shutil
 import sys
 import tempfile
 import time
@@ -16,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from ranks import launcher, run
+from fresh import fresh
 
 MIB = 2**20
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -42,7 +42,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder: Path) -> dict[str, float]:
-    """One save by one writer, on this rank."""
+    """One save by one writer, on this rank of a new process."""
     from recipes import ADAM
     from small_wan import small_transformer
 
@@ -52,17 +52,13 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from wandistiller.engine import ds_config
     from wandistiller.student.student import Student
 
+    collectives.init("warning")
     layers = max(1, round(millions / 16.8))  # of 16.8M parameters each
     model = small_transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
-    ds = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": ADAM,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-    }
-    student = Student(
-        {Expert.HIGH_NOISE: model}, ds_config.student_engine("here", ds, collectives.world_size())[0]
-    )
+    ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "bf16": {"enabled": True}}
+    ds["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
+    ds, *_ = ds_config.student_engine("here", ds, collectives.world_size())
+    student = Student({Expert.HIGH_NOISE: model}, ds)
     (trained,) = student.trained.values()
     for flat in trained.flats:
         trained.make_state(flat, ["exp_avg", "exp_avg_sq"], 1)
@@ -72,73 +68,29 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
         waited = timed(lambda: saver.save(student, 1, {}))
         behind = timed(saver.finish)
     else:
-        waited, behind = (
-            timed(lambda: student.engine(Expert.HIGH_NOISE).save_checkpoint(str(folder), tag="one")),
-            0.0,
-        )
+        engine, behind = student.engine(Expert.HIGH_NOISE), 0.0
+        waited = timed(lambda: engine.save_checkpoint(str(folder), tag="one"))
     collectives.barrier()
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    return {
-        "parameters": sum(map(_numel, trained.shapes.values())) / 1e6,
-        "size": size / MIB,
-        "waited": waited,
-        "behind": behind,
-        "peak": peak_above(base),
-    }
-
-
-def _numel(shape: list[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product
-
-
-def on_rank(case: str, writer: str, millions: int, folder: Path) -> None:
-    from wandistiller.distributed import collectives
-
-    collectives.init("warning")
-    _, stage, zero = next(c for c in CASES if c[0] == case)
-    found = collectives.gather_objects(measure(stage, zero, writer, millions, folder))
-    if collectives.rank() == 0:
-        worst = {key: max(f[key] for f in found) for key in found[0]}
-        (folder / "result.json").write_text(json.dumps(worst))
+    found = {"parameters": sum(map(math.prod, trained.shapes.values())) / 1e6, "size": size / MIB}
+    found |= {"waited": waited, "behind": behind, "peak": peak_above(base)}
     collectives.destroy()
+    return found
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("--millions", type=int, default=200, help="parameters of the student, about")
-    asked.add_argument("--on_rank", nargs=3, help=argparse.SUPPRESS)
-    given = asked.parse_args()
-    if given.on_rank:
-        return on_rank(given.on_rank[0], given.on_rank[1], given.millions, Path(given.on_rank[2]))
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--millions", type=int, default=200, help="parameters of the student, about")
+    args = made.parse_args()
     print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
-    for case, *_ in CASES:
+    for case, stage, zero in CASES:
         for writer in WRITERS:
-            folder = Path(tempfile.mkdtemp())
-            words = [
-                *launcher(2),
-                __file__,
-                "--millions",
-                str(given.millions),
-                "--on_rank",
-                case,
-                writer,
-                str(folder),
-            ]
-            run([str(w) for w in words], PATH=os.environ["PATH"])
-            r = json.loads((folder / "result.json").read_text())
-            shutil.rmtree(folder)
-            cells = [
-                f"{r['parameters']:.0f}M, {case}",
-                writer,
-                f"{r['waited']:.2f} s",
-                f"{r['behind']:.2f} s",
-                f"{r['size']:.0f} MiB",
-                f"{r['peak']:.0f} MiB",
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                found = fresh(measure, stage, zero, writer, args.millions, Path(folder), ranks=2)
+            worst = {key: max(of_rank[key] for of_rank in found) for key in found[0]}
+            times = f"{worst['waited']:.2f} s | {worst['behind']:.2f} s"
+            sizes = f"{worst['size']:.0f} MiB | {worst['peak']:.0f} MiB"
+            print(f"| {worst['parameters']:.0f}M, {case} | {writer} | {times} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":

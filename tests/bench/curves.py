@@ -7,7 +7,6 @@ Prints the greatest relative difference from the plain loop in the same precisio
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -16,9 +15,10 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
+import runs_on_ranks
 import torch
 from plain import plain_losses
-from ranks import ROOT, STUDENTS, launcher, run, runs_here
+from ranks import STUDENTS, call, runs_here
 from recipes import recipe
 from small_wan import make_wan
 
@@ -35,28 +35,16 @@ def greatest(ours: list[float], theirs: list[float]) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("names", nargs="*", default=[*filter(runs_here, STUDENTS)])
-    options.add_argument("--steps", type=int, default=20)
-    given = options.parse_args()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("names", nargs="*", default=[*filter(runs_here, STUDENTS)])
+    made.add_argument("--steps", type=int, default=20)
+    given = made.parse_args()
     folder = Path(tempfile.mkdtemp())
     wan = make_wan(folder / "wan")
-    curves = {}
+    engines, curves = [f"{name} {p}" for name in given.names for p in PRECISIONS], {}
     for ranks in (1, 2):
-        words = [
-            *launcher(ranks),
-            ROOT / "tests" / "helpers" / "curves_on_ranks.py",
-            folder,
-            wan,
-            given.steps,
-            folder / "r.json",
-        ]
-        run([*map(str, words), *given.names])
-        curves |= {
-            (key, ranks): losses for key, losses in json.loads((folder / "r.json").read_text()).items()
-        }
+        by_engine = call(runs_on_ranks.curves, folder, wan, given.steps, engines, ranks=ranks)[0]
+        curves |= {(engine, ranks): losses for engine, losses in by_engine.items()}
     collectives.init("warning")
     job = read_job(RunConfig(**recipe(folder, wan, output_dir=str(folder / "plain"))), world=1)
     plain = {name: plain_losses(job, given.steps, dtype) for name, dtype in PRECISIONS.items()}

@@ -32,19 +32,16 @@ CUT = "drawing"
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--runs", type=int, default=50)
-    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    options.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--folder", type=Path, help="kept, with the outputs of the runs that went wrong")
-    asked = options.parse_args()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--runs", type=int, default=50)
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    made.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--folder", type=Path, help="kept, with the outputs of the runs that went wrong")
+    args = made.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = campaign(
-            asked.folder or Path(temporary), asked.runs, asked.ranks, asked.precision, asked.seed
-        )
+        folder = args.folder or Path(temporary)
+        found = campaign(folder, args.runs, args.ranks, args.precision, args.seed)
     print(table(found), flush=True)
     return int(any(row["wrong"] for row in found))
 
@@ -91,11 +88,9 @@ def one(small: Campaign, name: str, phase: str, draw: random.Random) -> Outcome:
 
 def table(found: list[dict]) -> str:
     """Format by phase: kills, runs that ended equal among those hit, most steps lost, seconds to resume."""
-    lines = [
-        "| killed in | faults | runs hit | of them equal | most steps lost | s to first new step, median "
-        "(worst) |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["killed in", "faults", "runs hit", "of them equal", "most steps lost"]
+    heads += ["s to first new step, median (worst)"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for phase in [*PHASES, RESUMING, "all"]:
         hits = [(run, kill) for run in found for kill in run["kills"] if phase in (kill[0], "all")]
         if not hits:
@@ -104,10 +99,8 @@ def table(found: list[dict]) -> str:
         seconds = [kill[2] for _, kill in hits if kill[2] is not None]
         times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "-"
         equal = sum(not run["wrong"] for run in runs)
-        lines.append(
-            f"| {phase} | {len(hits)} | {len(runs)} | {equal} | "
-            f"{max(kill[1] for _, kill in hits)} | {times} |"
-        )
+        lost = max(kill[1] for _, kill in hits)
+        lines.append(f"| {phase} | {len(hits)} | {len(runs)} | {equal} | {lost} | {times} |")
     return "\n".join(lines)
 
 

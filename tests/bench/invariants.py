@@ -208,10 +208,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = options.add_subparsers(dest="command", required=True)
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = made.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
     recording.add_argument("file", type=Path)
     recording.add_argument("--checkout", type=Path, default=ROOT)
@@ -219,7 +217,7 @@ def main() -> None:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    given = options.parse_args()
+    given = made.parse_args()
     if given.command == "record":
         given.file.write_text(json.dumps(record(given.checkout.resolve(), given.only), indent=1))
     elif not compare(json.loads(given.before.read_text()), json.loads(given.after.read_text())):

@@ -6,7 +6,6 @@ A level is the mean of 50 steps: blocks that the C library caches vary by MiB wi
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,8 +13,8 @@ from statistics import mean
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from ranks import launcher, run, write_json
-from recipes import recipe
+from ranks import metrics, run, train_words
+from recipes import recipe_file
 from small_wan import make_wan
 
 
@@ -23,20 +22,9 @@ def held(folder: Path, steps: int, ranks: int) -> list[list[float]]:
     """Return the GiB of each rank after each step; checkpoints and pictures come every 50 steps."""
     wan = make_wan(folder / "wan", experts=1)
     often = {"save_every": 50, "sample_every": 50, "keep_checkpoints": 1}
-    given = recipe(folder, wan, output_dir=str(folder / "run"), max_steps=steps, **often)
-    run(
-        [
-            *launcher(ranks),
-            "-m",
-            "wandistiller",
-            "train",
-            "--recipe",
-            str(write_json(folder / "leak.json", given)),
-        ],
-        timeout=7200,
-    )
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["memory_gib"]["train"]["host"] for line in lines]
+    file = recipe_file(folder, wan, max_steps=steps, **often)
+    run(train_words(file, ranks), timeout=7200)
+    return [line["memory_gib"]["train"]["host"] for line in metrics(folder / "run")]
 
 
 def main() -> None:

@@ -9,14 +9,11 @@ shared pages once. The file is in the page cache for all of them.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
@@ -24,24 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from fresh import fresh
+from ranks import TEACHERS
 from small_wan import make_large_wan
 
-from wandistiller.teacher.strategies import teacher_jsons
-
-PLACEMENTS = [name for name in teacher_jsons() if name != "auto"]
 MIB = 2**20
-
-
-def arguments() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--folder", type=Path, default=Path("runs/bench_load"))
-    made.add_argument("--layers", type=int, default=8)
-    made.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
-    made.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    made.add_argument("--ranks", type=int, default=2)
-    made.add_argument("--placements", nargs="+", default=PLACEMENTS)
-    made.add_argument("--measure", help=argparse.SUPPRESS)
-    return made.parse_args()
 
 
 def make_teacher(folder: Path, layers: int, stored: str) -> Path:
@@ -77,7 +61,7 @@ class Peak(threading.Thread):
         return self.pages * os.sysconf("SC_PAGE_SIZE") / MIB - self.base["rss"]
 
 
-def measure(folder: Path, name: str, dtype: str) -> dict[str, Any]:
+def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
     """On this rank: load the teacher as `name` says, or with from_pretrained."""
     from diffusers import WanTransformer3DModel
 
@@ -98,7 +82,7 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, Any]:
 
             AsyncIOBuilder().load(verbose=False)  # its build is no part of loading
         ds = placement.teacher_engine(name, ds, collectives.world_size())
-    collectives.gather_objects(0)
+    collectives.barrier()
     peak = Peak()
     peak.start()
     start = time.perf_counter()
@@ -108,14 +92,10 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, Any]:
         made = build_teacher(teacher, ds)
     seconds = time.perf_counter() - start
     found = {"peak": peak.stop(), "seconds": seconds, "after": resident()["pss"] - peak.base["pss"]}
-    everyone = collectives.gather_objects(found)
+    collectives.barrier()  # pages that ranks share count by their share as long as all are there
     del made
     collectives.destroy()
-    return {
-        "peak": max(f["peak"] for f in everyone),
-        "seconds": max(f["seconds"] for f in everyone),
-        "node": sum(f["after"] for f in everyone),
-    }
+    return found
 
 
 def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]:
@@ -144,12 +124,14 @@ def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]
 
 
 def main() -> None:
-    args = arguments()
-    if args.measure:
-        found = measure(args.folder, args.measure, args.dtype)
-        if os.environ["RANK"] == "0":
-            print("RESULT " + json.dumps(found), flush=True)
-        return
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--folder", type=Path, default=Path("runs/bench_load"))
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
+    made.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--placements", nargs="+", default=TEACHERS)
+    args = made.parse_args()
     folder = make_teacher(args.folder, args.layers, args.stored)
     for file in folder.rglob("*.safetensors"):
         file.read_bytes()
@@ -157,30 +139,12 @@ def main() -> None:
     print(f"| placement | kept | bar | peak | peak / kept | node | seconds |\n|{'---|' * 7}")
     for name in ["from_pretrained", *args.placements]:
         ranks = 1 if name == "from_pretrained" else args.ranks
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={ranks}",
-            "--master_port=29517",
-            __file__,
-            "--measure",
-            name,
-            "--folder",
-            str(folder),
-            "--dtype",
-            args.dtype,
-        ]
-        done = subprocess.run(words, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            sys.exit(f"{name}:\n{done.stdout}\n{done.stderr}")
-        found = json.loads(lines[0].removeprefix("RESULT "))
+        found = fresh(measure, folder, name, args.dtype, ranks=ranks)
+        peak, seconds = (max(of_rank[key] for of_rank in found) for key in ("peak", "seconds"))
         keeps, largest = kept(folder, name, args.dtype, ranks)
         print(
-            f"| {name} | {keeps:.0f} | {1.15 * keeps + largest:.0f} "
-            f"| {found['peak']:.0f} | {found['peak'] / keeps:.2f} "
-            f"| {found['node']:.0f} | {found['seconds']:.1f} |",
+            f"| {name} | {keeps:.0f} | {1.15 * keeps + largest:.0f} | {peak:.0f} | {peak / keeps:.2f} "
+            f"| {sum(of_rank['after'] for of_rank in found):.0f} | {seconds:.1f} |",
             flush=True,
         )
 

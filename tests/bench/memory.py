@@ -20,8 +20,9 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).p
 
 from planned import measured, pipeline, predicted, recipe
 from ranks import STUDENTS
+from ranks import TEACHERS as PLACEMENTS
 
-TEACHERS = ["replicated", "sharded", "zero_inference_cpu", "zero_inference_nvme", "host_cpu", "owner"]
+TEACHERS = [name for name in PLACEMENTS if not name.startswith("device_map") and not name.endswith("_node")]
 
 
 def kept(file: Path, given: dict, ranks: int) -> dict[str, int]:
@@ -50,11 +51,8 @@ def main() -> None:
     made.add_argument("--num_frames", type=int, default=1)
     made.add_argument("--students", nargs="+", default=STUDENTS)
     made.add_argument("--teachers", nargs="+", default=TEACHERS)
-    made.add_argument(
-        "--short",
-        action="store_true",
-        help="fewer prompts and micro-steps: a run's height stays (1 %% at 50M)",
-    )
+    help_of_short = "fewer prompts and micro-steps: a run's height stays (1 %% at 50M)"
+    made.add_argument("--short", action="store_true", help=help_of_short)
     args = made.parse_args()
     folder = args.folder.absolute()
     wan = pipeline(folder, args.width, args.layers)
@@ -64,19 +62,17 @@ def main() -> None:
             size = {"height": args.pixels[0], "width": args.pixels[1], "num_frames": args.num_frames}
             given = recipe(folder, wan, args.student_layers, student, teacher, **size)
             given = shortened(given) if args.short else given
-            apart = (
-                "_{height}x{width}x{num_frames}".format(**size) if tuple(size.values()) != (64, 64, 1) else ""
-            )
-            apart += "_short" * args.short
+            form = "_{height}x{width}x{num_frames}".format(**size)
+            apart = form * (form != "_64x64x1") + "_short" * args.short
             sizes = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}"
             name = f"{sizes}_{student}_{teacher}{apart}.json"
-            found, said = kept(folder / name, given, args.ranks), predicted(given, args.ranks)
-            phases = [phase for phase in said if phase in found]
-            ratios.append(max(said[p] for p in phases) / max(found[p] for p in phases))
+            actual, expected = kept(folder / name, given, args.ranks), predicted(given, args.ranks)
+            phases = [phase for phase in expected if phase in actual]
+            ratios.append(max(expected[p] for p in phases) / max(actual[p] for p in phases))
             if len(ratios) == 1:
                 print(f"| student | teacher | {' | '.join(phases)} | planned / measured at the highest |")
                 print("|---" * (len(phases) + 3) + "|")
-            each = " | ".join(f"{said[phase]} / {found[phase]}" for phase in phases)
+            each = " | ".join(f"{expected[phase]} / {actual[phase]}" for phase in phases)
             print(f"| {student} | {teacher} | {each} | {ratios[-1]:.3f} |", flush=True)
     print(f"planned / measured: {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} runs")
     sys.exit(not all(0.95 <= ratio <= 1.1 for ratio in ratios))

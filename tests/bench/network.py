@@ -21,9 +21,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from memory import TEACHERS
 from planned import pipeline, recipe
-from ranks import ROOT, STUDENTS, environment, free_port, write_json
+from ranks import ROOT, STUDENTS, TEACHERS, environment, free_port, write_json
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -65,39 +64,20 @@ def run(given: Path, nodes: int) -> list[dict]:
     """What each rank has written down."""
     port, started = free_port(), []
     for node in range(nodes):
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            SPACE.format(node),
-            "unshare",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={nodes}",
-            f"--node_rank={node}",
-            "--nproc_per_node=2",
-            f"--master_addr={ADDRESS.format(1)}",
-            f"--master_port={port}",
-            "tests/helpers/network_on_ranks.py",
-            given,
-        ]
+        words = ["ip", "netns", "exec", SPACE.format(node)]
+        words += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words += [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}"]
+        words += ["--nproc_per_node=2", f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}"]
+        words += ["tests/helpers/network_on_ranks.py", str(given)]
+        env = environment(GLOO_SOCKET_IFNAME=CABLE)
         with given.with_name(f"node{node}.log").open("w") as out:
-            started.append(
-                subprocess.Popen(
-                    words, cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME=CABLE), stdout=out, stderr=out
-                )
-            )
+            started.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=out))
     codes = [process.wait() for process in started]
     assert not any(codes), (codes, given.with_name("node0.log").read_text()[-3000:])
     return [json.loads((given.parent / f"sent_{rank}.json").read_text()) for rank in range(2 * nodes)]
 
 
-def said(given: dict, nodes: int) -> tuple[float, float]:
+def planned(given: dict, nodes: int) -> tuple[float, float]:
     """MiB that a rank sends, and a node to the other."""
     job = read_job(RunConfig(**given), 2 * nodes)
     machine = replace(machine_now(), ranks=2 * nodes, ranks_on_node=2)
@@ -112,7 +92,8 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_network"))
     made.add_argument("--students", nargs="*", default=STUDENTS)
-    made.add_argument("--teachers", nargs="+", default=[*TEACHERS, "sharded_node", "zero_inference_cpu_node"])
+    placed = [name for name in TEACHERS if not name.startswith("device_map")]
+    made.add_argument("--teachers", nargs="+", default=placed)
     args = made.parse_args()
     if os.geteuid():
         sys.exit("Only root may make network namespaces; see the first lines of this file.")
@@ -120,32 +101,24 @@ def main() -> None:
     wan = pipeline(folder, 512, 2)
     students = [*args.students, *[NEAR] * ("zero3" in args.students)]
     pairs = [(s, "replicated") for s in students] + [("zero2", t) for t in args.teachers if t != "replicated"]
-    print(
-        "| student, teacher | one node: a rank sends, MiB, planned / counted | two: a node sends "
-        "| comms logger, two nodes |"
-    )
-    print("|---|---|---|---|")
+    heads = "one node: a rank sends, MiB, planned / counted | two: a node sends | comms logger, two nodes"
+    print(f"| student, teacher | {heads} |\n|---|---|---|---|")
     with two_nodes():
         for student, teacher in pairs:
             shipped, steps = student.partition(",")[0], {"max_steps": 3, "sample_every": 9, "save_every": 9}
             given = recipe(folder, wan, 2, shipped, teacher, **steps)
             if student == NEAR:
-                ds = read_json(given["deepspeed_config"])
-                given["deepspeed_config"] = ds | {
-                    "zero_optimization": ds["zero_optimization"] | {"zero_hpz_partition_size": 2}
-                }
+                given["deepspeed_config"] = ds = read_json(given["deepspeed_config"])
+                ds["zero_optimization"]["zero_hpz_partition_size"] = 2
             cells = []
             for nodes in (1, 2):
                 seen = run(write_json(folder / "run.json", given), nodes)
                 rank = seen[0]["sent"]["lo"] / 2
                 node = sum(seen[2 * n]["sent"][CABLE] for n in range(nodes)) / nodes
-                one, between = said(given, nodes)
-                cells.append(
-                    f"{one:.1f} / {rank / MIB:.1f}" if nodes == 1 else f"{between:.1f} / {node / MIB:.1f}"
-                )
-            ops = ", ".join(
-                f"{name} {size / MIB:.1f}" for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20
-            )
+                plan, count = planned(given, nodes)[nodes - 1], (rank, node)[nodes - 1]
+                cells.append(f"{plan:.1f} / {count / MIB:.1f}")
+            large = {name: size for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20}
+            ops = ", ".join(f"{name} {size / MIB:.1f}" for name, size in large.items())
             print(f"| {student}, {teacher} | {cells[0]} | {cells[1]} | {ops} |", flush=True)
 
 

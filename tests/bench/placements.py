@@ -5,19 +5,33 @@ python tests/bench/placements.py --max_steps 700  # the whole quick start, under
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from wandistiller.teacher.strategies import teacher_jsons
+from ranks import ROOT, TEACHERS, launcher, metrics, run
 
-PLACEMENTS = [name for name in teacher_jsons() if name != "auto"]
+
+def trained(name: str, folder: Path, steps: int, ranks: int) -> list[dict[str, Any]]:
+    """The metrics of the quick start with this teacher JSON."""
+    flags = {
+        "recipe": "ds_configs/recipes/quickstart.json",
+        "cache_dir": folder / "cache",
+        "output_dir": folder / name,
+        "teacher_deepspeed_config": f"ds_configs/teacher/{name}.json",
+        "max_steps": steps,
+        "sample_steps": 2,
+        "resume": "never",
+    }
+    words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+    env = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"), "OMP_WAIT_POLICY": "PASSIVE"}
+    run([*launcher(ranks), "-m", "wandistiller", "train", *words], timeout=None, **env)
+    print(f"ran {name}", file=sys.stderr, flush=True)
+    return metrics(ROOT / folder / name)
 
 
 def main() -> None:
@@ -25,48 +39,9 @@ def main() -> None:
     made.add_argument("--folder", type=Path, default=Path("runs/bench_placements"))
     made.add_argument("--max_steps", type=int, default=40)
     made.add_argument("--ranks", type=int, default=2)
-    made.add_argument("--placements", nargs="+", default=PLACEMENTS)
+    made.add_argument("--placements", nargs="+", default=TEACHERS)
     args = made.parse_args()
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "DS_ACCELERATOR": "cpu",
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-    }
-    lines = {}
-    for name in args.placements:
-        output = args.folder / name
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={args.ranks}",
-            "-m",
-            "wandistiller",
-            "train",
-            "--recipe",
-            "ds_configs/recipes/quickstart.json",
-            "--cache_dir",
-            str(args.folder / "cache"),
-            "--output_dir",
-            str(output),
-            "--teacher_deepspeed_config",
-            f"ds_configs/teacher/{name}.json",
-            "--max_steps",
-            str(args.max_steps),
-            "--sample_steps",
-            "2",
-            "--resume",
-            "never",
-        ]
-        done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
-        if done.returncode:
-            sys.exit(f"{name}:\n{done.stderr}")
-        lines[name] = [
-            json.loads(line) for line in (ROOT / output / "metrics.jsonl").read_text().splitlines()
-        ]
-        print(f"ran {name}", file=sys.stderr, flush=True)
+    lines = {name: trained(name, args.folder, args.max_steps, args.ranks) for name in args.placements}
     losses = {name: [line["loss"] for line in entries] for name, entries in lines.items()}
     first = losses[args.placements[0]]
     shown = sorted({0, 1, *range(0, args.max_steps, max(1, args.max_steps // 10)), args.max_steps - 1})

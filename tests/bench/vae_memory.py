@@ -8,23 +8,19 @@ Measured is the kernel's peak of resident memory during the call, less that befo
 """
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
 import torch
+from fresh import fresh
 from published_wan import VAE21, VAE22
 
 from wandistiller.monitoring import memory_usage
 from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
 from wandistiller.wan.components import UMT5_XXL, text_encoder_of, vae_of
-from wandistiller.wan.encoders import (
-    decoded,
-    encoded,
-    states,
-)
+from wandistiller.wan.encoders import decoded, encoded, states
 
 MIB = 2**20
 VAES = {
@@ -34,23 +30,15 @@ VAES = {
     "narrow 2.2": VAE22 | {"base_dim": 16, "decoder_base_dim": 24},
 }
 TEXT = UMT5_XXL | {"d_ff": 2560, "d_model": 1024, "num_heads": 16, "num_layers": 12, "vocab_size": 32000}
-ROWS = [
-    *((name, what, 1, 1, 256, 256) for name in ("Wan2.1", "Wan2.2") for what in ("encode", "decode")),
-    *((name, what, 1, 1, 480, 832) for name in ("Wan2.1", "Wan2.2") for what in ("encode", "decode")),
-    *(("Wan2.1", what, 1, 9, 256, 256) for what in ("encode", "decode")),
-    *(
-        (name, what, 1, 17, 480, 832)
-        for name in ("narrow 2.1", "narrow 2.2")
-        for what in ("encode", "decode")
-    ),
-    *(
-        (name, what, 1, 9, 960, 1664)
-        for name in ("narrow 2.1", "narrow 2.2")
-        for what in ("encode", "decode")
-    ),
-    ("narrow 2.1", "encode", 4, 9, 480, 832),
-    ("text", "encode", 1, 0, 0, 0),
+SIZES = [  # models; samples, frames, height, width
+    (("Wan2.1", "Wan2.2"), (1, 1, 256, 256)),
+    (("Wan2.1", "Wan2.2"), (1, 1, 480, 832)),
+    (("Wan2.1",), (1, 9, 256, 256)),
+    (("narrow 2.1", "narrow 2.2"), (1, 17, 480, 832)),
+    (("narrow 2.1", "narrow 2.2"), (1, 9, 960, 1664)),
 ]
+ROWS = [(name, what, *size) for names, size in SIZES for name in names for what in ("encode", "decode")]
+ROWS += [("narrow 2.1", "encode", 4, 9, 480, 832), ("text", "encode", 1, 0, 0, 0)]
 
 
 def shape(name: str, what: str, samples: int, frames: int, height: int, width: int) -> tuple[int, ...]:
@@ -84,24 +72,15 @@ def measured(row: tuple) -> int:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", default="")
-    made.add_argument("--row", type=int, help="measure this one here")
     args = made.parse_args()
-    if args.row is not None:
-        print(measured(ROWS[args.row]))
-        return
     print("| model | call | samples x frames x height x width | planned MiB | measured MiB | ratio |")
     print("|---|---|---|---|---|---|")
-    for i, row in enumerate(ROWS):
+    for row in ROWS:
         if args.only in row[0]:
-            done = subprocess.run(
-                [sys.executable, __file__, "--row", str(i)], capture_output=True, text=True, check=True
-            )
-            said, found = planned(row), int(done.stdout.split()[-1])
-            size = "x".join(map(str, row[2:]))
-            print(
-                f"| {row[0]} | {row[1]} | {size} | {said // MIB} | {found // MIB} | {said / found:.3f} |",
-                flush=True,
-            )
+            expected, (actual,) = planned(row), fresh(measured, row)
+            size, ratio = "x".join(map(str, row[2:])), expected / actual
+            cells = f"{size} | {expected // MIB} | {actual // MIB} | {ratio:.3f}"
+            print(f"| {row[0]} | {row[1]} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ rate. `share` is the larger floor over the time.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
+from fresh import fresh
 from small_wan import make_large_wan
 
 CONFIG = {
@@ -34,21 +32,16 @@ CONFIG = {
     "out_channels": 16,
     "rope_max_seq_len": 1024,
 }
+PREFETCH, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 SETTINGS = {  # elements: prefetch bucket, most that are live, farthest reuse that keeps a parameter
     "as shipped": {},
-    "no prefetch": {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 20_000_000},
-    "a tenth of a block": {
-        "stage3_prefetch_bucket_size": 35_000_000,
-        "stage3_max_live_parameters": 200_000_000,
-    },
-    "half a block": {"stage3_prefetch_bucket_size": 175_000_000, "stage3_max_live_parameters": 700_000_000},
-    "a whole block": {
-        "stage3_prefetch_bucket_size": 350_000_000,
-        "stage3_max_live_parameters": 1_100_000_000,
-    },
+    "no prefetch": {PREFETCH: 0, LIVE: 20_000_000},
+    "a tenth of a block": {PREFETCH: 35_000_000, LIVE: 200_000_000},
+    "half a block": {PREFETCH: 175_000_000, LIVE: 700_000_000},
+    "a whole block": {PREFETCH: 350_000_000, LIVE: 1_100_000_000},
     "DeepSpeed's own": {
-        "stage3_prefetch_bucket_size": 50_000_000,
-        "stage3_max_live_parameters": 1_000_000_000,
+        PREFETCH: 50_000_000,
+        LIVE: 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
     },
 }
@@ -77,9 +70,11 @@ def machine_rates(device: torch.device) -> tuple[float, float]:
     host = torch.empty(GIB if cuda else GIB // 8, dtype=torch.uint8, pin_memory=cuda)
     there, n = torch.empty_like(host, device=device), 8192 if cuda else 512
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
-    return len(host) / seconds(lambda: there.copy_(host, non_blocking=True), 5), 2 * n**3 / seconds(
-        lambda: a @ a, 10
+    copying, multiplying = (
+        seconds(lambda: there.copy_(host, non_blocking=True), 5),
+        seconds(lambda: a @ a, 10),
     )
+    return len(host) / copying, 2 * n**3 / multiplying
 
 
 def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
@@ -91,7 +86,7 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
 
 
 def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[str, Any]:
-    """In a process of its own: load, then time calls of each batch size."""
+    """In a process of its own: load, then time calls of each batch size; a row is one of the table."""
     from wandistiller.batch import Batch, Expert
     from wandistiller.distributed import collectives
     from wandistiller.flow import keyed_normal
@@ -124,9 +119,7 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
         took = seconds(lambda batch=batch: made.velocity(batch))
         peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else float("nan")
         floors = nbytes / bandwidth, samples * operations(teacher.config, LATENT[2] * LATENT[3] // 4) / rate
-        rows.append(
-            {"batch": samples, "seconds": took, "bytes": floors[0], "operations": floors[1], "peak": peak}
-        )
+        rows.append((samples, took, *floors, max(floors) / took, peak))
     collectives.destroy()
     return {"load": load, "bandwidth": bandwidth / GIB, "rate": rate / 1e12, "rows": rows}
 
@@ -137,11 +130,7 @@ def main() -> None:
     made.add_argument("--layers", type=int, default=40)
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     made.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    made.add_argument("--measure", help=argparse.SUPPRESS)
     args = made.parse_args()
-    if args.measure:
-        print("RESULT " + json.dumps(measure(args.folder, SETTINGS[args.measure], args.batches)), flush=True)
-        return
     target = args.folder / f"{args.layers}_layers"
     folder = make_large_wan(target, torch.bfloat16, "5GB", **CONFIG, num_layers=args.layers)
     print(
@@ -149,37 +138,12 @@ def main() -> None:
         f"|{'---|' * 7}"
     )
     for name in args.settings:
-        words = [
-            sys.executable,
-            __file__,
-            "--measure",
-            name,
-            "--folder",
-            str(folder),
-            "--batches",
-            *map(str, args.batches),
-        ]
-        done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ))
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            sys.exit(f"{name}:\n{done.stdout}\n{done.stderr}")
-        found = json.loads(lines[0].removeprefix("RESULT "))
-        for row in found["rows"]:
-            shown = (
-                row["seconds"],
-                row["bytes"],
-                row["operations"],
-                max(row["bytes"], row["operations"]) / row["seconds"],
-            )
-            cells = " | ".join(f"{value:.2f}" for value in (*shown, row["peak"]))
-            print(f"| {name} | {row['batch']} | {cells} |", flush=True)
-        print(
-            f"{name}: loaded in {found['load']:.0f} s, {found['bandwidth']:.1f} GiB/s from page-locked "
-            "memory, "
-            f"{found['rate']:.0f} TFLOP/s",
-            file=sys.stderr,
-            flush=True,
-        )
+        (found,) = fresh(measure, folder, SETTINGS[name], args.batches)
+        for samples, *row in found["rows"]:
+            print(f"| {name} | {samples} | {' | '.join(f'{value:.2f}' for value in row)} |", flush=True)
+        bandwidth = f"{found['bandwidth']:.1f} GiB/s from page-locked memory"
+        text = f"{name}: loaded in {found['load']:.0f} s, {bandwidth}, {found['rate']:.0f} TFLOP/s"
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

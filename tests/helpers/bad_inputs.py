@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.cli.main import main
+from wandistiller.distributed import collectives
 
 ENGINE = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 SOUND: dict[str, Any] = {
@@ -43,7 +44,7 @@ class Case:
     """One wrong input."""
 
     name: str
-    said: tuple[str, ...]
+    messages: tuple[str, ...]
     """For each message, what it must hold: the place and the remedy, with `...` for what lies between."""
     files: dict[str, Any] = field(default_factory=dict)
     """Name -> bytes, text, JSON value, or a function that makes the file, given its path and the teacher."""
@@ -88,31 +89,37 @@ class Outcome:
 
 def outcome(words: list[str], here: Path) -> Outcome:
     """Run a command line in this process, as a shell would."""
-    before, began = set(here.rglob("*")), time.monotonic()
-    with redirect_stderr(StringIO()) as said, redirect_stdout(said):
+    before, began = set(here.rglob("*")), time.process_time()
+    with redirect_stderr(StringIO()) as output, redirect_stdout(output):
         try:
             code = main(words)
         except SystemExit as stopped:  # of argparse
             code = int(stopped.code or 0)
-    errors = [
-        line for line in said.getvalue().splitlines() if line.startswith("error: ") or ": error: " in line
-    ]
+    printed = output.getvalue()
+    errors = [line for line in printed.splitlines() if line.startswith("error: ") or ": error: " in line]
     wrote = sorted(str(file.relative_to(here)) for file in set(here.rglob("*")) - before)
-    return Outcome(code, errors, said.getvalue(), wrote, time.monotonic() - began)
+    return Outcome(code, errors, printed, wrote, time.process_time() - began)
+
+
+def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:
+    """Run command lines, each with its folder, one by one; called on ranks by test_bad_input.py."""
+    found = []
+    for here, words in cases:
+        found.append(outcome([word.replace("{rank}", str(collectives.rank())) for word in words], here))
+        collectives.barrier()
+    return found
 
 
 def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:
-    """What is not as it must be of the rank that speaks."""
-    said = [case.fill(text, here, wan) for text in case.said]
-    wrong = [
-        f"nothing says: {text}" for text in said if not any(holds(error, text) for error in found.errors)
-    ]
+    """What is not as it must be of the rank that reports."""
+    expected = [case.fill(text, here, wan) for text in case.messages]
+    wrong = [f"no message has: {text}" for text in expected if not any(holds(e, text) for e in found.errors)]
     if "Traceback" in found.printed:
         wrong.append("a traceback")
-    if len(set(found.errors)) < len(found.errors) or any(
-        not error.endswith((".", "`?", ")")) for error in found.errors
-    ):
-        wrong.append("a message twice, or none that ends")
+    if len(set(found.errors)) < len(found.errors):
+        wrong.append("a message twice")
+    if not all(error.endswith((".", "`?", ")")) for error in found.errors):
+        wrong.append("a message that does not end")
     return wrong + silent_faults(found)
 
 
@@ -123,22 +130,19 @@ def silent_faults(found: Outcome) -> list[str]:
     return wrong + ([f"took {found.seconds:.0f} s"] if found.seconds > 30 else [])
 
 
-def holds(message: str, said: str) -> bool:
-    """Whether the parts of `said`, between `...`, stand in `message` in their order."""
-    for part in filter(None, said.split("...")):
-        before, found, message = message.partition(part)
-        if not found:
-            return False
-    return True
+def holds(message: str, expected: str) -> bool:
+    """Whether the parts of `expected`, between `...`, stand in `message` in their order."""
+    return bool(re.search(".*".join(map(re.escape, expected.split("..."))), message))
 
 
 def table(name: str, read: Callable[[str], Any] = json.loads) -> Iterator[tuple[Any, str]]:
     """Read rows of wrong_input/NAME.txt: what is given, `=>`, what the message must hold."""
     for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        given, said = re.split(r" ?=> ", line, maxsplit=1)
-        yield read(given), said
+        given, message = re.split(r" ?=> ", line, maxsplit=1)
+        yield read(given), message
 
 
+NO_CHARACTER = "It holds a character that no file name or prompt can have. Remove it."
 TEXTS: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "not valid JSON: ...The file is empty; write one JSON object"),
     "blank": (" \n ", "not valid JSON: ...The file is empty; write one JSON object"),
@@ -160,14 +164,8 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "an inner key twice": ('{"x": {"a": 1, "a": 2}}', "`a` is given twice. Keep one."),
     "lists 100000 deep": ('{"a": ' + "[" * 100_000, "more than 32 levels...Write fewer"),
     "objects 50 deep": ('{"a": ' * 50 + "1" + "}" * 50, "more than 32 levels...Write fewer"),
-    "half a character": (
-        '{"a": "\\ud800"}',
-        "`a` is ...It holds a character that no file name or prompt can have. Remove it.",
-    ),
-    "a NUL": (
-        '{"a": "b\\u0000c"}',
-        "`a` is ...It holds a character that no file name or prompt can have. Remove it.",
-    ),
+    "half a character": ('{"a": "\\ud800"}', f"`a` is ...{NO_CHARACTER}"),
+    "a NUL": ('{"a": "b\\u0000c"}', f"`a` is ...{NO_CHARACTER}"),
     "UTF-16": ("{}".encode("utf-16"), "not valid JSON: ...Save it as UTF-8."),
     "Latin-1": ('{"a": "é"}'.encode("latin-1"), "not valid JSON: ...Save it as UTF-8."),
     "zeros": (bytes(64), "not valid JSON: ...Fix that place"),
@@ -176,19 +174,19 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
 
 def of_texts() -> Iterator[Case]:
     for name in JSONS:
-        for what, (text, said) in TEXTS.items():
-            yield Case(f"{name}: {what}", (f"{{here}}/{name}: {said}",), {name: text})
+        for what, (text, message) in TEXTS.items():
+            yield Case(f"{name}: {what}", (f"{{here}}/{name}: {message}",), {name: text})
 
 
 def of_recipes() -> Iterator[Case]:
     """Values of a recipe's keys that are of another type, or out of range."""
-    for changes, said in table("recipe_values"):
+    for changes, message in table("recipe_values"):
         key = next(iter(changes))
         place = f"{{here}}/recipe.json: `{key}` is {json.dumps(changes[key])}. "
-        yield Case(f"recipe value: {json.dumps(changes)}", (place + said,), recipe=changes)
+        yield Case(f"recipe value: {json.dumps(changes)}", (place + message,), recipe=changes)
 
 
 def of_recipe_settings() -> Iterator[Case]:
     """Recipes whose settings contradict each other, the teacher or this machine."""
-    for recipe, said in table("recipe"):
-        yield Case(f"recipe: {json.dumps(recipe)}", tuple(said.split(" AND ")), recipe=recipe)
+    for recipe, messages in table("recipe"):
+        yield Case(f"recipe: {json.dumps(recipe)}", tuple(messages.split(" AND ")), recipe=recipe)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bad_inputs import ENGINE, Case, table
+from bad_inputs import ENGINE, NO_CHARACTER, Case, table
 
 BASES: dict[str, dict[str, Any]] = {"student": {}, "engine": ENGINE, "placement": {}}
 """Name of a JSON -> what the rows of its table change."""
@@ -16,16 +16,16 @@ NO_GPU_999 = (
 )
 
 
-def case_of(name: str, changes: dict[str, Any], said: str) -> Case:
+def case_of(name: str, changes: dict[str, Any], message: str) -> Case:
     """A JSON with some sections changed."""
     content = {f"{name}.json": BASES[name] | changes}
-    return Case(f"{name}: {json.dumps(changes)}", (f"{{here}}/{name}.json: ...{said}",), content)
+    return Case(f"{name}: {json.dumps(changes)}", (f"{{here}}/{name}.json: ...{message}",), content)
 
 
 def of_settings() -> Iterator[Case]:
     """Single settings of the student's JSON, its engine's and the teacher's."""
     for name in BASES:
-        yield from (case_of(name, changes, said) for changes, said in table(name))
+        yield from (case_of(name, changes, message) for changes, message in table(name))
     far = {"placement": "device_map", "device_map": {"blocks": "cpu", "*": 999}}
     yield case_of("placement", {"wandistiller": far}, f"It names GPU 999, but {NO_GPU_999}")
 
@@ -33,20 +33,17 @@ def of_settings() -> Iterator[Case]:
 def of_engines() -> Iterator[Case]:
     """Settings that both DeepSpeed JSONs have."""
     for name in ("engine", "placement"):
-        for changes, said in table("zero_optimization"):
+        for changes, message in table("zero_optimization"):
             key = next(iter(changes))
             section = {"zero_optimization": {"stage": 3} | changes}
-            yield case_of(name, section, f"`zero_optimization.{key}...{said}")
-        yield from (case_of(name, changes, said) for changes, said in table("both_engines"))
+            yield case_of(name, section, f"`zero_optimization.{key}...{message}")
+        yield from (case_of(name, changes, message) for changes, message in table("both_engines"))
 
 
 LONG_FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--height", "9" * 5000), "invalid int value"),
     (("--lora", "[" * 5000), "not valid JSON"),
-    (
-        ("--data_path", "caf\udce9.txt"),
-        "`data_path` is ...It holds a character that no file name or prompt can have. Remove it.",
-    ),
+    (("--data_path", "caf\udce9.txt"), f"`data_path` is ...{NO_CHARACTER}"),
 ]
 WORDS = {
     "SAMPLE": "sample --model {wan} --prompts a --output {here}/out --height 32 --width 32 --steps 1",
@@ -58,11 +55,11 @@ WORDS = {
 
 def of_commands() -> Iterator[Case]:
     """Wrong flags of `train`, and wrong command lines of the other commands."""
-    for flags, said in [*table("flags", shlex.split), *LONG_FLAGS]:
-        yield Case(f"flags: {' '.join(flags)[:60]!a}", (said,), flags=tuple(flags))
-    for text, said in table("commands", str):
+    for flags, message in [*table("flags", shlex.split), *LONG_FLAGS]:
+        yield Case(f"flags: {' '.join(flags)[:60]!a}", (message,), flags=tuple(flags))
+    for text, message in table("commands", str):
         first, _, more = text.partition(" ")
         words = [*shlex.split(WORDS.get(first, first)), *shlex.split(more)]
-        yield Case(f"command: {text}", (said,), argv=tuple(words) or ("--local_rank", "0"))
+        yield Case(f"command: {text}", (message,), argv=tuple(words) or ("--local_rank", "0"))
     too_long = (*shlex.split(WORDS["EXPORT"]), "--checkpoint", "{here}/" + "x" * 300)
     yield Case("command: a long path", ("is too long a name. Give a shorter path.",), argv=too_long)

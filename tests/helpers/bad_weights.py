@@ -1,6 +1,7 @@
 """Wrong inputs of `bad_inputs`: safetensors and the other files of a pipeline."""
 
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from bad_inputs import Case, table
 from safetensors.torch import load_file, save_file
 
-Header = dict[str, Any]
+Header, State = dict[str, Any], dict[str, torch.Tensor]
 
 
 def header_of(raw: bytes) -> tuple[Header, bytes]:
@@ -34,8 +35,13 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
     return change
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor], str], Any]) -> Callable[[Path], None]:
-    """A file with other tensors: what `change` makes of them, given the first one's name."""
+def on_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    """Rewrite a file with what `change` makes of its bytes."""
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
+def on_tensors(change: Callable[[State, str], Any]) -> Callable[[Path], Any]:
+    """Rewrite a file with its tensors after `change`, given them and the first one's name."""
 
     def rewrite(file: Path) -> None:
         state = load_file(file)
@@ -45,6 +51,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor], str], Any]) -> Callable[[
     return rewrite
 
 
+HEADER_END = "its header should end at byte ...Fetch this file again."
+GAP = "its tensors overlap or leave a gap at byte ...Fetch this file again."
+NO_FILE = "it is not a safetensors file. Fetch this file again."
 NO_KIND = "its header lacks the type, shape or position of `...`. Fetch this file again."
 BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("empty", lambda raw: b"", "its header should end at byte 8, but the file has 0. Fetch this file again."),
@@ -52,26 +61,14 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("cut off", lambda raw: raw[:-100], "it is cut off: its tensors end at byte ...Fetch this file again."),
     ("too long", lambda raw: raw + b"x", "it is too long: its tensors end at byte ...Fetch this file again."),
     (
-        "absurd header length",
+        "absurd length",
         lambda raw: b"\xff" * 8 + raw[8:],
         "its header should end at byte 18446744073709551623",
     ),
-    (
-        "header of no bytes",
-        lambda raw: bytes(8) + raw[8:],
-        "it is not a safetensors file. Fetch this file again.",
-    ),
-    ("header a list", lambda raw: packed(b"[]"), "it is not a safetensors file. Fetch this file again."),
-    (
-        "header of brackets",
-        lambda raw: packed(b"[" * 100_000),
-        "it is not a safetensors file. Fetch this file again.",
-    ),
-    (
-        "a web page",
-        lambda raw: b"<!DOCTYPE html>" + raw,
-        "its header should end at byte ...Fetch this file again.",
-    ),
+    ("header of no bytes", lambda raw: bytes(8) + raw[8:], NO_FILE),
+    ("header a list", lambda raw: packed(b"[]"), NO_FILE),
+    ("header of brackets", lambda raw: packed(b"[" * 100_000), NO_FILE),
+    ("a web page", lambda raw: b"<!DOCTYPE html>" + raw, HEADER_END),
     ("integers", entry(dtype="I64"), "it holds numbers of type I64; known are F64"),
     ("unknown kind", entry(dtype="F7"), "it holds numbers of type F7; known are F64"),
     ("no kind", entry(dtype=None), NO_KIND),
@@ -79,32 +76,20 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("shape text", entry(shape="64"), NO_KIND),
     ("no place", entry(data_offsets=None), NO_KIND),
     ("one offset", entry(data_offsets=[0]), NO_KIND),
-    (
-        "huge shape",
-        entry(shape=[10**18]),
-        "which do not match its shape [1000000000000000000] and type F32. Fetch this file again.",
-    ),
-    ("half precision said", entry(dtype="F16"), "and type F16. Fetch this file again."),
-    (
-        "overlapping",
-        lambda raw: overlapping(raw),
-        "its tensors overlap or leave a gap at byte ...Fetch this file again.",
-    ),
+    ("huge shape", entry(shape=[10**18]), f"match its shape [{10**18}] and type F32. Fetch this file again."),
+    ("half precision", entry(dtype="F16"), "and type F16. Fetch this file again."),
+    ("overlapping", lambda raw: overlapping(raw), GAP),
 ]
-TENSORS: list[tuple[str, Callable[[Path], None], str]] = [
-    (
-        "a tensor missing",
-        tensors(lambda state, first: state.pop(first)),
-        "1 tensor(s) missing: `...`...Fetch the folder again.",
-    ),
+TENSORS: list[tuple[str, Callable[[State, str], Any], str]] = [
+    ("a tensor missing", dict.pop, "1 tensor(s) missing: `...`...Fetch the folder again."),
     (
         "a tensor more",
-        tensors(lambda state, first: state.update(more=torch.zeros(2))),
+        lambda s, _: s.update(more=torch.zeros(2)),
         "not known to this model: `more`...Fetch the",
     ),
     (
         "another shape",
-        tensors(lambda state, first: state.update({first: torch.zeros(3)})),
+        lambda s, name: s.update({name: torch.zeros(3)}),
         "has the shape [3]; config.json asks for",
     ),
 ]
@@ -135,42 +120,32 @@ def linked(wan: Path, target: Path, *, without: str) -> Path:
             file = target / source.relative_to(wan)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.symlink_to(source)
-    copy = target / without
-    raw = copy.read_bytes()
-    copy.unlink()
-    copy.write_bytes(raw)
-    return copy
+    (target / without).unlink()
+    return Path(shutil.copyfile(wan / without, target / without))
 
 
 def of_weights() -> Iterator[Case]:
     """Spoilt files of the teacher, and of a student that starts from a folder."""
-    changes = {
-        name: (lambda file, change=change: file.write_bytes(change(file.read_bytes())) and None, said)
-        for name, change, said in BYTES
-    } | {name: (change, said) for name, change, said in TENSORS}
+    changes = {name: (on_bytes(change), message) for name, change, message in BYTES}
+    changes |= {name: (on_tensors(change), message) for name, change, message in TENSORS}
+    as_teacher = {"teacher_path": "{here}/t"}
 
-    def spoilt(where: str, change: Callable[[Path], None]) -> Callable[[Path, Path], None]:
-        return lambda folder, wan: change(linked(wan, folder, without=where))
+    def spoilt(where: str, change: Callable[[Path], Any]) -> dict[str, Callable[[Path, Path], None]]:
+        return {"t": lambda folder, wan: change(linked(wan, folder, without=where))}
 
     for part, where in WEIGHTS.items():
-        for what, (change, said) in changes.items():
+        place = f"{{here}}/t/{where.partition('/')[0]}..."
+        for what, (change, message) in changes.items():
             if part == "transformer" or what in ("cut off", "a tensor missing", "another shape", "integers"):
-                yield Case(
-                    f"{part}: {what}",
-                    (f"{{here}}/t/{where.partition('/')[0]}...{said}",),
-                    {"t": spoilt(where, change)},
-                    {"teacher_path": "{here}/t"},
-                )
+                yield Case(f"{part}: {what}", (place + message,), spoilt(where, change), as_teacher)
     for what in ("cut off", "integers", "overlapping", "a tensor missing", "a tensor more", "another shape"):
-        change, said = changes[what]
-        files = {"t": spoilt(TRANSFORMER, change), "student.json": {"init": "{here}/t"}}
-        yield Case(f"student's folder: {what}", (f"{{here}}/t/transformer...{said}",), files)
-    for changes, said in table("pipeline"):
-        ((where, altered),) = changes.items()
-        files = {"t": spoilt(where, lambda file, altered=altered: alter(file, altered))}
-        yield Case(
-            f"{where}: {altered}", (f"{{here}}/t/{where}: {said}",), files, {"teacher_path": "{here}/t"}
-        )
+        change, message = changes[what]
+        files = spoilt(TRANSFORMER, change) | {"student.json": {"init": "{here}/t"}}
+        yield Case(f"student's folder: {what}", (f"{{here}}/t/transformer...{message}",), files)
+    for values, message in table("pipeline"):
+        ((where, altered),) = values.items()
+        files = spoilt(where, lambda file, altered=altered: alter(file, altered))
+        yield Case(f"{where}: {altered}", (f"{{here}}/t/{where}: {message}",), files, as_teacher)
 
 
 def alter(file: Path, changes: dict[str, Any]) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 def slow_but(usual: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """Mark all `cases` as slow but for the `usual` ones; for `pytest.mark.parametrize`."""
-    return [
-        case
-        if case in usual
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+
+    def slow(case: Any) -> Any:
+        return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
+
+    return [case if case in usual else slow(case) for case in cases]

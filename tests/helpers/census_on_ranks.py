@@ -1,9 +1,7 @@
-"""Run by test_census.py on N ranks: resident tensors in the last step of a real run, and the planned ones."""
+"""Called on ranks by test_census.py: the tensors in the last step of a real run, and the plan's."""
 
 import gc
-import json
 import logging
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -58,26 +56,20 @@ class Watcher(logging.Handler):
 
 def planned(job: Job) -> dict[str, Any]:
     """Bytes of this rank in training: all the time, and in each turn."""
-    phase = plan(
-        job, replace(machine_now(), ranks=collectives.world_size(), ranks_on_node=collectives.world_size())
-    )["train"]
+    ranks = collectives.world_size()
+    phase = plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks))["train"]
     engine = stage(job.teacher_ds) == 3
     phase.kept["teacher's weights"] += Bytes(host=-OVERHEAD * engine)
     turns = {"all the time": phase.kept, **phase.alternatives}
     return {turn: {what: b.host + b.node for what, b in parts.items()} for turn, parts in turns.items()}
 
 
-def main(folder: Path, wan: Path, student: str, teacher: str) -> None:
-    collectives.init("warning")
-    ds = read_json(f"ds_configs/student/{student}.json")
-    zero = ds["zero_optimization"] | {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
-    ds = {
-        "zero_optimization": zero,
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": ADAM,
-        "bf16": {"enabled": True},
-    }
+def census(folder: Path, wan: Path, student: str, teacher: str) -> dict[str, Any]:
+    """Train under these JSONs; return the plan for this rank, what was seen, and the networks left."""
+    zero = read_json(f"ds_configs/student/{student}.json")["zero_optimization"]
+    zero |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    ds = {"zero_optimization": zero, **batch, "optimizer": ADAM, "bf16": {"enabled": True}}
     given = recipe(
         folder,
         wan,
@@ -96,10 +88,4 @@ def main(folder: Path, wan: Path, student: str, teacher: str) -> None:
     log.removeHandler(watcher)
     gc.collect()
     left = [name for o in gc.get_objects() if (name := type(o).__name__) in NETWORKS]
-    file = folder / f"{student}_{collectives.rank()}.json"
-    file.write_text(json.dumps({"planned": planned(job), "seen": watcher.seen, "left": left}))
-    collectives.destroy()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    return {"planned": planned(job), "seen": watcher.seen, "left": left}

@@ -1,9 +1,10 @@
-"""A run of six steps with three checkpoints, to be damaged, and what it learned."""
+"""A run of six steps with three checkpoints, to be damaged; weights of runs."""
 
 from pathlib import Path
 
 import torch
 from recipes import recipe
+from safetensors.torch import load_file
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
@@ -30,6 +31,11 @@ def saved(output: Path, step: int) -> Path:
 
 def trained(output: Path) -> dict[str, torch.Tensor]:
     return dict(loading.read_weights(saved(output, STEPS), Expert.HIGH_NOISE))
+
+
+def exported(output: Path, expert: str = "transformer") -> dict[str, torch.Tensor]:
+    """The weights of the exported student."""
+    return load_file(output / "student" / expert / "diffusion_pytorch_model.safetensors")
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

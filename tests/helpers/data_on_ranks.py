@@ -1,9 +1,6 @@
-"""Run on ranks by test_cached_dataset.py: the samples of each rank by step, in the order of the trainer."""
+"""Called on ranks by test_cached_dataset.py: the samples of each step, in the order of the trainer."""
 
 import hashlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +38,3 @@ def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], s
         everyone = sorted(pair for theirs in collectives.gather_objects(found) for pair in theirs)
         steps.append([sample for _, sample in everyone])
     return steps
-
-
-if __name__ == "__main__":
-    collectives.init("warning")
-    result = samples_by_step(json.loads(Path(sys.argv[1]).read_text()))
-    if collectives.rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    collectives.destroy()

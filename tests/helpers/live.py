@@ -1,4 +1,4 @@
-"""A run that goes on while the test looks on, sends signals, and reads what it says."""
+"""A run that goes on while the test looks on, sends signals, and reads its output."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ranks import ROOT, environment
 
-PATIENCE = 240.0
+PATIENCE = 600.0
 """Seconds that a loaded machine may take for anything."""
 
 
@@ -20,28 +20,23 @@ class Live:
 
     def __init__(self, words: list[str], log: Path, **env: str):
         self.log, self._mark = log, f"TEST_RUN={log}".encode()
+        env = environment(TEST_RUN=str(log), **env)
         with log.open("w") as out:
-            self.process = subprocess.Popen(
-                words,
-                stdout=out,
-                stderr=out,
-                cwd=ROOT,
-                env=environment(TEST_RUN=str(log), **env),
-                start_new_session=True,
-            )
+            streams = {"stdout": out, "stderr": out}
+            self.process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **streams)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Until it has said something that matches."""
+        """Until its output matches."""
         until = time.monotonic() + PATIENCE
-        while not (found := re.search(pattern, self.said())):
-            assert time.monotonic() < until and self.process.poll() is None, (
-                f"never said {pattern!r}:\n{self.said()}"
-            )
+        while True:
+            ended = self.process.poll() is not None  # before it is read: the match may be in its last lines
+            if found := re.search(pattern, self.output()):
+                return found
+            assert not ended and time.monotonic() < until, f"no {pattern!r} in:\n{self.output()}"
             time.sleep(0.05)
-        return found
 
     def processes(self) -> dict[int, str]:
         """Those that live, launcher and all, whatever became of their parents, with their command lines."""
@@ -74,9 +69,9 @@ class Live:
     def end(self) -> int:
         """Wait for the launcher, and for every process of it; its exit code."""
         code = self.process.wait(timeout=PATIENCE)
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while orphans := self.processes():
-            assert time.monotonic() < until, f"still there: {orphans}\n{self.said()}"
+            assert time.monotonic() < until, f"still there: {orphans}\n{self.output()}"
             time.sleep(0.1)
         return code
 

@@ -1,8 +1,6 @@
-"""Run on two ranks by test_loading.py: what each rank reads and keeps while a teacher is loaded."""
+"""Called on ranks by test_loading.py: what each rank reads and keeps while a teacher is loaded."""
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,16 @@ def shared_blocks() -> list[str]:
     return sorted({line.split()[4] for line in lines if "memfd:wandistiller" in line})
 
 
-def main(folder: Path, results: Path, names: list[str]) -> None:
-    collectives.init("warning")
+def loaded(folder: Path, work: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Load the teacher by each JSON; return the bytes that this rank read, and the memory that it shares."""
     teacher, found = pipeline.open_wan(str(folder)), {}
     for name in names:
         ds = ds_config.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), "float32")
         if ds_config.offload_device(ds) == "nvme":
-            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(results.parent / "swap")
+            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
         before = bytes_read()
         made: Any = build_teacher(teacher, placement.teacher_engine(name, ds, collectives.world_size()))
-        found[name] = {
-            "read": collectives.gather_objects(bytes_read() - before),
-            "shared": collectives.gather_objects(shared_blocks()),
-        }
+        found[name] = {"read": bytes_read() - before, "shared": shared_blocks()}
+        collectives.barrier()
         del made
-    if collectives.rank() == 0:
-        results.write_text(json.dumps(found))
-    collectives.destroy()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    return found

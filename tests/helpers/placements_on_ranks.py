@@ -1,7 +1,5 @@
-"""Run on ranks by test_placements.py: every teacher JSON next to diffusers' own modules in one process."""
+"""Called on ranks by test_placements.py and test_node_aware.py: teacher JSONs next to diffusers' modules."""
 
-import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,32 +35,27 @@ def uneven_batch(expert: Expert, call: int) -> Batch:
     )
 
 
-def answers(teacher: Any, layers: int) -> list[torch.Tensor]:
+def outputs(teacher: Any, layers: int) -> list[torch.Tensor]:
     """Return velocities of five batches, and the first and last hidden states of every other batch."""
     found = []
     for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
-        answer = teacher.predict(uneven_batch(expert, call), () if call % 2 else tuple({0, layers - 1}))
-        found += [answer.v_BCFHW, *answer.features.values()]
+        output = teacher.predict(uneven_batch(expert, call), () if call % 2 else tuple({0, layers - 1}))
+        found += [output.v_BCFHW, *output.features.values()]
     return found
 
 
-def by_diffusers(folder: Path, dtype: torch.dtype) -> LocalTeacher:
+def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """Return by number of passes the outputs of diffusers' own modules."""
     models = {e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in Expert}
     for p in (p for m in models.values() for p in m.parameters()):
         p.data = p.data.clone()
-    return LocalTeacher(models)
+    plain, guidance = LocalTeacher(models), Guidance(NULL_LD, SCALES)
+    layers = len(models[Expert.HIGH_NOISE].blocks)
+    return {str(passes): outputs(GuidedTeacher(plain, guidance, passes), layers) for passes in (1, 2)}
 
 
-def expected(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
-    plain, guidance = by_diffusers(folder, dtype), Guidance(NULL_LD, SCALES)
-    layers = len(plain.experts[Expert.HIGH_NOISE].blocks)
-    return {str(passes): answers(GuidedTeacher(plain, guidance, passes), layers) for passes in (1, 2)}
-
-
-def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The greatest over all ranks."""
-    mine = max((f - w).abs().max().item() for f, w in zip(found, wanted, strict=True))
-    return max(collectives.gather_objects(mine))
+def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
 
 
 def parts(teacher: Any) -> int:
@@ -75,12 +68,14 @@ def parts(teacher: Any) -> int:
     return dist.get_world_size(weight.ds_process_group) if hasattr(weight, "ds_process_group") else 1
 
 
-def main(folder: Path, work: Path, tasks: list[str]) -> None:
-    """Each task is `NAME PRECISION PASSES`: a teacher JSON, float32 or bfloat16, 1 or 2 guidance passes."""
-    collectives.init("warning")
+def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
+    """Return what differs most from diffusers by task, and among how many ranks the weights are cut.
+
+    A task is `NAME PRECISION PASSES`: a teacher JSON, float32 or bfloat16, 1 or 2 guidance passes.
+    """
     results: dict[str, Any] = {}
     layers = pipeline.open_wan(str(folder)).config["num_layers"]
-    wanted = cache(lambda precision: expected(folder, getattr(torch, precision)))
+    expected = cache(lambda precision: by_diffusers(folder, getattr(torch, precision)))
     for task in sorted(tasks, key=lambda task: task.split()[1]):
         name, precision, passes = task.split()
         ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": precision == "bfloat16"}}
@@ -89,13 +84,9 @@ def main(folder: Path, work: Path, tasks: list[str]) -> None:
             ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
         ds = placement.teacher_engine(name, ds, collectives.world_size())
         teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
+        collectives.barrier()  # before and after: a rank that goes on deletes files of the teacher before
         results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
-        results[f"parts of {name}"] = collectives.gather_objects(parts(teacher))
-        results[task] = difference(answers(teacher, layers), wanted(precision)[passes])
-    if collectives.rank() == 0:
-        (work / "results.json").write_text(json.dumps(results))
-    collectives.destroy()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+        collectives.barrier()
+        results[f"parts of {name}"] = parts(teacher)
+        results[task] = difference(outputs(teacher, layers), expected(precision)[passes])
+    return results

@@ -113,29 +113,16 @@ PUBLISHED = {
 }
 
 
-def write_published(folder: Path, hub_id: str) -> Path:
-    """The repository's JSON files that `open_wan` reads, at folder/hub_id; no weights, no text encoder."""
-    it = PUBLISHED[hub_id]
-    files = {
-        "model_index.json": it.index,
-        "transformer/config.json": it.transformer,
-        "vae/config.json": it.vae,
-        "scheduler/scheduler_config.json": it.scheduler,
-    }
-    if "transformer_2" in it.index:
-        files["transformer_2/config.json"] = it.transformer
-    for name, content in files.items():
-        file = folder / hub_id / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content))
-    return folder / hub_id
-
-
 def write_wans(folder: Path) -> Path:
-    """`folder` with the JSON files of all published pipelines, and prompts, for the planner to read."""
+    """Write prompts, and all published pipelines at folder/HUB_ID: the JSON files that `open_wan` reads."""
     (folder / "prompts.txt").write_text(PROMPTS)
-    for hub_id in PUBLISHED:
-        write_published(folder, hub_id)
+    for hub_id, it in PUBLISHED.items():
+        files = {"model_index": it.index, "vae/config": it.vae, "scheduler/scheduler_config": it.scheduler}
+        experts = [part for part in ("transformer", "transformer_2") if part in it.index]
+        for name, content in (files | {f"{e}/config": it.transformer for e in experts}).items():
+            file = folder / hub_id / f"{name}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(content))
     return folder
 
 
@@ -161,8 +148,8 @@ def hub_cache(folder: Path, hub_id: str, source: Path, *refs: str) -> Path:
 class _Hub(BaseHTTPRequestHandler):
     """Serves the files in `root` to `snapshot_download`: github.com/huggingface/huggingface_hub, 2.x."""
 
-    def __init__(self, root: Path, asked: list[tuple[str, str]], *arguments: Any):
-        self.root, self.asked = root, asked
+    def __init__(self, root: Path, requested: list[tuple[str, str]], *arguments: Any):
+        self.root, self.requested = root, requested
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
@@ -175,36 +162,29 @@ class _Hub(BaseHTTPRequestHandler):
         elif not (name or "/revision/" in path or "/tree/" in path):
             refused = 404, "EntryNotFound"
         if refused:
-            return self._answer(refused[0], {"X-Error-Code": refused[1]}, b"{}")
+            return self._send(refused[0], {"X-Error-Code": refused[1]}, b"{}")
         if "/revision/" in path:
             body = json.dumps({"id": "org/wan", "sha": COMMIT}).encode()
         elif "/tree/" in path:
-            files = (f for f in self.root.rglob("*") if f.is_file())
-            body = json.dumps(
-                [
-                    {
-                        "type": "file",
-                        "path": str(f.relative_to(self.root)),
-                        "size": f.stat().st_size,
-                        "oid": f"{i:040x}",
-                    }
-                    for i, f in enumerate(files)
-                ]
-            ).encode()
+            body = json.dumps([*self._listed()]).encode()
         else:
             body = (self.root / name).read_bytes()
             headers = {"ETag": f'"{name.replace("/", "_")}"', "X-Repo-Commit": COMMIT}
             if self.command == "GET":
-                self.asked.append((name, self.headers.get("Authorization", "")))
-        return self._answer(200, headers, body)
+                self.requested.append((name, self.headers.get("Authorization", "")))
+        return self._send(200, headers, body)
 
     do_HEAD = do_GET
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def _listed(self) -> Iterator[dict[str, Any]]:
+        for i, f in enumerate(f for f in self.root.rglob("*") if f.is_file()):
+            path = str(f.relative_to(self.root))
+            yield {"type": "file", "path": path, "size": f.stat().st_size, "oid": f"{i:040x}"}
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
-        for key, value in (
-            headers | {"Content-Length": str(len(body)), "Content-Type": "application/json"}
-        ).items():
+        headers |= {"Content-Length": str(len(body)), "Content-Type": "application/json"}
+        for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":

@@ -2,38 +2,31 @@
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from zygote import Rank, fork
+
+from wandistiller.teacher.strategies import teacher_jsons
 
 ROOT = Path(__file__).parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
     """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each."""
-    rendezvous = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )  # of the test process itself
-    kept = {k: v for k, v in os.environ.items() if k not in rendezvous}
-    hidden = {} if more.get("DS_ACCELERATOR") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    return {
-        **kept,
-        **hidden,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(ROOT),
-        **more,
-    }
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
+    usual = {k: v for k, v in os.environ.items() if k not in own}
+    usual |= {} if more.get("DS_ACCELERATOR") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    return usual | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | more
 
 
 def wandistiller(
@@ -43,10 +36,8 @@ def wandistiller(
     words = [str(a) for a in arguments]
     if accelerator == "cpu" and (ranks == 1 or code != 1) and _hub() == HUB:
         return _forked(["wandistiller", *words], ranks, code, cwd)
-    start = [sys.executable, "-m"]
-    if ranks > 1:
-        start += [*launcher(ranks)[2:], "-m"]
-    return run([*start, "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
+    start = launcher(ranks) if ranks > 1 else [sys.executable]
+    return run([*start, "-m", "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
 
 
 def _hub() -> dict[str, str]:
@@ -60,6 +51,20 @@ HUB = _hub()
 def program(file: Path, *arguments: str | Path, ranks: int) -> None:
     """Run a Python file on `ranks` processes."""
     _forked([str(file), *map(str, arguments)], ranks, 0, ROOT)
+
+
+def call(
+    function: Callable[..., Any], *arguments: Any, ranks: int, start: Callable[..., Any] = program
+) -> list[Any]:
+    """Call a function of a helper on `ranks` processes of one process group; return each rank's result.
+
+    Args:
+        start: like `program`, which it is unless a test has its own way to start the ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "call").write_bytes(pickle.dumps((function, arguments)))
+        start(Path(__file__).with_name("called.py"), folder, ranks=ranks)
+        return [pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(ranks)]
 
 
 def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.CompletedProcess:
@@ -79,26 +84,34 @@ def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.Co
     return subprocess.CompletedProcess(words, code, out, err)
 
 
+FIRST_PORT = 10_000 + os.getpid() % 100 * 100
+PORTS = cycle(range(FIRST_PORT, FIRST_PORT + 100))
+"""Of this process alone, and below those that the system gives to any connection."""
+
+
 def free_port() -> int:
-    """A port that no other test uses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that nothing uses, and nothing takes before it is used."""
+    for port in islice(PORTS, 100):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
+    raise RuntimeError(f"none of 100 ports from {FIRST_PORT} is free")
 
 
 def launcher(ranks: int) -> list[str]:
     """The words before a program that start it on `ranks` processes."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={ranks}",
-        f"--master_port={free_port()}",
-    ]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return [*start, f"--master_port={free_port()}"]
+
+
+def train_words(recipe: Path, ranks: int = 1) -> list[str]:
+    """The words that train by a recipe, under torchrun if on several ranks."""
+    start = launcher(ranks) if ranks > 1 else [sys.executable]
+    return [*start, "-m", "wandistiller", "train", "--recipe", str(recipe)]
 
 
 def run(
-    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float = 600, **env: str
+    words: list[str], code: int = 0, cwd: Path = ROOT, timeout: float | None = 1200, **env: str
 ) -> subprocess.CompletedProcess:
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout
@@ -119,6 +132,7 @@ def has_async_io() -> bool:
 
 STUDENTS = sorted(p.stem for p in (ROOT / "ds_configs" / "student").glob("zero*.json"))
 """The shipped student JSONs, one for each ZeRO layout."""
+TEACHERS = [name for name in teacher_jsons() if name != "auto"]  # which is one of the others
 
 
 def runs_here(student: str) -> bool:
@@ -126,9 +140,19 @@ def runs_here(student: str) -> bool:
     return student != "zero3_nvme" or has_async_io()
 
 
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, one a step, as a reader that knows JSON alone sees them."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
 def losses(output: Path) -> list[float]:
-    """The loss of each step in a run's metrics.jsonl."""
-    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """The loss of each step."""
+    return [line["loss"] for line in metrics(output)]
 
 
 def write_json(file: Path, value: Any) -> Path:

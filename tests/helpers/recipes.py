@@ -66,8 +66,16 @@ def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, **more: Any) -> Path:
-    """Train by this recipe, kept as `folder`/`name`.json; return the output folder, `folder`/`name`."""
+def recipe_file(folder: Path, wan: Path, name: str = "run", **more: Any) -> Path:
+    """Write this recipe to `folder`/`name`.json; its output is `folder`/`name`."""
     given = recipe(folder, wan, **{"output_dir": str(folder / name)} | more)
-    wandistiller("train", "--recipe", write_json(folder / f"{name}.json", given), ranks=ranks)
+    return write_json(folder / f"{name}.json", given)
+
+
+def train(
+    folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, accelerator: str = "cpu", **more: Any
+) -> Path:
+    """Train by a `recipe_file`; return the output folder."""
+    file = recipe_file(folder, wan, name, **more)
+    wandistiller("train", "--recipe", file, ranks=ranks, accelerator=accelerator)
     return folder / name

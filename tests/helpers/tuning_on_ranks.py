@@ -1,7 +1,5 @@
-"""Run on ranks by test_trainable.py: a few steps of a student that is partly trained, then its checkpoint."""
+"""Called on ranks by test_trainable.py: steps of a student that is partly trained, and its checkpoint."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +119,5 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
     }
 
 
-def main(work: Path) -> None:
-    collectives.init("warning")
-    found = {
-        f"{stage} {dtype}": steps_and_checkpoint(stage, dtype, work / str(stage)) for stage, dtype in CASES
-    }
-    if collectives.rank() == 0:
-        (work / "results.json").write_text(json.dumps(found))
-    collectives.destroy()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def checkpoints(work: Path) -> list[dict[str, float]]:
+    return [steps_and_checkpoint(stage, dtype, work / str(stage)) for stage, dtype in CASES]

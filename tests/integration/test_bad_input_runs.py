@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from bad_inputs import ENGINE, RECIPE, Case, Outcome, faults, outcome
 from bad_weights import TRANSFORMER, WEIGHTS, linked
+from checkpointed import exported
 from PIL import Image
 from ranks import wandistiller
 from recipes import recipe
@@ -61,9 +61,8 @@ def usable_media(folder: Path) -> list[str]:
     noise(SIDE, SIDE).save(folder / "ok.png")
     noise(SIDE, SIDE).save(folder / "a png.jpg", format="PNG")
     noise(20_000, 40).save(folder / "wide.png")
-    noise(SIDE, SIDE).save(
-        folder / "moves.gif", save_all=True, append_images=[noise(SIDE, SIDE)], duration=100
-    )
+    frames = {"save_all": True, "append_images": [noise(SIDE, SIDE)], "duration": 100}
+    noise(SIDE, SIDE).save(folder / "moves.gif", **frames)
     return ["ok.png", "a png.jpg", "wide.png", "moves.gif"]
 
 
@@ -77,14 +76,9 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
 
 def a_run(tmp_path: Path, wan: Path, **more: object) -> RunConfig:
-    one_pass = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-    plain = {
-        "deepspeed_config": one_pass,
-        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
-        "max_steps": None,
-    }
-    more = {"output_dir": str(tmp_path / "out"), "num_epochs": 1, "sample_prompts": ["a"]} | plain | more
-    return RunConfig(**recipe(tmp_path, wan, **more))
+    usual = {"output_dir": str(tmp_path / "out"), "num_epochs": 1, "max_steps": None, "sample_prompts": ["a"]}
+    usual |= {"deepspeed_config": ENGINE, "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
+    return RunConfig(**recipe(tmp_path, wan, **usual | more))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -121,23 +115,13 @@ def unfinite(number: float) -> Callable[[Path], None]:
 
 
 SHORT = {"height": SIDE, "width": SIDE, "rollout_steps": 1, "cache_dir": "{here}/../cache"}
+OF_T = SHORT | {"teacher_path": "{here}/t"}
+IN_FILE = "t/transformer/...holds numbers that are not finite in float32. Fetch this file again"
+OUTPUTS = "t/text_encoder: its outputs are not finite. Fetch its weights again."
 FINITE = [
-    Case(
-        "teacher",
-        ("t/transformer/...holds numbers that are not finite in float32. Fetch this file again",),
-        recipe=SHORT | {"teacher_path": "{here}/t"},
-    ),
-    Case(
-        "text encoder",
-        ("t/text_encoder: its outputs are not finite. Fetch its weights again.",),
-        recipe=SHORT | {"teacher_path": "{here}/t"},
-    ),
-    Case(
-        "student's folder",
-        ("t/transformer/...holds numbers that are not finite in float32. Fetch this file again",),
-        {"student.json": {"init": "{here}/t"}},
-        SHORT,
-    ),
+    Case("teacher", (IN_FILE,), recipe=OF_T),
+    Case("text encoder", (OUTPUTS,), recipe=OF_T),
+    Case("student's folder", (IN_FILE,), {"student.json": {"init": "{here}/t"}}, SHORT),
 ]
 
 
@@ -152,9 +136,8 @@ def test_weights_that_are_not_finite_are_named(case: Case, number: float, tmp_pa
     words = case.write(here, wan1)
     unfinite(number)(linked(wan1, here / "t", without=WEIGHTS.get(case.name, TRANSFORMER)))
     found = outcome(words, here)
-    assert [fault for fault in faults(case, found, here, wan1) if not fault.startswith("wrote")] == [], (
-        found.printed
-    )
+    wrong = [fault for fault in faults(case, found, here, wan1) if not fault.startswith("wrote")]
+    assert wrong == [], found.printed
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -240,30 +223,10 @@ def test_spaces_and_other_scripts_in_every_path_work(tmp_path: Path, wan1: Path)
     values = a_run(tmp_path, wan1)
     for key, name in names.items():
         (here / name).write_text(json.dumps(getattr(values, key)))
-    words = {
-        "teacher_path": "мой учитель",
-        "data_path": "data 数",
-        "output_dir": "out π",
-        "cache_dir": "ca che",
-        "sample_dir": "bil der",
-        **names,
-    }
-    sizes = [
-        "--height",
-        str(SIDE),
-        "--width",
-        str(SIDE),
-        "--max_steps",
-        "1",
-        "--rollout_steps",
-        "1",
-        "--sample_steps",
-        "1",
-    ]
-    flags = [word for key, name in words.items() for word in (f"--{key}", here / name)]
-    wandistiller("train", *flags, *sizes, "--negative_prompt", "", cwd=here)
-    state = load_file(here / "out π" / "student" / TRANSFORMER)
-    assert (
-        all(torch.isfinite(value).all() for value in state.values())
-        and len(list((here / "bil der").glob("*.png"))) == 1
-    )
+    names |= {"teacher_path": "мой учитель", "data_path": "data 数", "output_dir": "out π"}
+    names |= {"cache_dir": "ca che", "sample_dir": "bil der"}
+    paths = [word for key, name in names.items() for word in (f"--{key}", here / name)]
+    sizes = f"--height {SIDE} --width {SIDE} --max_steps 1 --rollout_steps 1 --sample_steps 1"
+    wandistiller("train", *paths, *sizes.split(), "--negative_prompt", "", cwd=here)
+    assert all(value.isfinite().all() for value in exported(here / "out π").values())
+    assert len(list((here / "bil der").glob("*.png"))) == 1

@@ -1,11 +1,11 @@
 """Nothing unneeded is resident: the tensors of two ranks in a step of a real run, compared with the plan."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, program
+from census_on_ranks import census
+from ranks import call
 from tensor_owners import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHERS, STUDENT, TEACHER
 
 from wandistiller.planner.student_memory import BUCKETS, GATHERED, HELD, MASTERS, WEIGHTS
@@ -30,10 +30,8 @@ TABLES = 2 * 2 * 64 * 32 * 4 + 512 * 32 * 4
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wan1: Path
 ) -> list[dict[str, Any]]:
-    """What both ranks saw, and were said to have."""
-    folder, (student, teacher) = tmp_path_factory.mktemp("census"), request.param
-    program(ROOT / "tests" / "helpers" / "census_on_ranks.py", folder, wan1, student, teacher, ranks=2)
-    return [json.loads((folder / f"{student}_{rank}.json").read_text()) for rank in range(2)]
+    """The planned and the resident bytes of both ranks."""
+    return call(census, tmp_path_factory.mktemp("census"), wan1, *request.param, ranks=2)
 
 
 def moments(ranks: list[dict[str, Any]], owner: str) -> list[tuple[dict[str, Any], int]]:

@@ -1,6 +1,5 @@
 """Damaged checkpoints and folders that change under a run: a clear message, and nothing is lost."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -13,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpointed import equal, flip_a_bit, saved, settings, trained
-from ranks import environment, write_json
+from ranks import edit_json, environment, metrics, write_json
+from trainers import trainer_of
 
 from wandistiller.checkpoint import checkpointer, manifest, resume
 from wandistiller.checkpoint.safetensors_stream import checksum
@@ -26,28 +27,17 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
-from wandistiller.training.build_student import build_student
-from wandistiller.training.prepare import guided_teacher, prepare
-from wandistiller.training.trainer import Trainer
 from wandistiller.utils.errors import ConfigError, StorageError
 from wandistiller.utils.files import atomic, lock, sweep
 
 WEIGHTS = "transformer/rank_00000.safetensors"
 
 
-def trainer(given: dict) -> Trainer:
-    """As `wandistiller train` makes it, with the checkpoint that it goes on from."""
-    job = read_job(RunConfig(**given), world=1)
-    job = dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
-    data, text, teacher = prepare(job)
-    return Trainer(job, data, text, teacher or guided_teacher(job, text), build_student(job))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch.device) -> Path:
     """Where a run of 6 steps, `whole`, left its checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("files")
-    trainer(settings(folder, wan1, "whole")).train()
+    trainer_of(settings(folder, wan1, "whole")).train()
     return folder
 
 
@@ -55,6 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch
 def cut(folder: Path, tmp_path: Path) -> Path:
     """A copy of that output, to be damaged."""
     return Path(shutil.copytree(folder / "whole", tmp_path / "run"))
+
+
+@pytest.fixture
+def again(cut: Path, folder: Path, wan1: Path) -> dict[str, Any]:
+    """The recipe of that run, with the copy as its output."""
+    return settings(folder, wan1, "whole", output_dir=str(cut))
 
 
 def cut_off(file: Path) -> None:
@@ -66,9 +62,8 @@ def copy_beside(file: Path) -> None:
 
 
 def write_an_unknown_size(file: Path) -> None:
-    content = json.loads(file.read_text())
-    content["files"][WEIGHTS]["bytes"] = None
-    file.write_text(json.dumps(content))
+    files = json.loads(file.read_text())["files"]
+    edit_json(file, files=files | {WEIGHTS: files[WEIGHTS] | {"bytes": None}})
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -101,43 +96,40 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_its_reason_and_refused_
 
 
 def test_a_damaged_state_does_not_mislead_the_check_before_the_start(
-    cut: Path, folder: Path, wan1: Path
+    cut: Path, again: dict[str, Any]
 ) -> None:
     flip_a_bit(saved(cut, 6) / "run_state.json")
-    job = read_job(RunConfig(**settings(folder, wan1, "whole", output_dir=str(cut))), world=1)
-    assert job.resume_from == saved(cut, 4)
+    assert read_job(RunConfig(**again), world=1).resume_from == saved(cut, 4)
 
 
 def test_all_damaged_are_named_with_every_reason_and_the_command_ends_with_2(
-    cut: Path, wan1: Path, folder: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
+    cut: Path, again: dict[str, Any], capsys: pytest.CaptureFixture, quiet_logging: None
 ) -> None:
     for step, damage in ((2, "flipped"), (4, "no manifest"), (6, "cut off")):
         name, spoil, _ = DAMAGE[damage]
         spoil(saved(cut, step) / name)
-    given = settings(folder, wan1, "whole", output_dir=str(cut))
-    assert main(["train", "--recipe", str(write_json(cut / "r.json", given))]) == 2
-    said = capsys.readouterr().err
-    assert "step_00000002: transformer/rank_00000.safetensors is not as it was written" in said
-    assert "step_00000004: it has no manifest.json" in said
-    assert re.search(r"step_00000006: .* bytes of \d+", said)
-    assert "`--resume never` starts anew and keeps them" in said and "Traceback" not in said
+    assert main(["train", "--recipe", str(write_json(cut / "r.json", again))]) == 2
+    error = capsys.readouterr().err
+    assert "step_00000002: transformer/rank_00000.safetensors is not as it was written" in error
+    assert "step_00000004: it has no manifest.json" in error
+    assert re.search(r"step_00000006: .* bytes of \d+", error)
+    assert "`--resume never` starts anew and keeps them" in error and "Traceback" not in error
 
 
 def test_a_run_goes_on_from_the_one_before_sets_the_damaged_aside_and_ends_equal(
-    cut: Path, folder: Path, wan1: Path, one_rank: object
+    cut: Path, folder: Path, again: dict[str, Any]
 ) -> None:
     flip_a_bit(saved(cut, 6) / WEIGHTS)
-    trainer(settings(folder, wan1, "whole", output_dir=str(cut))).train()
+    trainer_of(again).train()
     assert equal(trained(cut), trained(folder / "whole"))
     assert (cut / "checkpoints" / "aside_step_00000006").is_dir()
-    lines = (cut / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_earlier_checkpoint_can_be_named_and_newer_ones_are_set_aside(
-    cut: Path, folder: Path, wan1: Path, one_rank: object
+    cut: Path, folder: Path, again: dict[str, Any]
 ) -> None:
-    trainer(settings(folder, wan1, "whole", output_dir=str(cut), resume=str(saved(cut, 2)))).train()
+    trainer_of(again | {"resume": str(saved(cut, 2))}).train()
     assert equal(trained(cut), trained(folder / "whole"))
     names = {p.name for p in (cut / "checkpoints").glob("aside_*")}
     assert names == {"aside_step_00000004", "aside_step_00000006"}
@@ -190,9 +182,9 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_those_before_and_nothing_half(
-    cut: Path, folder: Path, wan1: Path, one_rank: object
+    cut: Path, again: dict[str, Any]
 ) -> None:
-    there = trainer(settings(folder, wan1, "whole", output_dir=str(cut)))
+    there = trainer_of(again)
     there.resume()
     before = sorted(os.listdir(cut / "checkpoints"))
     refused = pytest.raises(StorageError, match=r"the checkpoint of step 8 could not be written: .*too large")
@@ -203,7 +195,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before_and_nothing_hal
 
 
 def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_is_killed(
-    cut: Path, folder: Path, wan1: Path, one_rank: object, capsys: pytest.CaptureFixture, quiet_logging: None
+    cut: Path, again: dict[str, Any], capsys: pytest.CaptureFixture, quiet_logging: None
 ) -> None:
     words = (
         "import sys, time; from pathlib import Path; from wandistiller.utils.files import lock; "
@@ -212,24 +204,19 @@ def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_
     command = [sys.executable, "-c", words, str(cut)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
     assert other.stdout.readline() == b"locked\n"
-    file = write_json(cut / "r.json", settings(folder, wan1, "whole", output_dir=str(cut)))
-    assert main(["train", "--recipe", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert re.search(rf"error: {cut}: another run is writing there \(process {other.pid} on ", said)
+    assert main(["train", "--recipe", str(write_json(cut / "r.json", again))]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"error: {cut}: another run is writing there \(process {other.pid} on ", error)
     other.kill()
     other.wait()
     lock(cut).close()
 
 
-def test_an_export_without_the_teacher_names_it_and_leaves_nothing_half(
-    folder: Path, wan1: Path, copy_of: Callable[..., Path], tmp_path: Path, cut: Path
-) -> None:
-    names = ("run_state.json", "manifest.json")
-    state, whole = (json.loads((saved(cut, 6) / name).read_text()) for name in names)
-    state["facts"]["teacher_path"] = str(tmp_path / "gone")
-    (saved(cut, 6) / "run_state.json").write_text(json.dumps(state))
-    whole["files"]["run_state.json"] = checksum(saved(cut, 6) / "run_state.json")._asdict()
-    (saved(cut, 6) / "manifest.json").write_text(json.dumps(whole))
+def test_an_export_without_the_teacher_names_it_and_leaves_nothing_half(tmp_path: Path, cut: Path) -> None:
+    state, whole = saved(cut, 6) / "run_state.json", saved(cut, 6) / "manifest.json"
+    facts, files = json.loads(state.read_text())["facts"], json.loads(whole.read_text())["files"]
+    edit_json(state, facts=facts | {"teacher_path": str(tmp_path / "gone")})
+    edit_json(whole, files=files | {state.name: checksum(state)._asdict()})
     with pytest.raises(ConfigError, match=f"{tmp_path}/gone"):
         DiffusersFormat().write(read_source(saved(cut, 6)), tmp_path / "student")
     assert not list(tmp_path.glob("*student*"))

@@ -1,12 +1,12 @@
 """Swapping the student's JSON never changes what is learned."""
 
-import json
 from pathlib import Path
 
 import pytest
+import runs_on_ranks
 import torch
 from plain import plain_losses
-from ranks import ROOT, STUDENTS, program, runs_here
+from ranks import STUDENTS, call, runs_here
 from recipes import recipe
 
 from wandistiller.config.run_config import RunConfig
@@ -25,10 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def curves(request: pytest.FixtureRequest, folder: Path, wan2: Path) -> dict[str, list[float]]:
-    results = folder / f"{request.param}.json"
-    given = folder, wan2, str(STEPS), results, *filter(runs_here, STUDENTS)
-    program(ROOT / "tests" / "helpers" / "curves_on_ranks.py", *given, ranks=request.param)
-    return json.loads(results.read_text())
+    engines = [
+        f"{name} {precision}" for name in filter(runs_here, STUDENTS) for precision in ("float32", "bf16")
+    ]
+    return call(runs_on_ranks.curves, folder, wan2, STEPS, engines, ranks=request.param)[0]
 
 
 @pytest.fixture(scope="module")

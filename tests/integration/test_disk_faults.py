@@ -4,25 +4,28 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from checkpointed import STEPS, equal, flip_a_bit, saved, settings, trained
 from live import live
-from ranks import launcher, wandistiller, write_json
+from ranks import train_words, wandistiller, write_json
 
 from wandistiller.checkpoint import manifest
 
 pytestmark = pytest.mark.slow
 
 
+def recipe_file(folder: Path, wan: Path, name: str, **more: object) -> Path:
+    return write_json(folder / f"{name}.json", settings(folder, wan, name, **more))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
     """Where a run of 6 steps, `whole`, left its checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("disk")
-    wandistiller("train", "--recipe", write_json(folder / "whole.json", settings(folder, wan1, "whole")))
+    wandistiller("train", "--recipe", recipe_file(folder, wan1, "whole"))
     return folder
 
 
@@ -51,22 +54,21 @@ def test_a_full_disk_ends_the_run_with_74_and_the_same_command_goes_on(
     small_disk: Path, folder: Path, wan1: Path
 ) -> None:
     """First in the cache, then in the second checkpoint; at the end nothing differs."""
-    given = settings(
-        folder, wan1, "whole", output_dir=str(small_disk / "run"), cache_dir=str(small_disk / "run" / "cache")
-    )
-    file = write_json(folder / "full.json", given)
+    file = recipe_file(small_disk, wan1, "run")
     ballast = fill(small_disk, 28_000)
-    said = wandistiller("train", "--recipe", file, code=74).stderr
-    assert re.search(rf"error: .*{small_disk}/run/cache/.*No space left on device.*\n", said), said
-    assert said.count("error: ") == 1 and "same command" in said and "Traceback" not in said
+    output = wandistiller("train", "--recipe", file, code=74).stderr
+    assert re.search(rf"error: .*{small_disk}/run/cache/.*No space left on device.*\n", output), output
+    assert output.count("error: ") == 1 and "same command" in output and "Traceback" not in output
     assert not list((small_disk / "run" / "cache").rglob("*.tmp"))
 
     checkpoint_bytes = sum(f.stat().st_size for f in saved(folder / "whole", 2).rglob("*"))
     ballast.unlink()
     ballast = fill(small_disk, 600_000 + checkpoint_bytes * 3 // 2)
-    said = wandistiller("train", "--recipe", file, code=74).stderr
-    assert re.search(rf"error: {small_disk}/run/checkpoints.*step 4 .*No space left on device", said), said
-    assert said.count("error: ") == 1 and "Free space" in said and "Traceback" not in said
+    output = wandistiller("train", "--recipe", file, code=74).stderr
+    assert re.search(rf"error: {small_disk}/run/checkpoints.*step 4 .*No space left on device", output), (
+        output
+    )
+    assert output.count("error: ") == 1 and "Free space" in output and "Traceback" not in output
     assert [p.name for p in manifest.steps(small_disk / "run" / "checkpoints")] == ["step_00000002"]
 
     ballast.unlink()
@@ -77,35 +79,31 @@ def test_a_full_disk_ends_the_run_with_74_and_the_same_command_goes_on(
 def test_a_cache_deleted_in_training_is_named_and_made_anew_by_the_same_command(
     folder: Path, wan1: Path
 ) -> None:
-    file = write_json(folder / "deleted.json", settings(folder, wan1, "deleted", log_level="debug"))
-    with live(
-        [sys.executable, "-m", "wandistiller", "train", "--recipe", file], folder / "deleted.log"
-    ) as run:
+    file = recipe_file(folder, wan1, "deleted", log_level="debug")
+    with live(train_words(file), folder / "deleted.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         shutil.rmtree(folder / "deleted" / "cache")
-        code, said = run.end(), run.said()
-    assert code == 74 and re.search(rf"error: .*{folder}/deleted/cache/", said), said
-    assert "Traceback" not in said
-    assert "2 of 6 steps are done" in wandistiller("train", "--recipe", file).stderr
+        code, output = run.end(), run.output()
+    assert code == 74 and re.search(rf"error: .*{folder}/deleted/cache/", output), output
+    assert "Traceback" not in output
+    assert re.search("[24] of 6 steps are done", wandistiller("train", "--recipe", file).stderr)
     assert equal(trained(folder / "deleted"), trained(folder / "whole"))
 
 
 def test_a_cache_that_one_rank_alone_finds_damaged_ends_both_with_its_message(
     folder: Path, wan1: Path
 ) -> None:
-    file = write_json(
-        folder / "flipped.json", settings(folder, wan1, "flipped", max_steps=400, save_every=400)
-    )
-    with live([*launcher(2), "-m", "wandistiller", "train", "--recipe", file], folder / "flipped.log") as run:
+    file = recipe_file(folder, wan1, "flipped", max_steps=400, save_every=400)
+    with live(train_words(file, ranks=2), folder / "flipped.log") as run:
         run.wait_for("step 3/400 ")
         (made,) = (folder / "flipped" / "cache" / "latents").iterdir()
         damaged = sorted(made.glob("*.safetensors"))[0]
         flip_a_bit(damaged)
-        code, said = run.end(), run.said()
-    ours = said.partition("torch/distributed/elastic")[0]  # before torchrun's own lines and exit code 1
-    assert code == 1 and "Traceback" not in ours, said
+        code, output = run.end(), run.output()
+    ours = output.partition("torch/distributed/elastic")[0]  # before torchrun's own lines and exit code 1
+    assert code == 1 and "Traceback" not in ours, output
     assert len(re.findall(rf"^error: {damaged}: .* does not have the checksum", ours, re.MULTILINE)) == 1, (
-        said
+        output
     )
 
 
@@ -113,14 +111,14 @@ def test_a_teacher_that_went_away_before_the_end_is_named_and_the_run_goes_on_wh
     folder: Path, wan1: Path, copy_of: Callable[..., Path]
 ) -> None:
     teacher = copy_of(wan1, weights=True)
-    given = settings(folder, teacher, "away", log_level="debug", cache_dir=str(folder / "whole" / "cache"))
-    file = write_json(folder / "away.json", given)
-    with live([sys.executable, "-m", "wandistiller", "train", "--recipe", file], folder / "away.log") as run:
+    cache = {"cache_dir": str(folder / "whole" / "cache")}
+    file = recipe_file(folder, teacher, "away", log_level="debug", **cache)
+    with live(train_words(file), folder / "away.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         teacher.rename(teacher.with_name("away"))
-        code, said = run.end(), run.said()
-    assert code == 74 and re.search(rf"error: .*drawing pictures after step 6: .*{teacher}", said), said
-    assert "Traceback" not in said
+        code, output = run.end(), run.output()
+    assert code == 74 and re.search(rf"error: .*drawing pictures after step 6: .*{teacher}", output), output
+    assert "Traceback" not in output
     teacher.with_name("away").rename(teacher)
     wandistiller("train", "--recipe", file)
     assert equal(trained(folder / "away"), trained(folder / "whole"))

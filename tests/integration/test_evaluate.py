@@ -29,10 +29,13 @@ SMALL = ["--height", "32", "--width", "32", "--steps", "2", "--batch", "4"]
 Copy = Callable[..., Path]
 
 
-def wanted(student: Path, output: Path, *flags: str | Path, prompts: list[str] = PROMPTS) -> Evaluation:
-    """The command's flags, read as the command reads them."""
-    words = ["evaluate", "--student", student, "--output", output, *SMALL, "--prompts", *prompts, *flags]
-    return read_evaluation(vars(parser().parse_args([str(w) for w in words])), torch.float32, 1)
+def read(*words: str | Path) -> Evaluation:
+    """A command line, read as the command reads it."""
+    return read_evaluation(vars(parser().parse_args(["evaluate", *map(str, words)])), torch.float32, 1)
+
+
+def comparison(student: Path, output: Path, *flags: str | Path, prompts: list[str] = PROMPTS) -> Evaluation:
+    return read("--student", student, "--output", output, *SMALL, "--prompts", *prompts, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def twin(
 ) -> tuple[dict[str, Any], Path]:
     """A student that is its teacher, and a teacher without guidance: (figures, folder)."""
     output = tmp_path_factory.mktemp("twin")
-    return evaluate(wanted(wan2, output, "--teacher_path", wan2, "--guidance_scale", "1")), output
+    return evaluate(comparison(wan2, output, "--teacher_path", wan2, "--guidance_scale", "1")), output
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +56,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     text = tiny | dict(vocab_size=len(vocab), max_position_embeddings=24, eos_token_id=len(vocab) - 1)
     torch.manual_seed(0)
-    model = CLIPModel(
-        CLIPConfig(text_config=text, vision_config=tiny | dict(image_size=16, patch_size=8), projection_dim=8)
-    )
-    model.save_pretrained(folder)
+    vision = tiny | dict(image_size=16, patch_size=8)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
     pixels = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     CLIPProcessor(pixels, CLIPTokenizer(vocab=vocab, merges=[])).save_pretrained(folder)
     return folder
@@ -94,7 +95,9 @@ def test_a_student_that_answers_0_has_relative_error_1_in_every_band(
         model.proj_out.bias.zero_()
 
     student = changed(copy_of(wan2, weights=True), silenced)
-    found = evaluate(wanted(student, tmp_path, "--teacher_path", wan2, "--quick"))["relative_velocity_error"]
+    found = evaluate(comparison(student, tmp_path, "--teacher_path", wan2, "--quick"))[
+        "relative_velocity_error"
+    ]
     figures = [*found["bands"].values(), *found["experts"].values(), found["all"]]
     assert [(e["value"], e["low"], e["high"]) for e in figures] == [(1.0, 1.0, 1.0)] * 8
 
@@ -118,7 +121,7 @@ def test_markdown_json_and_picture_have_the_figures_and_say_what_they_mean(
 def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path: Path) -> None:
     prompts = shapes.held_out_prompts()[:4]
     flags = "--height 64 --width 64 --steps 1 --quick".split()
-    result = evaluate(wanted(wan1, tmp_path, "--teacher_path", wan1, *flags, prompts=prompts))
+    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, *flags, prompts=prompts))
     none = {"count": 0, "value": 0.0, "low": 0.0, "high": 0.489891}  # random weights
     assert result["teacher"]["fully_right"] == none and "fully_right" not in result["ratio"]
     assert "| 0 (0 to 49 %)" in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
@@ -131,7 +134,7 @@ def test_a_metric_added_to_the_list_is_in_json_and_table(
     named = {"name": "brightness", "label": "mean brightness"}
     METRICS.append(Metric(**named, compute=lambda drawn: drawn.frame_BCHW.mean((1, 2, 3))))
     request.addfinalizer(METRICS.pop)
-    result = evaluate(wanted(wan1, tmp_path, "--teacher_path", wan1, "--guidance_scale", "1", "--quick"))
+    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, "--guidance_scale", "1", "--quick"))
     assert set(result["frechet"]["latent"]) == {"features", "same_seeds"}  # quick: without the floor
     assert 0 < result["teacher"]["brightness"]["value"] < 1 and result["ratio"]["brightness"]["value"] == 1
     assert "| mean brightness " in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
@@ -141,34 +144,26 @@ def test_a_metric_added_to_the_list_is_in_json_and_table(
 def test_a_placed_teacher_is_the_stock_one(wan2: Path, tmp_path: Path) -> None:
     placed = write_json(tmp_path / "placed.json", {"zero_optimization": {"stage": 0}})
     flags = ["--teacher_path", wan2, "--guidance_scale", "3", "--guidance_scale_2", "2", "--quick"]
-    stock, other = (
-        evaluate(wanted(wan2, tmp_path, *flags, *more))
-        for more in ([], ["--teacher_deepspeed_config", placed])
-    )
+    stock = evaluate(comparison(wan2, tmp_path, *flags))
+    other = evaluate(comparison(wan2, tmp_path, *flags, "--teacher_deepspeed_config", placed))
     assert errors_of(other) == pytest.approx(errors_of(stock), rel=1e-3) and min(errors_of(stock)) > 1e-3
-    assert other["frechet"]["latent"]["same_seeds"]["value"] == pytest.approx(
-        stock["frechet"]["latent"]["same_seeds"]["value"], rel=1e-2
-    )
+    distances = [found["frechet"]["latent"]["same_seeds"]["value"] for found in (other, stock)]
+    assert distances[0] == pytest.approx(distances[1], rel=1e-2)
 
 
 def untimed(result: dict[str, Any]) -> dict[str, Any]:
     """The figures, without those of time and memory."""
-    timed = ("seconds_per_sample", "peak_memory_gib")
-    sides = {
-        side: {k: v for k, v in result[side].items() if k not in timed}
-        for side in ("teacher", "student", "ratio")
-    }
-    return result | sides
+    timed, sides = ("seconds_per_sample", "peak_memory_gib"), ("teacher", "student", "ratio")
+    return result | {side: {k: v for k, v in result[side].items() if k not in timed} for side in sides}
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp_path: Path) -> None:
     flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip]
-    one = evaluate(wanted(wan1, tmp_path / "1", *flags, prompts=PROMPTS[:5]))
+    one = evaluate(comparison(wan1, tmp_path / "1", *flags, prompts=PROMPTS[:5]))
     output = tmp_path / "2"
-    wandistiller(
-        "evaluate", "--student", wan1, *SMALL, *flags, "--prompts", *PROMPTS[:5], "--output", output, ranks=2
-    )
+    words = ["--student", wan1, "--output", output, *SMALL, "--prompts", *PROMPTS[:5], *flags]
+    wandistiller("evaluate", *words, ranks=2)
     assert untimed(one) == untimed(json.loads((output / "evaluation.json").read_text()))
     assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
 
@@ -177,11 +172,9 @@ def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Pa
     image_BCHW = torch.rand(6, 3, 32, 40, generator=torch.Generator().manual_seed(0))
     image_BD, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW, PROMPTS)
     model, processor = CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
+    images = [to_pil(image) for image in image_BCHW]
     with torch.no_grad():
-        inputs = processor(
-            text=PROMPTS, images=[to_pil(i) for i in image_BCHW], return_tensors="pt", padding=True
-        )
-        seen = model(**inputs)
+        seen = model(**processor(text=PROMPTS, images=images, return_tensors="pt", padding=True))
     cosine_B = seen.logits_per_image.diag() / model.logit_scale.exp()
     torch.testing.assert_close(score_B, 100 * cosine_B.clamp(min=0))
     torch.testing.assert_close(image_BD, seen.image_embeds)
@@ -223,14 +216,9 @@ def test_all_that_is_wrong_with_the_flags_comes_at_once(wan1: Path, tmp_path: Pa
     flags = f"--teacher_path {wan1} --height 30 --batch 0 --clip_path {tmp_path} --guidance_scale_2 3"
     flags += " --teacher_deepspeed_config ds_configs/teacher/auto.json --prompts none.txt"
     with pytest.raises(ConfigError) as caught:
-        wanted(wan1, write_json(tmp_path / "file", 0), *flags.split())
-    messages = [
-        "`batch` is 0",
-        '`wandistiller.placement` is "auto"',
-        "none.txt: no such file",
-        "`height` is 30",
-    ]
-    messages += ["`guidance_scale_2` is 3.0", "`output` is", "`clip_path` is"]
+        comparison(wan1, write_json(tmp_path / "file", 0), *flags.split())
+    messages = ["`batch` is 0", '`wandistiller.placement` is "auto"', "none.txt: no such file"]
+    messages += ["`height` is 30", "`guidance_scale_2` is 3.0", "`output` is", "`clip_path` is"]
     assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
 
 
@@ -242,8 +230,7 @@ def test_what_a_student_was_made_with_is_taken_where_no_flag_says_otherwise(
     facts = {"teacher_path": str(wan2), "teacher_revision": None, "negative_prompt": "blue", "steps": 7}
     facts |= {"height": 48, "width": 16, "num_frames": 5, "guidance_scale": 2.5, "guidance_scale_2": 1.5}
     write_json(student / "wandistiller.json", facts)
-    words = ["evaluate", "--student_path", str(student), "--steps", "9", "--prompts", "a red circle"]
-    found = read_evaluation(vars(parser().parse_args(words)), torch.float32, 1)
+    found = read("--student_path", student, "--steps", "9", "--prompts", "a red circle")
     guided, plain = found.teacher_sampling, found.student_sampling
     assert (guided.height, guided.width, guided.num_frames, guided.steps) == (48, 16, 5, 9)
     assert (guided.guidance_scale, guided.guidance_scale_2, guided.negative_prompt) == (2.5, 1.5, "blue")

@@ -16,9 +16,9 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from diffusers.utils import load_video
 from huggingface_hub import constants
 from PIL import Image
-from published_wan import PUBLISHED, hub_cache, write_published
-from ranks import losses, wandistiller, write_json
-from recipes import ADAM, recipe, student_engine
+from published_wan import PUBLISHED, Published, hub_cache
+from ranks import losses, wandistiller
+from recipes import ADAM, recipe_file, student_engine
 from safetensors.torch import load_file
 from small_wan import FORMS, make_wan
 
@@ -26,83 +26,66 @@ from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.main import main
 from wandistiller.cli.parser import parser
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import RunConfig
+from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import prepare
 from wandistiller.wan import transformer
-from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.pipeline import WanFolder
 
 TORCH_ADAM = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}  # DeepSpeed's own takes 4 s to set up
-SMALL, LARGE, FIVE, TWO = PUBLISHED
-FACTS = [  # parameters of each expert; guidance and shift; what height and width are multiples of
-    (SMALL, [1_418_996_800], (5.0, 5.0), 3.0, 16),
-    (LARGE, [14_288_491_584], (5.0, 5.0), 3.0, 16),
-    (FIVE, [4_999_787_712], (5.0, 5.0), 5.0, 32),
-    (TWO, [14_288_491_584] * 2, (4.0, 3.0), 3.0, 16),
-]
+FACTS = {  # parameters of each expert; guidance and shift; what height and width are multiples of
+    "1.3B": ([1_418_996_800], (5.0, 5.0, 3.0), 16),
+    "14B": ([14_288_491_584], (5.0, 5.0, 3.0), 16),
+    "5B": ([4_999_787_712], (5.0, 5.0, 5.0), 32),
+    "A14B": ([14_288_491_584] * 2, (4.0, 3.0, 3.0), 16),
+}
 SIZES = [  # height, width, frames; latent C F H W; tokens
-    (SMALL, (480, 832, 81), (16, 21, 60, 104), 32_760),
-    (LARGE, (720, 1280, 81), (16, 21, 90, 160), 75_600),
-    (LARGE, (480, 832, 1), (16, 1, 60, 104), 1_560),
-    (TWO, (480, 832, 81), (16, 21, 60, 104), 32_760),
-    (FIVE, (704, 1280, 1), (48, 1, 44, 80), 880),
-    (FIVE, (704, 1280, 121), (48, 31, 44, 80), 27_280),
+    ("1.3B", (480, 832, 81), (16, 21, 60, 104), 32_760),
+    ("14B", (720, 1280, 81), (16, 21, 90, 160), 75_600),
+    ("14B", (480, 832, 1), (16, 1, 60, 104), 1_560),
+    ("A14B", (480, 832, 81), (16, 21, 60, 104), 32_760),
+    ("5B", (704, 1280, 1), (48, 1, 44, 80), 880),
+    ("5B", (704, 1280, 121), (48, 31, 44, 80), 27_280),
 ]
+Size = tuple[int, int, int]
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WanFolder]:
-    folder = tmp_path_factory.mktemp("published")
-    return {name: open_wan(str(write_published(folder, name))) for name in PUBLISHED}
-
-
-@pytest.mark.parametrize(("name", "parameters", "guidance", "shift", "multiple"), FACTS)
-@pytest.mark.usefixtures("one_rank")
-def test_a_published_config_is_known_with_its_parameters_defaults_and_multiples_of_a_patch(
-    published: dict[str, WanFolder],
-    tmp_path: Path,
-    name: str,
-    parameters: list[int],
-    guidance: tuple[float, float],
-    shift: float,
-    multiple: int,
-) -> None:
-    it, folder = PUBLISHED[name], published[name]
+@pytest.mark.parametrize("it", PUBLISHED.values(), ids=PUBLISHED)
+def test_diffusers_knows_every_key_of_a_published_config(it: Published) -> None:
     kinds = {WanTransformer3DModel: it.transformer, AutoencoderKLWan: it.vae, WanPipeline: it.index}
     for kind, config in kinds.items():
         assert set(config) - {"_class_name"} - set(signature(kind.__init__).parameters) == set()
+
+
+@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.usefixtures("one_rank")
+def test_a_published_wan_has_its_parameters_defaults_and_multiples_of_a_patch(
+    wans: dict[str, WanFolder], published: Path, tmp_path: Path, name: str
+) -> None:
+    folder, (parameters, defaults, multiple) = wans[name], FACTS[name]
     assert [transformer.count_parameters(c) for c in folder.configs.values()] == parameters
     assert [n for n in range(1, 65) if not folder.size_problems(n, n, 1)] == [*range(multiple, 65, multiple)]
-    (tmp_path / "prompts.txt").write_text("a cat")
-    paths = {"data_path": str(tmp_path / "prompts.txt"), "output_dir": str(tmp_path / "o")}
+    paths = {"data_path": str(published / "prompts.txt"), "output_dir": str(tmp_path / "o")}
     run = read_job(RunConfig(teacher_path=folder.name, **paths), world=1).run
-    assert ((run.guidance_scale, run.guidance_scale_2), run.shift) == (guidance, shift)
+    assert (run.guidance_scale, run.guidance_scale_2, run.shift) == defaults
 
 
 @pytest.mark.parametrize(("name", "size", "shape", "tokens"), SIZES)
 def test_a_size_gives_latents_and_tokens(
-    published: dict[str, WanFolder],
-    name: str,
-    size: tuple[int, int, int],
-    shape: tuple[int, ...],
-    tokens: int,
+    wans: dict[str, WanFolder], name: str, size: Size, shape: tuple[int, ...], tokens: int
 ) -> None:
-    folder = published[name]
-    embedded_BDFHW = transformer.meta_transformer(folder.config).patch_embedding(
-        torch.empty(1, *shape, device="meta")
-    )
+    folder, x_BCFHW = wans[name], torch.empty(1, *shape, device="meta")
+    embedded_BDFHW = transformer.meta_transformer(folder.config).patch_embedding(x_BCFHW)
     assert folder.size_problems(*size) == [] and folder.latent_shape(*size) == shape
     assert folder.tokens(*size) == embedded_BDFHW[0, 0].numel() == tokens
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_vae_makes_the_channels_that_the_transformer_takes(
-    published: dict[str, WanFolder], name: str
-) -> None:
+@pytest.mark.parametrize("name", FACTS)
+def test_the_vae_makes_the_channels_that_the_transformer_takes(wans: dict[str, WanFolder], name: str) -> None:
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(published[name].vae)
+        vae = AutoencoderKLWan.from_config(wans[name].vae)
         z_BCFHW = vae.encode(torch.empty(1, 3, 1, 64, 96)).latent_dist.mode()
-    assert z_BCFHW.shape[1:] == published[name].latent_shape(64, 96, 1)
+    assert z_BCFHW.shape[1:] == wans[name].latent_shape(64, 96, 1)
 
 
 @dataclass(frozen=True)
@@ -145,43 +128,28 @@ def run(
     teacher, experts = make_wan(folder / "wan", **FORMS[form]), ("one", "two")[FORMS[form]["experts"] - 1]
     with pytest.MonkeyPatch.context() as patch:
         where = as_hub_id(teacher, patch) if "max_shard_size" in FORMS[form] else teacher
-        asked = recipe(
-            folder,
-            where,
-            data_path=str(folder / "data.jsonl"),
-            max_steps=2,
-            height=32,
-            width=64,
-            output_dir=str(folder / "out"),
-            student_config={"num_layers": 2, "experts": experts},
-            num_frames=frames,
-            rollout_steps=2,
-            deepspeed_config=student_engine(2, offload=False, optimizer=TORCH_ADAM),
-        )
-        job = read_job(RunConfig(**asked), world=1)
+        more = {
+            "data_path": str(folder / "data.jsonl"),
+            "student_config": {"num_layers": 2, "experts": experts},
+        }
+        more |= {"max_steps": 2, "rollout_steps": 2, "height": 32, "width": 64, "num_frames": frames}
+        more |= {"deepspeed_config": student_engine(2, offload=False, optimizer=TORCH_ADAM)}
+        file = recipe_file(folder, where, **more)
+        job = read_job(read_run_config(json.loads(file.read_text()), {}), world=1)
         prepare(job)
         prepared = set(job.cache.rglob("*.safetensors"))
-        wandistiller("train", "--recipe", write_json(folder / "recipe.json", asked))
-        assert main(["export", "--checkpoint", asked["output_dir"], "--output", str(folder / "student")]) == 0
-        words = (
-            f"sample --steps 2 --seed 3 --height 32 --width 64 --num_frames {frames} --dtype float32".split()
-        )
-        words += [
-            "--model",
-            str(folder / "student"),
-            "--prompts",
-            "a red circle",
-            "--output",
-            str(folder / "drawn"),
-        ]
-        assert main(words) == 0
-        yield Run(job, prepared, folder / "student", folder / "drawn")
+        wandistiller("train", "--recipe", file)
+        student, drawn = str(folder / "student"), str(folder / "drawn")
+        assert main(["export", "--checkpoint", str(job.output), "--output", student]) == 0
+        flags = f"--steps 2 --seed 3 --height 32 --width 64 --num_frames {frames} --dtype float32".split()
+        words = ["--model", student, "--prompts", "a red circle", "--output", drawn, *flags]
+        assert main(["sample", *words]) == 0
+        yield Run(job, prepared, Path(student), Path(drawn))
 
 
 def test_prepare_makes_latents_of_the_medium_and_of_the_prompt_alone(run: Run) -> None:
-    shapes = [
-        t.shape for f in run.prepared if f.parent.parent.name == "latents" for t in load_file(f).values()
-    ]
+    latents = [file for file in run.prepared if file.parent.parent.name == "latents"]
+    shapes = [t.shape for file in latents for t in load_file(file).values()]
     assert shapes == [run.job.folder.latent_shape(32, 64, run.job.run.num_frames)] * 2
 
 
@@ -201,16 +169,9 @@ def test_the_export_keeps_the_teacher_s_fields(run: Run) -> None:
 
 def test_the_stock_pipeline_draws_what_sample_drew(run: Run) -> None:
     pipe = WanPipeline.from_pretrained(run.student, dtype=torch.float32)
-    frames = pipe(
-        "a red circle",
-        height=32,
-        width=64,
-        num_frames=run.job.run.num_frames,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        generator=torch.Generator().manual_seed(3),
-        output_type="np",
-    ).frames[0]
+    how = {"num_frames": run.job.run.num_frames, "num_inference_steps": 2, "guidance_scale": 1.0}
+    how |= {"generator": torch.Generator().manual_seed(3), "output_type": "np"}
+    frames = pipe("a red circle", height=32, width=64, **how).frames[0]
     if len(frames) == 1:
         drawn = np.asarray(Image.open(run.samples / "0000.png"))
         assert np.array_equal(drawn, (frames[0] * 255).round().astype(np.uint8))
@@ -218,9 +179,8 @@ def test_the_stock_pipeline_draws_what_sample_drew(run: Run) -> None:
         with closing(imageio_ffmpeg.read_frames(str(run.samples / "0000.mp4"))) as frames_of_file:
             assert next(frames_of_file)["fps"] == (24 if run.job.folder.spatial == 16 else 16)
         drawn = np.stack([np.asarray(f) for f in load_video(str(run.samples / "0000.mp4"))])
-        assert (
-            drawn.shape == (5, 32, 64, 3) and np.abs(drawn.mean((1, 2)) - 255 * frames.mean((1, 2))).max() < 8
-        )
+        assert drawn.shape == (5, 32, 64, 3)
+        assert np.abs(drawn.mean((1, 2)) - 255 * frames.mean((1, 2))).max() < 8
 
 
 def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -> None:

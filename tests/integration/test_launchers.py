@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, losses, run, write_json
-from recipes import recipe, train
+from ranks import ROOT, losses, run, train_words
+from recipes import recipe_file, train
 
 from wandistiller.distributed.launchers import (
     PORTS,
@@ -149,22 +149,8 @@ def test_slurm_is_asked_for_cores_and_memory_and_srun_told_of_the_cores() -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: apt install openmpi-bin)")
 def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp_path: Path) -> None:
-    file = write_json(
-        tmp_path / "mpi.json", recipe(tmp_path, wan1, output_dir=str(tmp_path / "mpi"), max_steps=2)
-    )
+    file = recipe_file(tmp_path, wan1, "mpi", max_steps=2)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    words = [
-        "mpirun",
-        "--oversubscribe",
-        "-n",
-        "2",
-        "python",
-        "-m",
-        "wandistiller",
-        "train",
-        "--recipe",
-        str(file),
-    ]
-    run(words, cwd=ROOT, **root)
+    run(["mpirun", "--oversubscribe", "-n", "2", *train_words(file)], cwd=ROOT, **root)
     assert losses(tmp_path / "mpi") == losses(train(tmp_path, wan1, "plain", max_steps=2))
-    assert json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"].__len__() == 2
+    assert len(json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"]) == 2

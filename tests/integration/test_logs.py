@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import struct
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from pytest import approx
-from ranks import run, wandistiller, write_json
-from recipes import recipe, student_engine
+from ranks import metrics, run, train_words, wandistiller
+from recipes import recipe_file, student_engine
 
 from wandistiller.cli.failures import Failures
 from wandistiller.distributed.collectives import log0
@@ -28,8 +27,7 @@ from wandistiller.utils.logging import add_log_file, log_to_file, setup_logging
 def said(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
     """The output folder of a run on two ranks that was stopped by nothing, and its stderr."""
     folder = tmp_path_factory.mktemp("logs")
-    given = recipe(folder, wan1, output_dir=str(folder / "run"), max_steps=3)
-    done = wandistiller("train", "--recipe", write_json(folder / "recipe.json", given), ranks=2)
+    done = wandistiller("train", "--recipe", recipe_file(folder, wan1, max_steps=3), ranks=2)
     return folder / "run", done.stderr
 
 
@@ -124,13 +122,9 @@ def run_with(
 ) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl after a run, or its continuation, whose student's JSON has this section."""
     more = {"max_steps": more.pop("steps", 3), "sample_every": 1, "save_every": 2, **more}
-    more |= {"output_dir": str(folder / "run"), "deepspeed_config": student_engine(2, **monitor)}
-    file = write_json(folder / "r.json", recipe(folder, wan, **more))
-    if env:
-        run([sys.executable, "-m", "wandistiller", "train", "--recipe", str(file)], **env)
-    else:
-        wandistiller("train", "--recipe", file)
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    file = recipe_file(folder, wan, deepspeed_config=student_engine(2, **monitor), **more)
+    run(train_words(file), **env) if env else wandistiller("train", "--recipe", file)
+    return metrics(folder / "run")
 
 
 def test_csv_files_of_a_run_that_goes_on_have_one_head_and_each_step_once(wan1: Path, tmp_path: Path) -> None:
@@ -159,9 +153,8 @@ def test_tensorboard_has_every_number_of_every_step_and_the_pictures(wan1: Path,
     ]
     pictures = {e.step: pixels(io.BytesIO(e.encoded_image_string)) for e in found.Images("Samples")}
     drawn = {int(file.stem[5:]): pixels(file) for file in (tmp_path / "run" / "samples").glob("step_*.png")}
-    assert pictures.keys() == drawn.keys() and all(
-        np.array_equal(pictures[step], drawn[step]) for step in drawn
-    )
+    assert pictures.keys() == drawn.keys()
+    assert all(np.array_equal(pictures[step], drawn[step]) for step in drawn)
 
 
 def pixels(file: Path | io.BytesIO) -> np.ndarray:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment, free_port, losses, wandistiller, write_json
-from recipes import recipe
+from placements_on_ranks import differences
+from ranks import ROOT, call, environment, free_port, losses, train_words, wandistiller
+from recipes import recipe_file, train
 
 NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"]
 NODES = [(0, 1), (2,)]
@@ -20,7 +21,8 @@ PARTS = {
     "owner": [1, 0, 1],
 }
 """Among how many ranks the weights are cut that each rank has; 0 where it has none."""
-TASKS = [(name, *how) for name in PARTS for how in (("float32", "1"), ("bfloat16", "2"))]
+HOW = ("float32 1", "bfloat16 2")
+"""Precisions and passes of guidance."""
 SKIP = bool(subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode)
 pytestmark = [
     pytest.mark.multinode,
@@ -31,32 +33,25 @@ pytestmark = [
 def on_nodes(
     work: Path, nodes: list[tuple[int, ...]], words: list[Any], before: dict[int, str] | None = None
 ) -> tuple[list[int], str]:
-    """Run `words` on each rank of each node; the nodes' exit codes, and all that was said.
+    """Run `words` on each rank of each node; return the nodes' exit codes, and all output.
 
     Args:
         before: by node, what its shell does first.
     """
-    world = {
-        "WORLD_SIZE": str(sum(map(len, nodes))),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    world = {"WORLD_SIZE": str(sum(map(len, nodes))), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(free_port())}
     program, started = " ".join(map(str, words)), []
     for node, ranks in enumerate(nodes):
         each = [f"RANK={rank} LOCAL_RANK={local} {program} & p{local}=$!" for local, rank in enumerate(ranks)]
         waits = [f"wait $p{local} || code=$?" for local, _ in enumerate(ranks)]
         shell = "\n".join([(before or {}).get(node, ":"), *each, "code=0", *waits, "exit $code"])
+        env, words = (
+            environment(**world, LOCAL_WORLD_SIZE=str(len(ranks))),
+            [*NAMESPACES, "bash", "-c", shell],
+        )
         with (work / f"node{node}.log").open("w") as log:
-            started.append(
-                subprocess.Popen(
-                    [*NAMESPACES, "bash", "-c", shell],
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=log,
-                    env=environment(**world, LOCAL_WORLD_SIZE=str(len(ranks))),
-                )
-            )
-    codes = [node.wait(300) for node in started]
+            started.append(subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=env))
+    codes = [node.wait(600) for node in started]
     return codes, "\n".join((work / f"node{node}.log").read_text() for node in range(len(nodes)))
 
 
@@ -64,27 +59,27 @@ def on_nodes(
 
 
 @pytest.fixture(scope="module")
-def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What placements_on_ranks.py found of each teacher JSON."""
+def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found of each teacher JSON."""
     work = tmp_path_factory.mktemp("nodes")
-    tasks = [f"'{name} {precision} {passes}'" for name, precision, passes in TASKS]
-    codes, said = on_nodes(
-        work,
-        NODES,
-        [sys.executable, ROOT / "tests" / "helpers" / "placements_on_ranks.py", wan2, work, *tasks],
+
+    def start(program: Path, folder: str, ranks: int) -> None:
+        codes, output = on_nodes(work, NODES, [sys.executable, program, folder])
+        assert codes == [0, 0], output
+
+    return call(
+        differences, wan2, work, [f"{name} {how}" for name in PARTS for how in HOW], ranks=3, start=start
     )
-    assert codes == [0, 0], said
-    return json.loads((work / "results.json").read_text())
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_each_node_has_its_own_where_the_json_says_so(placed: dict[str, Any], name: str) -> None:
-    assert placed[f"parts of {name}"] == PARTS[name]
+def test_each_node_has_its_own_where_the_json_says_so(placed: list[dict[str, Any]], name: str) -> None:
+    assert [of_rank[f"parts of {name}"] for of_rank in placed] == PARTS[name]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_wherever_it_lives_its_answers_are_bitwise_diffusers(placed: dict[str, Any], name: str) -> None:
-    assert [placed[" ".join(task)] for task in TASKS if task[0] == name] == [0, 0]
+def test_wherever_it_lives_its_outputs_are_bitwise_diffusers(placed: list[dict[str, Any]], name: str) -> None:
+    assert {of_rank[f"{name} {how}"] for of_rank in placed for how in HOW} == {0}
 
 
 # Where the cache is
@@ -99,40 +94,26 @@ def own_disks(work: Path, *nodes: int) -> dict[int, str]:
 
 
 def test_nodes_with_a_cache_each_train_once_each_has_filled_its_own(wan1: Path, tmp_path: Path) -> None:
-    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "one"), max_steps=2)
-    wandistiller("train", "--recipe", write_json(tmp_path / "one.json", given), ranks=2)
-    given |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "local")}
-    file, disks = write_json(tmp_path / "run.json", given), own_disks(tmp_path, 0, 1)
-    train = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
-    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
-    assert (
-        codes == [2, 2]
-        and said.count("run `wandistiller prepare` with this recipe on each node by itself first") == 1
-    ), said
+    one = train(tmp_path, wan1, "one", max_steps=2)
+    file = recipe_file(tmp_path, wan1, max_steps=2, cache_dir=str(tmp_path / "local"))
+    disks, words = own_disks(tmp_path, 0, 1), train_words(file)
+    codes, output = on_nodes(tmp_path, [(0,), (1,)], words, disks)
+    remedy = "run `wandistiller prepare` with this recipe on each node by itself first"
+    assert codes == [2, 2] and output.count(remedy) == 1, output
     for disk in disks:
-        wandistiller(
-            "prepare",
-            "--recipe",
-            file,
-            "--cache_dir",
-            tmp_path / f"disk{disk}",
-            "--output_dir",
-            tmp_path / "made",
-        )
-    codes, said = on_nodes(tmp_path, [(0,), (1,)], train, disks)
-    assert codes == [0, 0], said
-    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+        folders = "--cache_dir", tmp_path / f"disk{disk}", "--output_dir", tmp_path / "made"
+        wandistiller("prepare", "--recipe", file, *folders)
+    codes, output = on_nodes(tmp_path, [(0,), (1,)], words, disks)
+    assert codes == [0, 0], output
+    assert losses(tmp_path / "run") == losses(one)
 
 
 # What goes between them
 
 
 def test_doctor_measures_the_ways_within_and_between_nodes_of_unlike_size(tmp_path: Path) -> None:
-    codes, said = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
-    assert (
-        codes == [0, 0]
-        and "3, at most 2 a node; gloo, sum over them right" in said
-        and said.count("--rates '") == 1
-    ), said
-    found = json.loads(said.partition("--rates '")[2].partition("'")[0])
-    assert found["link"] > 0 and found["network"] > 0
+    codes, output = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
+    assert codes == [0, 0] and "3, at most 2 a node; gloo, sum over them right" in output, output
+    (_, rates) = output.split("--rates '")  # once
+    measured = json.loads(rates.partition("'")[0])
+    assert measured["link"] > 0 and measured["network"] > 0

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import wandistiller, write_json
+from ranks import metrics, wandistiller, write_json
 from recipes import recipe, student_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from trainers import trainer_of
 from tuning_on_ranks import batch, build, engine
 
 from wandistiller.batch import Expert
@@ -22,12 +23,11 @@ from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.engine.workarounds import uncount_skipped_step
 from wandistiller.student.student import Student
-from wandistiller.training.build_student import build_student
 from wandistiller.training.nonfinite import propagate_nonfinite
-from wandistiller.training.prepare import guided_teacher, prepare
-from wandistiller.training.trainer import Trainer
+from wandistiller.training.prepare import prepare
 from wandistiller.utils.errors import ConfigError, NonFinite
 
+NO_NORM = {"stage": 2, "compute_grad_norm": False}
 ENGINES: dict[str, dict[str, Any]] = {
     "0 float32": {},
     "0 float32, unclipped": {"gradient_clipping": 0.0},
@@ -35,10 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "1 bfloat16": {},
     "2 float32": {},
     "2 float32, not offloaded": {"zero_optimization": {"stage": 2}},
-    "2 float32, no norm": {
-        "zero_optimization": {"stage": 2, "compute_grad_norm": False},
-        "gradient_clipping": 0.0,
-    },
+    "2 float32, no norm": {"zero_optimization": NO_NORM, "gradient_clipping": 0.0},
     "2 bfloat16, unchecked": {"bf16": {"enabled": True, "check_grad_overflow": False}},
     "3 float32": {},
     "3 bfloat16, not offloaded": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
@@ -47,15 +44,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 def student(name: str) -> Student:
     stage, dtype = re.match(r"(\d) (\w+)", name).groups()
-    more = {
-        "gradient_accumulation_steps": 2,
-        "train_micro_batch_size_per_gpu": 2,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-3}},
-    }
+    params = {"warmup_num_steps": 4, "warmup_max_lr": 1e-3}
+    more = {"gradient_accumulation_steps": 2, "scheduler": {"type": "WarmupLR", "params": params}}
     ds = engine(int(stage), dtype, **more | ENGINES[name])
-    return build(
-        RunConfig(), ds | {key: ENGINES[name][key] for key in ("bf16",) if key in ENGINES[name]}, ema=0.8
-    )
+    own = {key: section for key, section in ENGINES[name].items() if key == "bf16"}
+    return build(RunConfig(), ds | own, ema=0.8)
 
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,24 +112,6 @@ def run_of(folder: Path, wan: Path, name: str, **more: Any) -> dict[str, Any]:
     return recipe(folder, wan, output_dir=str(folder / name), deepspeed_config=ds, **SMALL | more)
 
 
-def trainer(given: dict[str, Any]) -> Trainer:
-    job = read_job(RunConfig(**given), 1)
-    data, text, teacher = prepare(job)
-    return Trainer(job, data, text, teacher or guided_teacher(job, text), build_student(job))
-
-
-def lines(output: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, as a reader that knows JSON alone sees it."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
-    return [
-        json.loads(line, parse_constant=refuse)
-        for line in (output / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 class Broken(NamedTuple):
     """A folder whose cache holds a latent that is not finite."""
 
@@ -175,7 +150,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch
 def stopped(given: dict[str, Any]) -> str:
     """What a run on this rank says as it stops."""
     with pytest.raises(NonFinite) as error:
-        trainer(given).train()
+        trainer_of(given).train()
     return str(error.value)
 
 
@@ -197,7 +172,7 @@ def test_two_ranks_stop_and_name_the_sample_and_one_that_goes_on_comes_to_the_sa
         assert [s["sample"] for s in case["samples"]] == [4, 5, 6, 7]
         assert [s["sample"] for s in case["samples"] if s["not_finite"]] == [index]
         assert case["samples"][index - 4]["losses"] == {"velocity": None}
-        assert [line["step"] for line in lines(output)] == [1]
+        assert [line["step"] for line in metrics(output)] == [1]
         assert [p.name for p in output.glob("checkpoints/step_*")] == [good.name]
 
 
@@ -207,8 +182,8 @@ def test_a_run_that_skips_is_bitwise_the_same_after_a_cut(broken: Broken, wan1: 
     how = {"on_nonfinite": "skip", "ema": 0.8, "engine": {"bf16": {"enabled": True}, "scheduler": warmup}}
     names = ("whole", "cut")
     for name, steps in (("whole", 6), ("cut", 3), ("cut", 6)):
-        trainer(run_of(broken.folder, wan1, name, max_steps=steps, **how)).train()
-    whole, cut = (lines(broken.folder / name) for name in names)
+        trainer_of(run_of(broken.folder, wan1, name, max_steps=steps, **how)).train()
+    whole, cut = (metrics(broken.folder / name) for name in names)
     keys = ("step", "loss", "grad_norm", "lr", "skipped")
     assert [[line.get(k) for k in keys] for line in cut] == [[line.get(k) for k in keys] for line in whole]
     assert [line["step"] for line in whole if line.get("skipped")] == broken.steps
@@ -226,11 +201,11 @@ def test_skipped_steps_are_counted_across_resumes_up_to_the_limit(broken: Broken
     given = run_of(broken.folder, wan1, "limit", on_nonfinite="skip", nonfinite_limit=1)
     for _ in range(2):  # the second goes on after the first skipped step
         assert "more than 1 such steps left out (--nonfinite_limit 2)" in stopped(given)
-        assert [line["step"] for line in lines(broken.folder / "limit")] == list(range(1, broken.steps[1]))
+        assert [line["step"] for line in metrics(broken.folder / "limit")] == list(range(1, broken.steps[1]))
     last = broken.folder / "limit" / "checkpoints" / f"step_{broken.steps[1] - 1:08d}"
     assert loading.read_state(last)["skipped_steps"] == 1
-    trainer(given | {"nonfinite_limit": 3}).train()
-    assert len(lines(broken.folder / "limit")) == 6
+    trainer_of(given | {"nonfinite_limit": 3}).train()
+    assert len(metrics(broken.folder / "limit")) == 6
 
 
 @pytest.fixture(scope="module")
@@ -260,11 +235,8 @@ def test_a_gradient_that_is_too_large_for_its_norm_stops_a_run_whose_losses_are_
     stage: int, sound: Path, wan1: Path
 ) -> None:
     name = f"steep_{stage}"
-    how = {
-        "objective": {"name": "velocity", "weight": 3e38},
-        "engine": {"zero_optimization": {"stage": stage}},
-    }
-    said = stopped(run_of(sound, wan1, name, **how))
+    zero, objective = {"zero_optimization": {"stage": stage}}, {"name": "velocity", "weight": 3e38}
+    said = stopped(run_of(sound, wan1, name, objective=objective, engine=zero))
     assert said.startswith(
         "step 1: each loss is finite, but the gradient is not, or is too large for its norm."
     )

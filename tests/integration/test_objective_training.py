@@ -1,14 +1,13 @@
 """Runs with sums of objectives: one loss curve in any engine, the export, a teacher that is not loaded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from diffusers import WanPipeline, WanTransformer3DModel
 from PIL import Image
-from ranks import losses, wandistiller, write_json
-from recipes import PROMPTS, recipe, student_engine, train
+from ranks import losses, metrics, wandistiller
+from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
 
 SUM = ["velocity", {"name": "feature", "weight": 0.5}, {"name": "trajectory", "weight": 2}]
@@ -26,11 +25,6 @@ def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path
     return train(folder, wan, name, ranks=ranks, **usual | more)
 
 
-def terms(output: Path) -> list[dict[str, float]]:
-    """Each step's unweighted losses."""
-    return [json.loads(line)["losses"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def reference(folder: Path, wan2: Path) -> Path:
     return trained(folder, wan2, "zero2_1", 1, save_every=2)
@@ -41,11 +35,13 @@ def test_losses_of_a_sum_are_weighted_terms_that_change_and_do_not_depend_on_ran
 ) -> None:
     output = trained(folder, wan2, "zero3_2", 2, deepspeed_config=student_engine(3))
     assert losses(output) == pytest.approx(losses(reference), rel=1e-5)
-    for found, expected, loss in zip(terms(output), terms(reference), losses(reference), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-        weighted = expected["velocity"] + 0.5 * expected["feature"] + 2 * expected["trajectory"]
-        assert loss == pytest.approx(weighted)
-    columns = zip(*(of_step.values() for of_step in terms(reference)), strict=True)
+    for ours, line in zip(metrics(output), metrics(reference), strict=True):
+        terms = line["losses"]  # unweighted
+        assert ours["losses"] == pytest.approx(terms, rel=1e-5)
+        assert line["loss"] == pytest.approx(
+            terms["velocity"] + 0.5 * terms["feature"] + 2 * terms["trajectory"]
+        )
+    columns = zip(*(line["losses"].values() for line in metrics(reference)), strict=True)
     assert all(len(set(of_term)) == STEPS for of_term in columns)
 
 
@@ -66,8 +62,7 @@ def test_an_exported_student_has_no_projections_and_loads_in_diffusers(reference
 def spoilt(folder: Path) -> Path:
     """A teacher whose cache is complete and whose weights have since been filled with what is no number."""
     wan = make_wan(folder / "wan", experts=1, layers=2, heads=8)
-    given = recipe(folder, wan, output_dir=str(folder / "prepared"), rollout_path=True)
-    wandistiller("prepare", "--recipe", write_json(folder / "prepared.json", given))
+    wandistiller("prepare", "--recipe", recipe_file(folder, wan, "prepared", rollout_path=True))
     (file,) = (wan / "transformer").glob("*.safetensors")
     content, ends = bytearray(file.read_bytes()), 1 << 20  # by which a cache knows its teacher
     assert len(content) > 4 * ends
@@ -87,6 +82,6 @@ def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_picture
 
 
 def test_a_run_that_needs_that_teacher_says_what_is_wrong_with_it(folder: Path, spoilt: Path) -> None:
-    given = recipe(folder, spoilt, output_dir=str(folder / "velocity"), student_config=NARROW)
-    done = wandistiller("train", "--recipe", write_json(folder / "velocity.json", given), code=2)
+    file = recipe_file(folder, spoilt, "velocity", student_config=NARROW)
+    done = wandistiller("train", "--recipe", file, code=2)
     assert "holds numbers that are not finite" in done.stderr

@@ -39,14 +39,8 @@ INPUTS = (2, 16, 1, 4, 4), (2, 9, 32)
 def two_experts(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
     """The run of a student of its teacher's shape, of which only matrices were trained."""
     frozen = ["bias", "norm2", "norm_q", "norm_k", "scale_shift_table", "patch_embedding"]
-    return train(
-        tmp_path_factory.mktemp("two"),
-        wan2,
-        student_config={"experts": "two"},
-        frozen=frozen,
-        shift=4.0,
-        max_steps=3,
-    )
+    more = {"student_config": {"experts": "two"}, "frozen": frozen, "shift": 4.0, "max_steps": 3}
+    return train(tmp_path_factory.mktemp("two"), wan2, **more)
 
 
 def export(checkpoint: Path, output: Path, flags: str = "") -> None:
@@ -85,18 +79,15 @@ def test_single_files_open_as_the_same_networks(two_experts: Path, as_folder: Pa
         with safe_open(file, "pt") as opened:
             about = opened.metadata()
         assert about["format"] == "pt" and about["modelspec.architecture"] == "Wan"
-        assert (
-            "shift 4.0" in about["modelspec.description"]
-            and json.loads(about["wandistiller"])["shift"] == 4.0
-        )
+        assert "shift 4.0" in about["modelspec.description"]
+        assert json.loads(about["wandistiller"])["shift"] == 4.0
 
 
 def test_eight_bit_weights_are_the_nearest_that_their_scale_allows(two_experts: Path, tmp_path: Path) -> None:
-    for dtype in ("float8_e4m3fn", "bfloat16"):
+    dtypes = ("float8_e4m3fn", "bfloat16")
+    for dtype in dtypes:
         export(two_experts, tmp_path / f"{dtype}.safetensors", f"--format original --dtype {dtype}")
-    small, plain = (
-        load_file(tmp_path / f"{d}_high_noise.safetensors") for d in ("float8_e4m3fn", "bfloat16")
-    )
+    small, plain = (load_file(tmp_path / f"{dtype}_high_noise.safetensors") for dtype in dtypes)
     matrices = [name for name in plain if QUANTIZED.match(name)]
     assert len(matrices) == 10 * 4
     for name in matrices:
@@ -238,9 +229,8 @@ def test_the_exported_folder_opens_offline_in_shards_walks_the_sigmas_trained_fo
     unshifted = [s / (4.0 - 3.0 * s) for s in json.loads(done.stdout)]  # sigma = 4 u / (1 + 3 u), shift 4
     assert unshifted == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0], abs=2e-3)
     _, front, text = (target / "README.md").read_text().split("---\n", 2)
-    assert {"library_name: diffusers", "pipeline_tag: text-to-video", "- distillation"} <= {
-        *front.splitlines()
-    }
+    promised = {"library_name: diffusers", "pipeline_tag: text-to-video", "- distillation"}
+    assert promised <= set(front.splitlines())
     assert "| 1 | 2 |" in text and '"guidance_scale"' in text
     assert "data_path" not in text and "notes" not in text
     picture = max((two_experts / "samples").glob("*.png"))

@@ -1,21 +1,19 @@
 """Every shipped teacher JSON gives diffusers' own velocities and hidden states, on one rank and on two."""
 
-import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, has_async_io, program
+from placements_on_ranks import differences
+from ranks import ROOT, TEACHERS, call, environment, has_async_io
 
 from wandistiller.engine import ds_config
 from wandistiller.teacher.placements.device_map import expand_device_map
-from wandistiller.utils.files import SHIPPED, read_json
+from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.utils.files import read_json
 
-NAMES = sorted(file.stem for file in (SHIPPED / "teacher").glob("*.json"))
-PLACED = [name for name in NAMES if name != "auto"]  # auto is one of the others
-PROGRAM = ROOT / "tests" / "helpers" / "placements_on_ranks.py"
 Results = dict[str, float]
 
 
@@ -25,8 +23,8 @@ def tasks(*names: str) -> list[str]:
 
 
 def on_ranks(ranks: int, folder: Path, work: Path, *tasks: str) -> Results:
-    program(PROGRAM, folder, work, *tasks, ranks=ranks)
-    return json.loads((work / "results.json").read_text())
+    found = call(differences, folder, work, tasks, ranks=ranks)
+    return {key: max(of_rank[key] for of_rank in found) for key in found[0]}
 
 
 USUAL = [
@@ -52,7 +50,7 @@ def test_guided_velocities_and_hidden_states_of_six_placements_are_bitwise_diffu
 def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_diffusers(
     ranks: int, wan2: Path, tmp_path: Path
 ) -> None:
-    wanted = tasks(*(n for n in PLACED if n != "zero_inference_nvme" or has_async_io()))
+    wanted = tasks(*(n for n in TEACHERS if n != "zero_inference_nvme" or has_async_io()))
     found = on_ranks(ranks, wan2, tmp_path, *wanted)
     assert {task: found[task] for task in wanted} == dict.fromkeys(wanted, 0)
 
@@ -104,7 +102,7 @@ def test_a_swap_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert third.wait() == 0 and not folder.exists()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", teacher_jsons())
 def test_a_shipped_json_is_deepspeed_s_apart_from_one_block(name: str) -> None:
     ds = read_json(f"ds_configs/teacher/{name}.json")
     assert ds_config.key_problems(name, {k: v for k, v in ds.items() if k != "wandistiller"}) == []

@@ -7,23 +7,22 @@ import re
 import runpy
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cases import slow_but
 from pages import DOCS, PAGES, Command, anchors, blocks, commands, plain, table_rows, text, unique
 from published_wan import PUBLISHED, write_wans
 from ranks import ROOT, has_async_io, wandistiller
+from recipes import PROMPTS
 
 from wandistiller.cli.main import main
 from wandistiller.cli.parser import parser
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.files import shipped
 
-PROMPTS_60 = "\n".join(
-    f"prompt {i} of sixty words" + " such as people write of a scene" * 8 for i in range(10_000)
-)
+SIXTY_WORDS = "prompt {} of sixty words" + " such as people write of a scene" * 8
 PLANS = unique({"plan"})
 RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
 RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
@@ -42,11 +41,6 @@ MACHINES = table_rows("README.md", r"\d+ x \d+ GB")
 
 def named(command: Command) -> str:
     return " ".join(command.ours)[-70:]
-
-
-def few(every: Iterable[Any], by_default: Callable[[Any], bool]) -> list[Any]:
-    """These parameters; all but those by default are slow."""
-    return [p if by_default(p) else pytest.param(p, marks=pytest.mark.slow) for p in every]
 
 
 @pytest.fixture
@@ -82,13 +76,15 @@ def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
 
 
 @pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize("row", few(MACHINES, lambda row: recipe_of(row) == "4x24_wan2.1_14b"), ids=recipe_of)
+@pytest.mark.parametrize(
+    "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
+)
 def test_a_row_of_the_readme_is_what_plan_prints(
     row: list[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     numbers = re.findall(r"[\d.]+", " ".join([row[0], *row[2:]]).replace(",", ""))
     count, each, student, device, host, of_host, disk, prompts, prepare, train = numbers
-    (folder / "prompts.txt").write_text(PROMPTS_60)
+    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
     recipe = f"ds_configs/machines/{recipe_of(row)}.json"
     machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
     shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
@@ -111,7 +107,9 @@ def test_a_row_of_the_readme_is_what_plan_prints(
 
 
 @pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize("command", few(RECOMMENDING, lambda c: "1.3B" in c.line), ids=named)
+@pytest.mark.parametrize(
+    "command", slow_but([c for c in RECOMMENDING if "1.3B" in c.line], RECOMMENDING), ids=named
+)
 def test_plan_recommends_what_the_next_dry_run_takes(command: Command, folder: Path) -> None:
     assert main([*command.ours]) == 0
     assert main(["train", "--recipe", command.value("--recommend"), "--output_dir", "out", "--dry_run"]) == 0
@@ -121,12 +119,9 @@ def test_plan_recommends_what_the_next_dry_run_takes(command: Command, folder: P
 def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the quick start has run, two steps of it, as runs/quickstart and as runs/quarter."""
     made = tmp_path_factory.mktemp("finished")
-    (made / "three.txt").write_text(
-        "a red circle on a blue background, left\na green square on a red background, top\nx\n"
-    )
-    wandistiller(
-        "train", "--recipe", "ds_configs/recipes/quickstart.json", *shlex.split(SHORT["train"]), cwd=made
-    )
+    (made / "three.txt").write_text("\n".join([*PROMPTS.splitlines()[:2], "x"]))
+    flags = "--recipe ds_configs/recipes/quickstart.json " + SHORT["train"]
+    wandistiller("train", *flags.split(), cwd=made)
     (made / "runs" / "quarter").symlink_to(made / "runs" / "quickstart")
     return made
 
@@ -144,7 +139,7 @@ def steps_after_a_run(page: str) -> Iterator[Command | str]:
                 yield command
 
 
-@pytest.mark.parametrize("page", few(AFTERWARDS, lambda page: page == "README.md"))
+@pytest.mark.parametrize("page", slow_but(["README.md"], AFTERWARDS))
 def test_what_a_page_does_with_a_finished_run_works(
     page: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

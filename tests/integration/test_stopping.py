@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from checkpointed import equal, exported
 from live import Live, live
-from ranks import ROOT, launcher, losses, wandistiller, write_json
-from recipes import recipe, student_engine, train
-from safetensors.torch import load_file
+from ranks import ROOT, launcher, losses, wandistiller
+from recipes import recipe_file, student_engine, train
 from small_wan import make_wan, small_transformer
 
 STEPS = 40
@@ -31,14 +30,9 @@ def whole(folder: Path, wan1: Path) -> Path:
     return train(folder, wan1, "whole", **SETTINGS)
 
 
-def student(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "student" / "transformer" / "diffusion_pytorch_model.safetensors")
-
-
 def training(folder: Path, wan: Path, name: str, **more: object) -> list[str]:
     """Write the recipe `name`; return the words that train by it."""
-    given = recipe(folder, wan, **{"output_dir": str(folder / name)} | SETTINGS | more)
-    return ["wandistiller", "train", "--recipe", str(write_json(folder / f"{name}.json", given))]
+    return ["wandistiller", "train", "--recipe", str(recipe_file(folder, wan, name, **SETTINGS | more))]
 
 
 def torchrun() -> list[str]:
@@ -67,7 +61,7 @@ def to_all(run: Live) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
 
 
-WAYS: list[tuple[str, Callable[[], list[str]], Callable[[Live], None] | None, str]] = [
+WAYS = [  # name, launcher, what asks the run to stop, and how its message begins
     ("torchrun, SIGTERM", torchrun, to_launcher, "SIGTERM"),
     ("torchrun, SIGUSR1 to one rank", torchrun, to_one_rank, "SIGUSR1"),
     ("torchrun, SIGINT to all, as a terminal's Ctrl-C", torchrun, to_all, "SIGINT"),
@@ -87,22 +81,20 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     ways: list, folder: Path, wan1: Path, whole: Path
 ) -> None:
     name, done = f"cut{len(ways)}", 0
-    output = folder / name
-    command = training(folder, wan1, name)
+    output, command = folder / name, training(folder, wan1, name)
     for number, (way, launch, ask, reason) in enumerate(ways):
         with live([*launch(), *command], folder / f"{name}_{number}.log") as run:
             run.wait_for(rf"step {done + 1}/{STEPS} ")
             ask(run) if ask else (output / "STOP").touch()
             code = run.end()
-            stopped = re.search(rf"stopped after step (\d+) of {STEPS} by .*{reason}", run.said())
-        assert stopped and code != 0, f"{way}: {code}\n{run.said()}"
+            stopped = re.search(rf"stopped after step (\d+) of {STEPS} by .*{reason}", run.output())
+        assert stopped and code != 0, f"{way}: {code}\n{run.output()}"
         done = int(stopped[1])
         assert done < STEPS and (output / "checkpoints" / "latest").read_text() == f"step_{done:08d}\n"
         assert not (output / "STOP").exists() and not (output / "DONE").exists()
     wandistiller(*command[1:], ranks=2)
     assert losses(output) == losses(whole) and len(losses(whole)) == STEPS
-    found, wanted = student(output), student(whole)
-    assert all(torch.equal(found[name], w) for name, w in wanted.items())
+    assert equal(exported(output), exported(whole))
     assert json.loads((output / "DONE").read_text())["steps"] == STEPS
 
 
@@ -111,7 +103,7 @@ def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Pa
     with live(words, folder / "alone.log") as run:
         run.wait_for(rf"step 1/{STEPS} ")
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == 75, run.said()
+        assert run.end() == 75, run.output()
 
 
 @pytest.mark.slow
@@ -124,7 +116,7 @@ def test_a_second_signal_stops_at_once(folder: Path, wan1: Path) -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.still_runs_after(3.5)  # a rollout of 1,000 steps is not cut short by the first
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == -signal.SIGTERM, run.said()
+        assert run.end() == -signal.SIGTERM, run.output()
 
 
 @pytest.mark.slow
@@ -138,7 +130,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
             assert run.still_runs_after(0.02)
         os.kill(run.process.pid, signal.SIGKILL)
         run.end()
-    assert "step 1/" not in run.said()
+    assert "step 1/" not in run.output()
 
 
 @pytest.mark.parametrize("gone", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -150,8 +142,8 @@ def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder
         assert run.end() == 1
         gone_by = rf"because of rank {gone}\. Rank {gone} is gone \(process \d+ on \S+\)"
         named = rf"rank {1 - gone}: stopped in: .*; {gone_by}"
-        assert re.search(rf"{named}, last heard of in: .+\.", run.said()), run.said()
-        assert "Error:" not in run.said().partition("torch.distributed.elastic")[0], run.said()
+        assert re.search(rf"{named}, last heard of in: .+\.", run.output()), run.output()
+        assert "Error:" not in run.output().partition("torch.distributed.elastic")[0], run.output()
 
 
 @pytest.mark.slow
@@ -171,30 +163,24 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
         wan / "transformer"
     )
     engine = {k: v for k, v in student_engine(2).items() if k != "activation_checkpointing"}
-    settings = {
-        "student_config": {"num_layers": 4},
-        "deepspeed_config": engine,
-        "height": 256,
-        "width": 256,
-        "rollout_steps": 1,
-        "prepare_batch": 1,
-        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}},
-    }
-    file = write_json(
-        folder / "memory.json", recipe(folder, wan, output_dir=str(folder / "memory"), **settings)
-    )
+    settings = {"student_config": {"num_layers": 4}, "height": 256, "width": 256, "rollout_steps": 1}
+    settings |= {"prepare_batch": 1, "deepspeed_config": engine}
+    settings |= {"teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
+    file = recipe_file(folder, wan, "memory", **settings)
     room = ["--rank", "1", "--room", "32", "--at", "the student's forward pass", "--"]
     limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
     with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
         run.end()
-        said = run.said()
+        output = run.output()
     assert re.search(
-        r"Out of memory on rank 1, step 1, the student's forward pass: .*\nrank 1: .* GiB", said
-    ), said
-    assert re.search(r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", said), (
-        said
-    )
+        r"Out of memory on rank 1, step 1, the student's forward pass: .*\nrank 1: .* GiB", output
+    ), output
+    assert re.search(
+        r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", output
+    ), output
     assert (
-        "What helps:\n" in said and "micro-batch 1 x 4" in said and "fewer frames (--num_frames)" in said
-    ), said
-    assert "exitcode  : 3 " in said, said
+        "What helps:\n" in output
+        and "micro-batch 1 x 4" in output
+        and "fewer frames (--num_frames)" in output
+    ), output
+    assert "exitcode  : 3 " in output, output

@@ -1,13 +1,12 @@
 """The loss curve of every ZeRO stage, rank count and placement is that of a plain PyTorch loop."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from cases import slow_but
 from plain import plain_losses
-from ranks import has_async_io, losses, wandistiller, write_json
+from ranks import has_async_io, losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine, train
 
 from wandistiller.config.run_config import RunConfig
@@ -32,11 +31,6 @@ def reference(folder: Path, wan2: Path, one_rank: torch.device) -> list[float]:
     )
 
 
-def bands(output: Path) -> list[dict[str, float]]:
-    """The loss by sigma of each step."""
-    return [json.loads(line)["loss_by_sigma"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def zero2(folder: Path, wan2: Path) -> Path:
     """A run of ZeRO-2 on two ranks."""
@@ -55,7 +49,8 @@ def test_20_losses_and_bands_of_sigma_equal_a_plain_pytorch_loop_s_on_any_ranks_
 ) -> None:
     assert losses(zero2) == pytest.approx(reference, rel=1e-5) and len(reference) == STEPS
     assert losses(whole_batches) == pytest.approx(reference, rel=1e-5)
-    for two, one in zip(bands(zero2), bands(whole_batches), strict=True):
+    bands = ([line["loss_by_sigma"] for line in metrics(output)] for output in (zero2, whole_batches))
+    for two, one in zip(*bands, strict=True):
         assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1
 
 

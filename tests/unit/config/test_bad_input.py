@@ -1,6 +1,5 @@
 """Wrong input of every kind: exit code 2, place and remedy named, nothing written; on 1 and 2 ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,17 @@ from bad_files import of_data, of_paths
 from bad_inputs import (
     ENGINE,
     Case,
-    Outcome,
     faults,
     of_recipe_settings,
     of_recipes,
     of_texts,
     outcome,
+    outcomes,
     silent_faults,
 )
 from bad_jsons import of_commands, of_engines, of_settings
 from bad_weights import TRANSFORMER, linked, of_weights
-from ranks import ROOT, program
+from ranks import call
 
 SETTINGS = [*of_recipe_settings(), *of_settings()]
 FILES = [*of_texts(), *of_recipes(), *of_engines(), *of_commands(), *of_data(), *of_paths(), *of_weights()]
@@ -93,11 +92,8 @@ def test_wrong_input_is_refused_with_its_place_and_remedy(case: Case, tmp_path: 
 def test_two_ranks_stop_together_and_only_rank_0_speaks(every: int, tmp_path: Path, wan2: Path) -> None:
     cases = [*CASES[::every], *SEEN_BY_RANK_1]
     folders = [tmp_path / str(i) for i in range(len(cases))]
-    lines = [[str(here), case.write(here, wan2)] for case, here in zip(cases, folders, strict=True)]
-    (tmp_path / "cases.json").write_text(json.dumps(lines))
-    results = tmp_path / "results.json"
-    program(ROOT / "tests/helpers/bad_inputs_on_ranks.py", tmp_path / "cases.json", results, ranks=2)
-    speaks, silent = ([Outcome(**o) for o in of_rank] for of_rank in json.loads(results.read_text()))
+    lines = [(here, case.write(here, wan2)) for case, here in zip(cases, folders, strict=True)]
+    speaks, silent = call(outcomes, lines, ranks=2)
     wrong = {}
     for case, here, first, second in zip(cases, folders, speaks, silent, strict=True):
         printed = [f"rank 1 printed {second.printed}"] if second.errors else []

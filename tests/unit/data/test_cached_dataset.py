@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data_on_ranks import digest_of, samples_by_step
 from PIL import Image
-from ranks import ROOT, program, wandistiller, write_json
+from ranks import call, wandistiller, write_json
 from recipes import recipe
 from safetensors import safe_open
 
@@ -85,18 +85,8 @@ def test_unreadable_media_are_listed_and_replaced_by_others(media: Path, on_one_
     assert not {1, 3, 6} & {number for step in on_one_rank for number, _, _ in step}
 
 
-def on_two_ranks(recipe_file: Path, results: Path) -> list:
-    program(ROOT / "tests" / "helpers" / "data_on_ranks.py", recipe_file, results, ranks=2)
-    return json.loads(results.read_text())
-
-
-def test_two_ranks_have_bitwise_the_samples_of_one(
-    media: Path, wan1: Path, on_one_rank: list, tmp_path: Path
-) -> None:
-    two = on_two_ranks(
-        write_json(tmp_path / "two.json", a_run(media, wan1, "two")), tmp_path / "two_ranks.json"
-    )
-    assert two == [[list(sample) for sample in step] for step in on_one_rank]
+def test_two_ranks_have_bitwise_the_samples_of_one(media: Path, wan1: Path, on_one_rank: list) -> None:
+    assert call(samples_by_step, a_run(media, wan1, "two"), ranks=2) == [on_one_rank] * 2
     assert skipped(media, "two") == skipped(media, "one")
 
 

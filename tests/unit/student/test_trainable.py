@@ -1,7 +1,6 @@
 """Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
 
 import copy
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cases import slow_but
-from ranks import ROOT, program, wandistiller
+from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
 from small_wan import small_transformer
 from torch import Tensor
-from tuning_on_ranks import CASES, PARTLY, batch, build, engine, learn, masters
+from tuning_on_ranks import PARTLY, batch, build, checkpoints, engine, learn, masters
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import checkpointer, loading
@@ -159,10 +158,7 @@ def test_a_resumed_student_is_bitwise_equal(
 
 
 def test_a_checkpoint_of_two_ranks_holds_what_plain_pytorch_says(tmp_path: Path) -> None:
-    program(ROOT / "tests" / "helpers" / "tuning_on_ranks.py", tmp_path, ranks=2)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results) == len(CASES)
-    for found in results.values():
+    for found in call(checkpoints, tmp_path, ranks=2)[0]:
         assert found["last"] == 0 and found["averaged"] < 1e-6 and found["moved"] > 1e-3
         assert (
             found["frozen"]

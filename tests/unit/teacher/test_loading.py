@@ -1,15 +1,15 @@
 """Lean loading: each rank reads the bytes that it keeps, and a node that shares a copy holds one."""
 
 import gc
-import json
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import loading_on_ranks
 import pytest
 import torch
-from ranks import ROOT, has_async_io, program
+from ranks import call, has_async_io
 
 from wandistiller.batch import Expert
 from wandistiller.engine.workarounds import release_module_references
@@ -34,10 +34,9 @@ SHARES = {
 
 @pytest.fixture(scope="module")
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results = tmp_path_factory.mktemp("loading") / "results.json"
-    names = (n for n in SHARES if n != "zero_inference_nvme" or has_async_io())
-    program(ROOT / "tests" / "helpers" / "loading_on_ranks.py", wide, results, *names, ranks=2)
-    return json.loads(results.read_text())
+    names = [n for n in SHARES if n != "zero_inference_nvme" or has_async_io()]
+    first, second = call(loading_on_ranks.loaded, wide, tmp_path_factory.mktemp("loading"), names, ranks=2)
+    return {n: {key: [first[n][key], second[n][key]] for key in first[n]} for n in names}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,36 @@
+"""Trainers as `wandistiller train` makes them, to be looked into."""
+
+import dataclasses
+from typing import Any
+
+from wandistiller.checkpoint import resume
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.text_cache import TextCache
+from wandistiller.distributed import collectives
+from wandistiller.teacher.base import Teacher
+from wandistiller.training.build_student import build_student
+from wandistiller.training.prepare import guided_teacher, prepare
+from wandistiller.training.trainer import Trainer
+
+Parts = tuple[CachedData, TextCache, Teacher]
+
+
+def job_of(given: dict[str, Any]) -> Job:
+    """Check a recipe, and find the checkpoint that its run resumes."""
+    job = read_job(RunConfig(**given), collectives.world_size())
+    return dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
+
+
+def parts_of(job: Job) -> Parts:
+    """Prepare the data, and load the teacher."""
+    data, text, teacher = prepare(job)
+    return data, text, teacher or guided_teacher(job, text)
+
+
+def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
+    """Make a trainer of its own parts, or of those of another run."""
+    job = job_of(given)
+    return Trainer(job, *(parts or parts_of(job)), build_student(job))
