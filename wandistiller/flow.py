@@ -133,8 +133,3 @@ def with_noise(
     sigma_B = torch.tensor(sigmas, dtype=torch.float32, device=x0_BCFHW.device)
     x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
     return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
-
-
-def timestep(sigma_B: Tensor) -> Tensor:
-    """Convert sigma in [0, 1] to the network's time in [0, 1000], float32."""
-    return sigma_B.float() * TRAIN_TIMESTEPS

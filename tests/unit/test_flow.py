@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.flow import (
-    FlowSchedule,
-    expert_at,
-    keyed_generator,
-    keyed_normal,
-    path,
-    timestep,
-)
+from wandistiller.flow import FlowSchedule, expert_at, keyed_generator, keyed_normal, path
 
-SHIFTS = (0.5, 1.0, 3.0, 5.0, 12.0)
 TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)
 ONE = replace(TWO, boundary=None)
 STEPS = 4000
@@ -30,38 +22,19 @@ def some_batch(schedule: FlowSchedule, indices: list[int], step: int = 3) -> Bat
 
 
 def rows(batch: Batch) -> list[tuple[torch.Tensor, ...]]:
-    return list(
-        zip(batch.x0_BCFHW, batch.noise_BCFHW, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD, strict=True)
-    )
+    b = batch
+    return list(zip(b.x0_BCFHW, b.noise_BCFHW, b.x_t_BCFHW, b.sigma_B, b.text_BLD, strict=True))
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
-def test_unshifted_inverts_shifted(shift: float) -> None:
-    u = torch.linspace(0, 1, 101, dtype=torch.float64)
-    schedule = replace(TWO, shift=shift)
-    back = torch.tensor(
-        [schedule.unshifted(sigma) for sigma in schedule.shifted(u).tolist()], dtype=torch.float64
-    )
-    torch.testing.assert_close(back, u, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shift", SHIFTS)
-def test_shift_keeps_the_endpoints(shift: float) -> None:
-    assert replace(TWO, shift=shift).shifted(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0, 12.0])
+def test_the_shift_keeps_the_endpoints_and_is_inverted_by_unshifted(shift: float) -> None:
+    schedule, u = replace(TWO, shift=shift), [i / 100 for i in range(101)]
+    assert (schedule.shifted(0.0), schedule.shifted(1.0)) == (0.0, 1.0)
+    assert [schedule.unshifted(schedule.shifted(n)) for n in u] == pytest.approx(u, rel=0, abs=1e-12)
 
 
 def test_shift_1_changes_nothing_and_shift_3_maps_a_half_to_three_quarters() -> None:
-    half = torch.tensor([0.5])
-    assert replace(TWO, shift=1.0).shifted(half).item() == 0.5
-    assert replace(TWO, shift=3.0).shifted(half).item() == 0.75
-
-
-@pytest.mark.parametrize("shift", [5.0, 12.0])
-def test_experts_are_drawn_as_often_as_the_closed_form_says(shift: float) -> None:
-    schedule = replace(TWO, shift=shift)
-    high = sum(schedule.draw_expert(step, 0) is Expert.HIGH_NOISE for step in range(STEPS)) / STEPS
-    share = schedule.high_noise_share()
-    assert abs(high - share) < 3 * math.sqrt(share * (1 - share) / STEPS)
+    assert [replace(TWO, shift=shift).shifted(0.5) for shift in (1.0, 3.0)] == [0.5, 0.75]
 
 
 def test_one_expert_has_the_share_1() -> None:
@@ -79,7 +52,7 @@ def test_sigma_lies_on_the_expert_s_side_of_the_boundary(expert: Expert) -> None
 @pytest.mark.parametrize(
     "schedule", [ONE, TWO, replace(TWO, shift=12.0)], ids=["one", "two", "two, shift 12"]
 )
-def test_sigma_over_all_experts_has_the_one_expert_distribution(schedule: FlowSchedule) -> None:
+def test_sigma_over_both_experts_has_the_distribution_of_one_expert(schedule: FlowSchedule) -> None:
     sigmas = [schedule.draw_sigma(schedule.draw_expert(step, 0), step, 8 * step) for step in range(STEPS)]
     u = torch.tensor(sorted(schedule.unshifted(sigma) for sigma in sigmas), dtype=torch.float64)
     uniform = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
@@ -89,15 +62,6 @@ def test_sigma_over_all_experts_has_the_one_expert_distribution(schedule: FlowSc
 def test_the_boundary_itself_belongs_to_the_high_noise_expert() -> None:
     assert expert_at(0.875, TWO.boundary) is Expert.HIGH_NOISE
     assert expert_at(math.nextafter(0.875, 0), TWO.boundary) is Expert.LOW_NOISE
-
-
-def test_all_ranks_draw_the_same_expert_for_10000_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        torch.manual_seed(rank)
-        drawn.append([TWO.draw_expert(step, 0) for step in range(10000)])
-    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("schedule", [ONE, TWO], ids=["one expert", "two experts"])
@@ -116,12 +80,17 @@ def test_other_splits_of_a_step_give_bitwise_the_same_rows(
             assert all(torch.equal(a, b) for a, b in zip(row, rows(whole)[i], strict=True))
 
 
-def test_earlier_draws_and_torch_s_own_seed_change_nothing() -> None:
-    before = some_batch(TWO, [24, 25])
-    torch.manual_seed(1)
-    some_batch(TWO, [80], step=10)
-    after = some_batch(TWO, [24, 25])
-    assert torch.equal(before.x_t_BCFHW, after.x_t_BCFHW)
+def test_draws_depend_on_no_rank_no_earlier_draw_and_not_on_torch_s_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        torch.manual_seed(rank)
+        batches.append([some_batch(TWO, [8 * step, 8 * step + 1], step) for step in range(100)])
+        some_batch(TWO, [800], step=100)
+    for first, second in zip(*batches, strict=True):
+        assert first.expert is second.expert and torch.equal(first.x_t_BCFHW, second.x_t_BCFHW)
 
 
 @pytest.mark.parametrize("other", [{"seed": 8}, {"step": 4}, {"index": 25}])
@@ -148,11 +117,6 @@ def test_blocks_of_one_step_draw_independently() -> None:
     assert abs(both - p) < 3 * math.sqrt(p * (1 - p) / STEPS)
 
 
-def test_noise_is_standard_normal() -> None:
-    noise = keyed_normal((100_000,), 7, "noise")
-    assert abs(noise.mean()) < 3 / math.sqrt(100_000) and abs(noise.std() - 1) < 3 / math.sqrt(200_000)
-
-
 def test_keys_that_only_look_alike_give_other_draws() -> None:
     keys = [(1, 23), (12, 3), ("1", 23), (1, 2, 3), (123,)]
     assert len({torch.rand((), generator=keyed_generator(*key)).item() for key in keys}) == len(keys)
@@ -162,8 +126,3 @@ def test_path_starts_at_the_data_and_ends_at_the_noise() -> None:
     x0, noise = (keyed_normal((2, 3, 1, 4, 4), "path", i) for i in range(2))
     x_t = path(x0, noise, torch.tensor([0.0, 1.0]))
     assert torch.equal(x_t[0], x0[0]) and torch.equal(x_t[1], noise[1])
-
-
-def test_model_time_is_1000_sigma_in_float32() -> None:
-    t_B = timestep(torch.tensor([0.0, 0.5, 1.0], dtype=torch.bfloat16))
-    assert t_B.tolist() == [0.0, 500.0, 1000.0] and t_B.dtype is torch.float32

@@ -102,8 +102,7 @@ class Checkpointer:
     def _frozen_checksums(self, folder: Path) -> dict[str, FileChecksum]:
         """Read the frozen weights once; they never change."""
         if not self._frozen:
-            files = sorted((folder / FROZEN).glob("*")) if (folder / FROZEN).exists() else []
-            self._frozen = {f"{FROZEN}/{f.name}": checksum(f) for f in files}
+            self._frozen = {f"{FROZEN}/{f.name}": checksum(f) for f in sorted((folder / FROZEN).glob("*"))}
         return self._frozen
 
     def _commit(self, folder: Path, target: Path, written: dict[str, FileChecksum]) -> None:

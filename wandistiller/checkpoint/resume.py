@@ -9,23 +9,10 @@ from wandistiller.distributed import collectives
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 
-CHANGEABLE = (
-    "optimizer",
-    "scheduler",
-    "gradient_clipping",
-    "precision",
-    "learning_rates",
-    "ema",
-    "ema_start",
-    "guidance",
-    "objective",
-    "data",
-    "teacher",
-    "seed",
-    "shift",
-    "train_batch_size",
-    "expert_blocks",
-)
+CHANGEABLE = """
+    optimizer scheduler gradient_clipping precision learning_rates ema ema_start
+    guidance objective data teacher seed shift train_batch_size expert_blocks
+""".split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
 
@@ -46,11 +33,10 @@ def candidates(output: Path, resume: str) -> list[Path]:
             remedy = "Name another checkpoint, or auto for the newest good one."
             raise ConfigError(f"--resume {resume}: {'; '.join(problems)}. {remedy}")
         return [Path(resume)]
-    there = manifest.steps(output / "checkpoints")
-    problems = {folder: manifest.verify(folder) for folder in there}
-    if there and all(problems.values()):
+    problems = {folder: manifest.verify(folder) for folder in manifest.steps(output / "checkpoints")}
+    if problems and all(problems.values()):
         raise ConfigError(*(f"{f}: {'; '.join(p)}." for f, p in problems.items()), NONE_GOOD.format(output))
-    return [folder for folder in there if not problems[folder]]
+    return [folder for folder, wrong in problems.items() if not wrong]
 
 
 def find(output: Path, resume: str) -> Path | None:
@@ -62,7 +48,7 @@ def latest_valid(output: Path, resume: str) -> Path | None:
     """Return the newest checkpoint with all checksums right; log the skipped ones. Collective.
 
     Raises:
-        ConfigError: on all ranks; there is none such.
+        ConfigError: on all ranks; no checkpoint is whole.
     """
     set_activity("checking the checkpoint")
     share = (collectives.rank(), collectives.world_size())

@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+from wandistiller.wan.weights import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 16 * 2**20
 
 

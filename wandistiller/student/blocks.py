@@ -23,9 +23,8 @@ def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: 
     A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
     """
     own = transformer.width(model.config)
-    projections = nn.ModuleDict(
-        {str(k): nn.Identity() if own == width else nn.Linear(own, width, bias=False) for k in blocks}
-    )
+    projection = nn.Identity if own == width else partial(nn.Linear, own, width, bias=False)
+    projections = nn.ModuleDict({str(k): projection() for k in blocks})
     for p in projections.parameters():
         nn.init.eye_(p)
     setattr(model, PROJECTIONS, projections)

@@ -12,7 +12,6 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.flow import FlowSchedule, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
-from wandistiller.teacher.base import Teacher
 
 STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
 QK_NORMS = ("norm_q", "norm_k")
@@ -142,10 +141,10 @@ class VelocityError:
 
 @torch.no_grad()
 def velocity_error(
-    batches: list[Batch], teacher: Teacher, velocity: Callable[[Batch], Tensor]
+    batches: list[Batch], targets: Iterable[Tensor], velocity: Callable[[Batch], Tensor]
 ) -> VelocityError:
-    """Measure the predicted velocities v_BCFHW against the teacher's. Collective if either is."""
+    """Measure the predicted velocities v_BCFHW against the teacher's, `targets`. Collective if either is."""
     error = VelocityError()
-    for batch in batches:
-        error.add(batch, velocity(batch), teacher.velocity(batch))
+    for batch, target_BCFHW in zip(batches, targets, strict=True):
+        error.add(batch, velocity(batch), target_BCFHW)
     return error

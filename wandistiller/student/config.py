@@ -116,10 +116,8 @@ def _shape_problems(
     teacher, heads = folder.config, student.num_attention_heads
     problems = []
     for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
-        if config[key] != teacher[key]:
-            remedy = (
-                f"The teacher has {teacher[key]}; a student must take and give the same latents and text."
-            )
+        if config[key] != (expected := teacher[key]):
+            remedy = f"The teacher has {expected}; a student must take and give the same latents and text."
             problems.append(problem(f"{where}: {student.init}", key, config[key], remedy))
     problems += _needless_problems(where, student)
     if student.init == "teacher":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
-from wandistiller.student.calibration import VelocityError
+from wandistiller.student.calibration import velocity_error
 from wandistiller.teacher.base import Teacher, local_modules
 from wandistiller.utils.files import atomic, write_json
 
@@ -30,31 +30,24 @@ def importance(teacher: Teacher, batches: list[Batch], layers: int, keep: int) -
     targets, left, rounds = [teacher.velocity(b) for b in batches], list(range(layers)), []
     for to_go in range(min(ROUNDS, layers - keep), -1, -1):
         dropped = set(range(layers)) - set(left)
-        scores = collectives.broadcast_object(
-            {i: _error_without(teacher, batches, targets, dropped | {i}) for i in left}
-        )
+        errors = {i: _error_without(teacher, batches, targets, dropped | {i}) for i in left}
+        scores = collectives.broadcast_object(errors)
         rounds.append(scores)
         drop = -(-(len(left) - keep) // to_go) if to_go else 0
         left = sorted(sorted(left, key=lambda i: (-scores[i], i))[: len(left) - drop])
-        least = min(scores.values())
-        collectives.log0(
-            "importance: %d blocks left, the least important: error %.4f without it", len(left), least
-        )
+        message = "importance: %d blocks left, the least important: error %.4f without it"
+        collectives.log0(message, len(left), min(scores.values()))
     return rounds
 
 
 def _error_without(teacher: Teacher, batches: list[Batch], targets: list[Tensor], blocks: set[int]) -> float:
-    error = VelocityError()
+    def skip(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return inputs[0].to(output.device)
+
     with ExitStack() as hooks:
         for network, number in product(set(local_modules(teacher).values()), blocks):
-            hooks.enter_context(network.blocks[number].register_forward_hook(_skip))
-        for batch, target_BCFHW in zip(batches, targets, strict=True):
-            error.add(batch, teacher.velocity(batch), target_BCFHW)
-    return error.relative()
-
-
-def _skip(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return inputs[0].to(output.device)
+            hooks.enter_context(network.blocks[number].register_forward_hook(skip))
+        return velocity_error(batches, targets, teacher.velocity).relative()
 
 
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:

@@ -53,18 +53,16 @@ class Student:
         policy, ds = read_recompute(ds), without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
+        rates = learning_rates or {}
         self._blocks = {expert: Blocks(model, policy) for expert, model in models.items()}
-        self.engines = {
-            expert: _engine(model, ds, learning_rates or {}, expert) for expert, model in models.items()
-        }
+        self.engines = {expert: _engine(model, ds, rates, expert) for expert, model in models.items()}
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: reset_adam_step_cache(optimizer))
-        self.averages = {
-            expert: Ema(t, ema, ema_start) for expert, t in self.trained.items() if ema is not None
-        }
+        averaged = {} if ema is None else self.trained
+        self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
 
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; a one-expert student has only one."""
@@ -112,10 +110,8 @@ class Student:
         """Return the engine's gradient norm, learning rate, loss scale, and whether it skipped the step."""
         engine = self.engine(expert)
         norm = engine.get_global_grad_norm()
-        state = {
-            "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
-            "lr": engine.get_lr()[0],
-        }
+        is_finite = norm is not None and math.isfinite(norm)
+        state = {"grad_norm": float(norm) if is_finite else None, "lr": engine.get_lr()[0]}
         if engine.fp16_enabled():  # a gradient beyond its range skips the step and lowers the scale
             state["loss_scale"] = engine.optimizer.loss_scale
         if not engine.was_step_applied():
@@ -145,9 +141,8 @@ def _engine(
         patch_flops_profiler()
     if on_nvme(ds):
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
-        ds = nvme.to_own_folder(
-            ds, [p.numel() for p in model.parameters()], f"student_{expert.value}", collectives.world_size()
-        )
+        sizes = [p.numel() for p in model.parameters()]
+        ds = nvme.to_own_folder(ds, sizes, f"student_{expert.value}", collectives.world_size())
     if expert is not Expert.HIGH_NOISE:  # which has the run's monitors
         ds = without_monitors(ds)
     with partition_before_moving(model, ds), without_dummy_step():

@@ -103,9 +103,8 @@ def add_lora(model: WanTransformer3DModel, lora: Lora, seed: int) -> None:
     """Freeze `model` and add adapters with zero output at first, equal on every rank."""
     from peft import LoraConfig
 
-    targets = [
-        name for name in _linear(model) if any_names(lora.targets, name) and not name.startswith(PROJECTIONS)
-    ]
+    layers = [name for name in _linear(model) if not name.startswith(PROJECTIONS)]
+    targets = [name for name in layers if any_names(lora.targets, name)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=targets))

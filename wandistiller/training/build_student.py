@@ -138,7 +138,8 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
 def measure_start(job: Job, data: CachedData, teacher: Teacher, student: Student) -> None:
     """Write OUTPUT/student_start.json: velocity error to the teacher without guidance. Collective."""
     set_activity("measuring the student before training")
-    error = velocity_error(calibration_of(job, data), without_guidance(teacher), student.velocity)
+    teacher, batches = without_guidance(teacher), calibration_of(job, data)
+    error = velocity_error(batches, (teacher.velocity(b) for b in batches), student.velocity)
     config = job.student_transformer
     numbers = {
         "parameters": {

@@ -140,16 +140,15 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
         model.requires_grad_(True)
         weights = set(storages(list(model.parameters())))
         block = model.blocks[0]
-        modules = {BLOCK: block} | {
-            name: block.get_submodule(name) for names in MODULES.values() for name in names
-        }
+        parts = [name for names in MODULES.values() for name in names]
+        modules = {BLOCK: block} | {name: block.get_submodule(name) for name in parts}
         saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
         inside, inputs, shared = ["all"], dict.fromkeys(modules, 0), set()
 
-        def enter(name: str, given: tuple) -> None:
+        def enter(name: str, args: tuple) -> None:
             inside.append(name)
-            inputs[name] = sum(t.nbytes for t in tree_leaves(given) if isinstance(t, Tensor))
-            shared.update(storages(given[1:]) if name == BLOCK else ())  # text, time, rope: for all blocks
+            inputs[name] = sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            shared.update(storages(args[1:]) if name == BLOCK else ())  # text, time, rope: for all blocks
 
         def pack(t: Tensor) -> Tensor:
             for name in inside:
@@ -157,7 +156,7 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
             return t
 
         for name, module in modules.items():
-            module.register_forward_pre_hook(lambda _, given, name=name: enter(name, given))
+            module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
             module.register_forward_hook(lambda *_: inside.pop() and None)
         with saved_tensors_hooks(pack, lambda t: t):
             v_BCFHW = call()
@@ -171,9 +170,8 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
 def _peak(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
     """Trace the peak bytes of a forward pass of a network of one block; others run one after the other."""
     with FakeTensorMode(), torch.no_grad():
-        _, call = _transformer(
-            samples, config, lambda name: parameter_dtype(name, getattr(torch, dtype)), *shape
-        )
+        kind = getattr(torch, dtype)
+        _, call = _transformer(samples, config, lambda name: parameter_dtype(name, kind), *shape)
         with Live() as live:
             call()
     return {"peak": live.most}

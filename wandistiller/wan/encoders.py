@@ -42,16 +42,10 @@ def offload_kwargs(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> d
             "memory. Run: pip install accelerate, and the rest is read from disk; or run `wandistiller "
             "prepare` on another machine and copy the cache."
         )
-    log.info(
-        "the text encoder takes %.1f GiB, of which %.1f fit; the rest is read from disk for each prompt",
-        whole / GIB,
-        room / GIB,
-    )
-    return {
-        "device_map": "auto",
-        "max_memory": {"cpu": max(room - 2 * block, 0)},
-        "offload_folder": str(swap),
-    }
+    message = "the text encoder takes %.1f GiB, of which %.1f fit; the rest is read from disk for each prompt"
+    log.info(message, whole / GIB, room / GIB)
+    room_left = {"cpu": max(room - 2 * block, 0)}
+    return {"device_map": "auto", "max_memory": room_left, "offload_folder": str(swap)}
 
 
 class Encoder:
@@ -59,37 +53,32 @@ class Encoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, **offload_kwargs: Any):
         """Load them, the model with the result of `offload_kwargs`."""
-        self._device, self._folder = device, folder
+        self._device, self._where, tokenizer = device, folder / "text_encoder", folder / "tokenizer"
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         except Exception as error:  # tokenizers raises it bare
-            raise ConfigError(
-                f"{folder / 'tokenizer'}: it cannot be read: {error}. Fetch the folder again."
-            ) from None
-        self._model = UMT5EncoderModel.from_pretrained(
-            folder / "text_encoder", dtype=dtype, **offload_kwargs
-        ).eval()
+            message = f"{tokenizer}: it cannot be read: {error}. Fetch the folder again."
+            raise ConfigError(message) from None
+        self._model = UMT5EncoderModel.from_pretrained(self._where, dtype=dtype, **offload_kwargs).eval()
         if not offload_kwargs:
             self._model.to(device)
 
     @torch.no_grad()
     def encode(self, prompt: str) -> Tensor:
         """Return text_LD of the prompt's own tokens, without padding, on the CPU."""
-        tokens = self._tokenizer(
-            [prompt],
-            padding="max_length",
-            max_length=TEXT_TOKENS,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        ).to(self._device)
+        padded = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True}
+        tokens = self._tokenizer([prompt], **padded, return_attention_mask=True, return_tensors="pt")
+        tokens = tokens.to(self._device)
         states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
         text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
-        if not text_LD.isfinite().all():
-            raise ConfigError(
-                f"{self._folder / 'text_encoder'}: its outputs are not finite. Fetch its weights again."
-            )
+        require_finite(text_LD, self._where)
         return text_LD
+
+
+def require_finite(outputs: Tensor, where: Path) -> None:
+    """Raise a ConfigError if the outputs of the network in the folder `where` are not finite."""
+    if not outputs.isfinite().all():
+        raise ConfigError(f"{where}: its outputs are not finite. Fetch its weights again.")
 
 
 def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
@@ -101,10 +90,9 @@ class Vae:
     """AutoencoderKLWan with normalised latents, in float32 as in Wan. Drop the object to free its memory."""
 
     def __init__(self, folder: WanFolder, device: torch.device):
-        self._vae = (
-            AutoencoderKLWan.from_pretrained(folder.path / "vae", dtype=torch.float32).eval().to(device)
-        )
         self._where = folder.path / "vae"
+        vae = AutoencoderKLWan.from_pretrained(self._where, dtype=torch.float32)
+        self._vae = vae.eval().to(device)
         self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
         self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
 
@@ -112,8 +100,7 @@ class Vae:
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:
         """Encode pixels in [-1, 1]: x0_BCFHW = (z - latents_mean) / latents_std, z the posterior's mode."""
         z_BCFHW = encoded(self._vae, pixels_BCFHW)
-        if not z_BCFHW.isfinite().all():
-            raise ConfigError(f"{self._where}: its outputs are not finite. Fetch its weights again.")
+        require_finite(z_BCFHW, self._where)
         return (z_BCFHW - self._mean_C111) / self._std_C111
 
     @torch.no_grad()

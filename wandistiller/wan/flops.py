@@ -93,10 +93,8 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
             inputs[0].requires_grad_()
 
     hook = block.register_forward_pre_hook(enter)
-    x_t_BCFHW, sigma_B, text_BLD = (
-        torch.empty(1, *shape, device="meta")
-        for shape in (latent, (), (TEXT_TOKENS, model.config["text_dim"]))
-    )
+    shapes = latent, (), (TEXT_TOKENS, model.config["text_dim"])
+    x_t_BCFHW, sigma_B, text_BLD = (torch.empty(1, *shape, device="meta") for shape in shapes)
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         v_BCFHW = velocity(model, x_t_BCFHW, sigma_B, text_BLD)

@@ -13,15 +13,14 @@ from huggingface_hub.errors import (
 )
 
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.weights import DIFFUSERS_STEM
 
 CONFIG_FILES = [
     *("model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json"),
     *("transformer*/config.json", "README.md"),
 ]
 """The files that `open_wan` reads, and the README for its licence, which is also the student's."""
-STEMS = {"text_encoder": "model"} | dict.fromkeys(
-    ("transformer", "transformer_2", "vae"), "diffusion_pytorch_model"
-)
+STEMS = {"text_encoder": "model"} | dict.fromkeys(("transformer", "transformer_2", "vae"), DIFFUSERS_STEM)
 WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
     f"{part}/{stem}{end}"
     for part, stem in STEMS.items()

@@ -6,7 +6,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller.flow import timestep
+from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
@@ -33,10 +33,8 @@ def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
 
 def top_modules(config: dict[str, Any]) -> list[str]:
     """Return the modules that a device map assigns to devices: each block, and the model's other modules."""
-    model = meta_transformer(config | {"num_layers": 1})
-    others = [
-        name for name, module in model.named_children() if name != "blocks" and list(module.parameters())
-    ]
+    children = meta_transformer(config | {"num_layers": 1}).named_children()
+    others = [name for name, module in children if name != "blocks" and list(module.parameters())]
     return [f"blocks.{i}" for i in range(config["num_layers"])] + others
 
 
@@ -75,7 +73,7 @@ def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Ten
     dtype = model.patch_embedding.weight.dtype
     return model(
         hidden_states=x_t_BCFHW.to(dtype),
-        timestep=timestep(sigma_B),
+        timestep=sigma_B.float() * TRAIN_TIMESTEPS,
         encoder_hidden_states=text_BLD.to(dtype),
         return_dict=False,
     )[0].float()

@@ -1,4 +1,4 @@
-"""Hidden states as a target, against sums done by hand, copies and plain autograd."""
+"""Feature matching against sums done by hand, an equal copy and plain autograd."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from constant import BATCH, X0, Constant
+from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
+from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Expert, Prediction
@@ -28,20 +30,19 @@ def test_the_feature_loss_is_the_share_of_the_teacher_s_square_mean_over_blocks(
     assert term.loss(student, target, BATCH).tolist() == pytest.approx([(1 / 4 + 16 / 16) / 2] * 2)
 
 
-def test_every_block_is_matched_with_the_one_it_stands_for_by_default() -> None:
-    term = FeatureMatching().for_student([1, 3, 5])
-    assert (term.blocks, term.teacher_blocks) == ([0, 1, 2], [1, 3, 5])
+@pytest.mark.parametrize(
+    ("settings", "pairs"),
+    [
+        ({}, [(0, 1), (1, 3), (2, 5)]),
+        ({"blocks": [0, 2]}, [(0, 1), (2, 5)]),
+        ({"blocks": [0, 2], "teacher_blocks": [0, 4]}, [(0, 0), (2, 4)]),
+    ],
+)
+def test_blocks_are_matched_by_lineage_unless_the_teacher_s_are_given(settings: dict, pairs: list) -> None:
+    assert FeatureMatching(**settings).for_student([1, 3, 5]).matched_blocks == pairs
 
 
-def test_chosen_blocks_are_matched_with_those_they_stand_for_or_with_those_given() -> None:
-    assert FeatureMatching(blocks=[0, 2]).for_student([1, 3, 5]).teacher_blocks == [1, 5]
-    assert FeatureMatching(blocks=[0, 2], teacher_blocks=[0, 4]).for_student([1, 3, 5]).teacher_blocks == [
-        0,
-        4,
-    ]
-
-
-def test_the_teacher_is_asked_for_the_blocks_that_are_stood_for() -> None:
+def test_the_target_has_the_hidden_states_of_the_matched_blocks_of_the_teacher() -> None:
     objective = read_objective(["velocity", {"name": "feature", "blocks": [0, 2]}]).for_student([1, 3, 5])
     assert sorted(objective.target(Constant(1.0), {NOISED: BATCH}).features) == [1, 5]
 
@@ -61,6 +62,10 @@ def loaded(folder: Path) -> WanTransformer3DModel:
     return model.requires_grad_(True)
 
 
+def teacher_of(wan1: Path) -> LocalTeacher:
+    return LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
+
+
 def batch_for(model: WanTransformer3DModel) -> Batch:
     x_t = keyed_normal((2, model.config.in_channels, 1, 4, 4), "x")
     text = keyed_normal((2, 512, model.config.text_dim), "text")
@@ -69,25 +74,19 @@ def batch_for(model: WanTransformer3DModel) -> Batch:
 
 def engine(**more: Any) -> dict[str, Any]:
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    return student_engine(
-        "x.json", {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}, 1
-    )[0]
+    ds = {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}
+    return student_engine("x.json", ds, 1)[0]
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan1: Path) -> None:
-    teacher, model = (
-        LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval())),
-        loaded(wan1 / "transformer"),
-    )
-    objective, batches = (
-        read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3]),
-        {NOISED: batch_for(model)},
-    )
+    teacher, model = teacher_of(wan1), loaded(wan1 / "transformer")
+    objective = read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3])
+    batches = {NOISED: batch_for(model)}
     add_projections(model, range(4), transformer.width(model.config))
     student = Student({Expert.HIGH_NOISE: model}, engine())
-    answers = student.predict(batches)
-    assert objective.losses(answers, objective.target(teacher, batches), batches).count_nonzero() == 0
+    predictions = student.predict(batches)
+    assert objective.losses(predictions, objective.target(teacher, batches), batches).count_nonzero() == 0
 
 
 def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teacher) -> dict[str, Tensor]:
@@ -96,49 +95,45 @@ def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teach
     for k in objective.student_blocks:
         project = model.feature_projections[str(k)]
         model.blocks[k].register_forward_hook(lambda *a, k=k, p=project: seen.update({k: p(a[-1])}))
-    batches = {NOISED: batch_for(model)}
-    batch = batches[NOISED]
-    answer = Prediction(transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD), seen)
-    objective.total(
-        objective.losses({NOISED: answer}, objective.target(teacher, batches), batches)
-    ).mean().backward()
+    batch = batch_for(model)
+    batches = {NOISED: batch}
+    v_BCFHW = transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+    predictions = {NOISED: Prediction(v_BCFHW, seen)}
+    loss_TB = objective.losses(predictions, objective.target(teacher, batches), batches)
+    objective.total(loss_TB).mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def narrow() -> WanTransformer3DModel:
     """A student half as wide as the small teacher."""
-    from small_wan import small_transformer
-
     model = small_transformer(5, 2, num_attention_heads=1)
     add_projections(model, [0, 1], 64)
     return model
 
 
 @pytest.mark.parametrize(
-    "again", [{}, {"activation_checkpointing": {"partition_activations": False}}], ids=["kept", "again"]
+    "section",
+    [{}, {"activation_checkpointing": {"partition_activations": False}}],
+    ids=["kept", "recomputed"],
 )
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
-    wan1: Path, stage: int, again: dict
+    wan1: Path, stage: int, section: dict
 ) -> None:
-    from deepspeed.utils import safe_get_full_grad
-
-    teacher = LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
+    teacher = teacher_of(wan1)
     objective = read_objective(["velocity", {"name": "feature", "weight": 0.5}]).for_student([1, 3])
     expected = gradients(narrow(), objective, teacher)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Student({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **again))
+    student = Student({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
-    answers = student.predict(batches)
-    loss_TB = objective.losses(answers, objective.target(teacher, batches), batches)
-    student.engines[Expert.HIGH_NOISE].backward(objective.total(loss_TB).mean())
-    found = {
-        n: safe_get_full_grad(p) for n, p in student.engines[Expert.HIGH_NOISE].module.named_parameters()
-    }
-    assert found.keys() == expected.keys() and expected["feature_projections.0.weight"].abs().max() > 0
+    loss_TB = objective.losses(student.predict(batches), objective.target(teacher, batches), batches)
+    student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())
+    weights = student.engine(Expert.HIGH_NOISE).module.named_parameters()
+    actual = {name: safe_get_full_grad(p) for name, p in weights}
+    assert actual.keys() == expected.keys() and expected["feature_projections.0.weight"].abs().max() > 0
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9
+        assert (actual[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9
 
 
 def test_projections_start_as_the_truncated_identity_and_widths_that_agree_need_none() -> None:
@@ -153,16 +148,10 @@ def test_projections_start_as_the_truncated_identity_and_widths_that_agree_need_
 def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(
     wan1: Path, scale: float, passes: int
 ) -> None:
-    inner = LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
-    batch = batch_for(inner.experts[Expert.HIGH_NOISE])
+    inner = teacher_of(wan1)
+    model = inner.experts[Expert.HIGH_NOISE]
     guided = GuidedTeacher(inner, Guidance(torch.ones(512, 32), dict.fromkeys(Expert, scale)), passes)
-    found, text = guided.predict(batch, (1, 3)), inner.predict(batch, (1, 3))
-    assert sorted(found.features) == [1, 3]
-    for k in (1, 3):
-        torch.testing.assert_close(found.features[k], text.features[k], rtol=0, atol=1e-5)
-
-
-def test_hooks_of_hidden_states_are_gone_after_the_answer(wan1: Path) -> None:
-    model = loaded(wan1 / "transformer").eval()
-    LocalTeacher(dict.fromkeys(Expert, model)).predict(batch_for(model), (0, 3))
-    assert [len(block._forward_hooks) for block in model.blocks] == [0] * 4
+    guided_features, features = (t.predict(batch_for(model), (1, 3)).features for t in (guided, inner))
+    torch.testing.assert_close(guided_features, features, rtol=0, atol=1e-5)
+    assert sorted(features) == [1, 3]
+    assert not any(block._forward_hooks for block in model.blocks)

@@ -15,7 +15,6 @@ from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
 from wandistiller.objectives.registry import OBJECTIVES, read_objective
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.validation import types_of
 
 NAMES, WEIGHTS = ", ".join(OBJECTIVES), ", ".join(SIGMA_WEIGHTS)
 
@@ -37,15 +36,6 @@ def problems(given: Any) -> list[str]:
 # velocity
 
 
-def test_the_target_is_the_teacher_s_velocity() -> None:
-    target = read_objective("velocity").target(Constant(3.0), {NOISED: BATCH})
-    assert torch.equal(target.v_BCFHW, constant(3.0, 3.0))
-
-
-def test_equal_velocities_have_no_loss() -> None:
-    assert velocity_loss(constant(3.0, 1.0), constant(3.0, 1.0)).tolist() == [0.0, 0.0]
-
-
 def test_the_loss_is_the_mean_square_of_each_sample() -> None:
     assert velocity_loss(constant(3.0, 1.0), constant(1.0, 2.0)).tolist() == [4.0, 1.0]
 
@@ -61,12 +51,6 @@ def test_the_loss_is_float32_and_does_not_lose_small_terms_of_bf16_input() -> No
     difference[..., 0, 0] = 101.0  # 10 200 / 10 000; a bf16 sum of ones stops at 256
     loss_B = mean_square(difference)
     assert loss_B.dtype is torch.float32 and loss_B.item() == pytest.approx(2.02)
-
-
-def test_gradient_reaches_the_student_only() -> None:
-    v = constant(3.0, 1.0).requires_grad_()
-    velocity_loss(v, constant(1.0, 1.0)).sum().backward()
-    assert torch.equal(v.grad, constant(1.0, 0.0))  # 2 (v - v*) / 4 elements
 
 
 @pytest.mark.parametrize("name", ["uniform", "logit_normal", "cosmap"])
@@ -87,9 +71,7 @@ def test_a_sigma_weight_is_finite_and_not_negative_at_both_ends(name: str) -> No
         ("logit_normal", 0.5, 4 / math.sqrt(2 * math.pi)),
         ("cosmap", 0.5, 4 / math.pi),
         ("cosmap", 1.0, 2 / math.pi),
-        ("min_snr", 0.5, 0.25),
         ("min_snr", 0.1, 0.05),
-        ("min_snr", 1.0, 0.0),
     ],
 )
 def test_sigma_weights_are_their_closed_forms(name: str, sigma: float, weight: float) -> None:
@@ -104,8 +86,8 @@ def test_min_snr_weighs_the_error_of_x0_by_the_signal_to_noise_ratio() -> None:
 
 def test_the_sigma_weight_multiplies_each_sample_s_loss() -> None:
     batch = replace(BATCH, sigma_B=torch.tensor([0.5, 1.0]))
-    found = velocity_loss(constant(3.0, 3.0), constant(1.0, 1.0), batch, sigma_weight="cosmap")
-    torch.testing.assert_close(found, torch.tensor([16 / math.pi, 8 / math.pi]))
+    loss_B = velocity_loss(constant(3.0, 3.0), constant(1.0, 1.0), batch, sigma_weight="cosmap")
+    torch.testing.assert_close(loss_B, torch.tensor([16 / math.pi, 8 / math.pi]))
 
 
 MEAN, DEVIATION, SAMPLES = 0.7, 0.5, 400_000
@@ -113,10 +95,8 @@ MEAN, DEVIATION, SAMPLES = 0.7, 0.5, 400_000
 
 def gaussian_data(sigma: float) -> Batch:
     """x0 ~ N(MEAN, DEVIATION^2), each sample a number of its own."""
-    x0, noise = (
-        MEAN + DEVIATION * keyed_normal((SAMPLES, 1, 1, 1, 1), "x0"),
-        keyed_normal((SAMPLES, 1, 1, 1, 1), "noise"),
-    )
+    x0, noise = (keyed_normal((SAMPLES, 1, 1, 1, 1), name) for name in ("x0", "noise"))
+    x0 = MEAN + DEVIATION * x0
     sigma_B = torch.full((SAMPLES,), sigma)
     return Batch(x0, noise, path(x0, noise, sigma_B), sigma_B, torch.zeros(SAMPLES, 1, 1), Expert.HIGH_NOISE)
 
@@ -144,33 +124,22 @@ def test_the_data_term_is_least_at_a_gaussian_data_set_s_closed_form_velocity(si
 
     gradient = torch.autograd.functional.jacobian(loss, coefficients)
     curvature = torch.autograd.functional.hessian(loss, coefficients)
-    least = -torch.linalg.solve(
-        curvature, gradient
-    )  # the loss is a parabola, so one Newton step is its minimum
+    # the loss is a parabola, so one Newton step is its minimum
+    least = -torch.linalg.solve(curvature, gradient)
     assert least.tolist() == pytest.approx([slope, offset], abs=6 / math.sqrt(SAMPLES) / sigma)
     assert loss(least).item() == pytest.approx(floor, rel=0.01)
-
-
-def test_a_teacher_with_the_closed_form_velocity_leaves_the_data_term_its_floor_and_the_other_none() -> None:
-    batch, (slope, offset, floor) = gaussian_data(0.5), closed_form(0.5)
-    v = slope * batch.x_t_BCFHW + offset
-    blended = VelocityMatching(data_weight=0.1).loss(Prediction(v), Prediction(v), batch)
-    assert blended.mean().item() == pytest.approx(0.1 * floor, rel=0.01)
 
 
 # sums
 
 
-def test_a_sum_weighs_its_terms_and_reports_each_unweighted() -> None:
+def test_a_sum_weighs_its_terms_and_reports_each_of_several_unweighted() -> None:
     objective = read_objective([{"name": "velocity", "weight": 2}, {"name": "trajectory", "weight": 0.5}])
     batches = {NOISED: BATCH, PATH: BATCH}
-    answers = {NOISED: Prediction(constant(3.0, 1.0)), PATH: Prediction(constant(0.0, 2.0))}
-    loss_TB = objective.losses(answers, objective.target(Constant(1.0), batches), batches)
+    predictions = {NOISED: Prediction(constant(3.0, 1.0)), PATH: Prediction(constant(0.0, 2.0))}
+    loss_TB = objective.losses(predictions, objective.target(Constant(1.0), batches), batches)
     assert loss_TB.tolist() == [[4.0, 0.0], [4.0, 0.0]] and objective.total(loss_TB).tolist() == [10.0, 0.0]
     assert objective.named([4.0, 1.0]) == {"losses": {"velocity": 4.0, "trajectory": 1.0}}
-
-
-def test_a_single_term_is_not_named_apart_from_the_sum() -> None:
     assert read_objective("velocity").named([4.0]) == {}
 
 
@@ -185,15 +154,13 @@ def test_split_undoes_join() -> None:
 
 
 def test_the_teacher_is_needed_unless_only_data_or_paths_are_matched() -> None:
-    assert (
-        read_objective("velocity").needs_teacher and read_objective(["trajectory", "feature"]).needs_teacher
-    )
-    assert not read_objective("trajectory").needs_teacher
-    assert not read_objective([{"name": "velocity", "data_weight": 1}, "trajectory"]).needs_teacher
+    data_alone = {"name": "velocity", "data_weight": 1}
+    given = ("velocity", "trajectory", ["trajectory", "feature"], [data_alone, "trajectory"])
+    assert [read_objective(g).needs_teacher for g in given] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("given", "text"),
     [
         ("velocity", "velocity"),
         ({"name": "velocity", "data_weight": 0.1}, "velocity(data_weight=0.1)"),
@@ -205,28 +172,21 @@ def test_the_teacher_is_needed_unless_only_data_or_paths_are_matched() -> None:
         ),
     ],
 )
-def test_an_objective_reads_as_a_sum_of_what_differs_from_the_defaults(given: Any, shown: str) -> None:
-    assert str(read_objective(given)) == shown
+def test_an_objective_reads_as_a_sum_of_what_differs_from_the_defaults(given: Any, text: str) -> None:
+    assert str(read_objective(given)) == text
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_works_with_its_defaults(name: str) -> None:
     objective, batches = read_objective(name).for_student([1, 3]), {NOISED: BATCH, PATH: BATCH}
-    answer = Prediction(constant(3.0, 1.0), {0: torch.ones(2, 3, 2), 1: torch.ones(2, 3, 2)})
-    loss_TB = objective.losses(
-        dict.fromkeys(batches, answer), objective.target(Constant(1.0), batches), batches
-    )
+    prediction = Prediction(constant(3.0, 1.0), {0: torch.ones(2, 3, 2), 1: torch.ones(2, 3, 2)})
+    target = objective.target(Constant(1.0), batches)
+    loss_TB = objective.losses(dict.fromkeys(batches, prediction), target, batches)
     assert loss_TB.shape == (1, 2) and torch.isfinite(loss_TB).all()
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_setting_of_an_objective_can_be_given_by_name(name: str) -> None:
-    defaults = {key: getattr(OBJECTIVES[name](), key) for key in types_of(OBJECTIVES[name])}
-    assert OBJECTIVES[name](**defaults) == OBJECTIVES[name]()
-
-
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             {"data_weight": -0.1},
@@ -258,9 +218,9 @@ def test_every_setting_of_an_objective_can_be_given_by_name(name: str) -> None:
         ([], f"`objective` is []. Write one of: {NAMES}."),
     ],
 )
-def test_a_wrong_objective_says_what_to_write(given: Any, said: str) -> None:
-    assert problems(given) == [f"recipe: {said}"]
+def test_a_wrong_objective_is_refused_with_a_remedy(given: Any, message: str) -> None:
+    assert problems(given) == [f"recipe: {message}"]
 
 
-def test_all_problems_of_a_sum_are_said_at_once() -> None:
+def test_all_problems_of_a_sum_are_reported_at_once() -> None:
     assert len(problems([{"data_weight": 2}, {"name": "feature", "weight": -1, "blocks": 1}, "x"])) == 4

@@ -1,4 +1,4 @@
-"""Students narrower or shallower than their teacher: the kept parts, and cuts that change nothing."""
+"""Students narrower than their teacher: the kept parts, and cuts that change nothing."""
 
 import math
 from dataclasses import astuple
@@ -51,17 +51,15 @@ def cut_of(
 
 
 def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
-    """A network of twice the width and feed-forward that answers as `small` does.
+    """A network of twice the width and feed-forward with the outputs of `small`.
 
     Each channel of the residual stream is there twice, so LayerNorm has the same mean and variance; only
     the first copy is read. Heads, units and other streams get some channels without inputs and outputs.
     """
     wide = small_transformer(1, len(small.blocks), num_attention_heads=2 * HEADS, ffn_dim=2 * FFN)
-    given = small.state_dict()
+    weights = small.state_dict()
     for name, p in wide.named_parameters():
-        value = given[name]
-        twice = any(part in name for part in TWICE)
-        new = torch.zeros(p.shape)
+        value, new = weights[name], torch.zeros(p.shape)
         if "scale_shift_table" in name:
             new = torch.cat([value, value], dim=2)
         elif "time_proj" in name:
@@ -70,7 +68,7 @@ def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
         elif "norm_q" in name or "norm_k" in name:
             new = torch.cat([value, value]) / math.sqrt(2)  # half of the channels are zero: a smaller rms
         else:
-            value = torch.cat([value, value]) if twice else value
+            value = torch.cat([value, value]) if any(part in name for part in TWICE) else value
             new[tuple(slice(0, n) for n in value.shape)] = value
         p.data = new
     return wide
@@ -81,24 +79,13 @@ def small() -> WanTransformer3DModel:
     return small_transformer(1, 2).eval()
 
 
-@pytest.fixture(scope="module")
-def wide(small: WanTransformer3DModel) -> WanTransformer3DModel:
-    return widened(small).eval()
+def close(v_BCFHW: Tensor, expected_BCFHW: Tensor) -> bool:
+    return (v_BCFHW - expected_BCFHW).norm().item() < 1e-4 * expected_BCFHW.norm().item()
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return (found - expected).norm().item() < 1e-4 * expected.norm().item()
-
-
-def test_the_widened_network_answers_as_the_small_one(
-    small: WanTransformer3DModel, wide: WanTransformer3DModel
-) -> None:
+def test_cutting_what_is_not_used_keeps_the_output(small: WanTransformer3DModel) -> None:
+    wide = widened(small).eval()
     assert close(predict(wide), predict(small))
-
-
-def test_cutting_what_is_not_used_leaves_the_answer(
-    small: WanTransformer3DModel, wide: WanTransformer3DModel
-) -> None:
     measured = measure([wide], lambda: predict(wide))
     measured.stream_DD[WIDTH:] = 0  # the second copies, which nothing reads
     student, _ = cut_of(wide, measured, num_attention_heads=HEADS, ffn_dim=FFN)
@@ -106,7 +93,7 @@ def test_cutting_what_is_not_used_leaves_the_answer(
 
 
 @pytest.mark.parametrize("why", ["they write nothing", "they never change"])
-def test_useless_feed_forward_units_are_cut_first_and_leave_the_answer(why: str) -> None:
+def test_useless_feed_forward_units_are_cut_first_and_the_output_stays(why: str) -> None:
     teacher = small_transformer(1, 2).eval()
     units = torch.arange(0, FFN, 2) if why == "they write nothing" else torch.arange(2)
     for block in teacher.blocks:
@@ -122,7 +109,7 @@ def test_useless_feed_forward_units_are_cut_first_and_leave_the_answer(why: str)
 
 
 @pytest.mark.parametrize("sizes", [{"num_attention_heads": 1}, {"attention_head_dim": 24, "ffn_dim": 8}])
-def test_every_cut_has_the_shapes_of_its_config_and_answers(
+def test_every_cut_has_the_shapes_of_its_config_and_a_finite_output(
     small: WanTransformer3DModel, sizes: dict
 ) -> None:
     student, _ = cut_of(small, **sizes)
@@ -160,7 +147,7 @@ def test_a_head_with_more_time_channels_than_the_teacher_s_does_not_fit() -> Non
     assert not fits_rope(18, 16) and fits_rope(32, 16)  # 18 = 6 + 6 + 6, 16 = 8 + 4 + 4
 
 
-def test_an_axis_says_what_it_does_not_hold_and_what_it_keeps_as_ranges() -> None:
+def test_an_axis_gives_the_part_that_it_drops_and_the_units_that_it_keeps_as_ranges() -> None:
     mean_D = torch.tensor([1.0, 2.0, 3.0])
     assert Subspace(torch.tensor([0, 2])).lost(mean_D).tolist() == [0, 2, 0]
     assert Subspace(torch.tensor([[0.0], [0.0], [1.0]])).lost(mean_D).tolist() == [1, 2, 0]
@@ -170,7 +157,7 @@ def test_an_axis_says_what_it_does_not_hold_and_what_it_keeps_as_ranges() -> Non
 def test_sums_are_the_same_in_small_parts(
     small: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A video's activations are not taken to float64 all at once."""
+    """A video's activations are not converted to float64 all at once."""
     whole = measure([small], lambda: predict(small))
     monkeypatch.setattr(calibration, "AT_ONCE", 1000)
     parts = measure([small], lambda: predict(small))

@@ -1,4 +1,4 @@
-"""What a student JSON may say, and the weights that a student starts from."""
+"""The keys of a student JSON, and the weights that a student starts from."""
 
 from collections.abc import Callable
 from itertools import product
@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import slow_but
 from diffusers import WanTransformer3DModel
+from ranks import edit_json
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import checkpointer, loading
@@ -46,11 +47,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.float32).state_dict()
 
 
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("values", [{}, {"num_layers": 2}], ids=str)
 def test_what_is_left_out_is_the_teacher_s(wan2: Path, values: dict) -> None:
     teacher = pipeline.open_wan(str(wan2))
-    found = read_student_config("s.json", values, teacher)
-    assert found == (StudentConfig(**values), teacher.config | values)
+    student_and_config = read_student_config("s.json", values, teacher)
+    assert student_and_config == (StudentConfig(**values), teacher.config | values)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,6 @@ def test_what_is_left_out_is_the_teacher_s(wan2: Path, values: dict) -> None:
     [
         ({"num_layers": 1}, [0]),
         ({"num_layers": 2}, [0, 3]),
-        ({"num_layers": 4}, [0, 1, 2, 3]),
         ({}, [0, 1, 2, 3]),
         ({"num_layers": 1, "keep_layers": "ends"}, [0]),
         ({"num_layers": 2, "keep_layers": "ends"}, [0, 3]),
@@ -112,22 +117,20 @@ def test_a_student_starts_from_the_weights_that_are_named(
 ) -> None:
     values = {key: value.format(wan2=wan2) for key, value in values.items()}
     teacher = wan1 if "init" in values and values["experts"] == "one" else wan2
-    found, expected = started(teacher, expert, **values).state_dict(), weights(wan2 / source)
-    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+    assert_equal(started(teacher, expert, **values).state_dict(), weights(wan2 / source))
 
 
 def test_kept_layers_are_copied_and_all_else_too(wan1: Path) -> None:
-    found, teacher = started(wan1, keep_layers=[1, 3]).state_dict(), weights(wan1 / "transformer")
-    for name, value in found.items():
+    student, teacher = started(wan1, keep_layers=[1, 3]).state_dict(), weights(wan1 / "transformer")
+    for name, value in student.items():
         source = name.replace("blocks.1.", "blocks.3.").replace("blocks.0.", "blocks.1.")
         assert torch.equal(value, teacher[source])
 
 
 def test_a_student_starts_in_float32_with_gradients_on_the_cpu(wan1: Path) -> None:
     for values in ({}, {"init": "random"}, {"init": str(wan1)}):
-        assert {(p.dtype, p.device.type, p.requires_grad) for p in started(wan1, **values).parameters()} == {
-            (torch.float32, "cpu", True)
-        }
+        kinds = {(p.dtype, p.device.type, p.requires_grad) for p in started(wan1, **values).parameters()}
+        assert kinds == {(torch.float32, "cpu", True)}
 
 
 def test_a_random_student_of_any_size_depends_on_its_seed_alone_and_leaves_torch_s_stream(wan1: Path) -> None:
@@ -141,7 +144,7 @@ def test_a_random_student_of_any_size_depends_on_its_seed_alone_and_leaves_torch
     assert torch.rand(()) == after[0]
     assert (len(models[0].blocks), models[0].patch_embedding.out_channels) == (6, 48)
     one, same, other = (model.state_dict() for model in models)
-    assert all(torch.equal(one[n], same[n]) for n in one)
+    assert_equal(one, same)
     assert not all(torch.equal(one[n], other[n]) for n in one)
 
 
@@ -151,12 +154,12 @@ def test_all_contradictions_are_reported_at_once(wan2: Path) -> None:
 
 
 def test_a_student_of_the_average_has_the_mean_of_both_experts_weights(wan2: Path) -> None:
-    found = started(wan2, from_expert="average").state_dict()
     high, low = weights(wan2 / "transformer"), weights(wan2 / "transformer_2")
-    assert all(torch.equal(found[name], torch.stack([high[name], low[name]]).mean(0)) for name in high)
+    means = {name: torch.stack([high[name], low[name]]).mean(0) for name in high}
+    assert_equal(started(wan2, from_expert="average").state_dict(), means)
 
 
-def test_blocks_stand_for_all_up_to_the_next_one_kept(wan2: Path) -> None:
+def test_a_block_is_compared_with_the_last_teacher_block_before_the_next_one_kept(wan2: Path) -> None:
     teacher = pipeline.open_wan(str(wan2))
     student, config = read_student_config("s.json", {"keep_layers": [0, 2]}, teacher)
     assert lineage(student, config, teacher) == [1, 3]
@@ -170,12 +173,14 @@ def test_two_experts_need_a_teacher_or_folder_with_two(wan1: Path, wan2: Path) -
 
 def test_a_folder_with_other_latent_channels_is_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
     folder = copy_of(wan1)
-    file = folder / "transformer" / "config.json"
-    file.write_text(file.read_text().replace('"in_channels": 16', '"in_channels": 48'))
+    edit_json(folder / "transformer" / "config.json", in_channels=48)
     assert "in_channels" in refused(wan1, init=str(folder))[0]
 
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+def engine(stage: int, **more: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}, **more}
+    return student_engine("x.json", ds, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -186,36 +191,25 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 def test_a_checkpoint_gives_back_the_start_weights(
     tmp_path: Path, wan1: Path, stage: int, dtype: torch.dtype
 ) -> None:
-    ds = {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": stage}}
-    try:
-        ds, _ = student_engine("x.json", ds | {"bf16": {"enabled": dtype is torch.bfloat16}}, 1)
-    except ConfigError:
-        pytest.skip("a stage that is refused needs no export")
     model = started(wan1, num_layers=1)
     # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
     expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
-    student = Student({Expert.HIGH_NOISE: model}, ds)
-    found = dict(loading.read_weights(checkpointer.save(student, tmp_path, 1, {}, keep=1), Expert.HIGH_NOISE))
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
+    student = Student({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
+    folder = checkpointer.save(student, tmp_path, 1, {}, keep=1)
+    assert_equal(dict(loading.read_weights(folder, Expert.HIGH_NOISE)), expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_3_neither_moves_a_whole_network_to_the_accelerator_nor_sends_it_before_it_is_cut(
     stage: int, wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved, sent = [], []
+    moved, sent, model = [], [], started(wan1)
     send = deepspeed.comm.broadcast
     monkeypatch.setattr(WanTransformer3DModel, "to", lambda model, *to: moved.append(to) or model)
     monkeypatch.setattr(
-        deepspeed.comm, "broadcast", lambda t, *more, **named: sent.append(t) or send(t, *more, **named)
+        deepspeed.comm, "broadcast", lambda *args, **more: sent.append(args) or send(*args, **more)
     )
-    model = started(wan1)
-    ds, _ = student_engine(
-        "", {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": stage}}, 1
-    )
-    Student({Expert.HIGH_NOISE: model}, ds)
+    Student({Expert.HIGH_NOISE: model}, engine(stage))
     assert bool(moved) == (stage == 2)
     assert len(sent) == len(list(model.parameters()))  # once each: whole, or by the cut
     assert "to" not in vars(model)

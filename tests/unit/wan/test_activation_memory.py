@@ -1,6 +1,7 @@
-"""Activations against what autograd really saves, and against the CPU allocator's own count."""
+"""Planned activations against what autograd saves, and against the peak of the CPU's allocator."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import deepspeed
@@ -39,47 +40,47 @@ def student_json(dtype: str, **block: Any) -> dict[str, Any]:
     )
 
 
-def forward(
-    layers: int, ds: dict[str, Any], dtype: str
-) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """A network of `layers` whose gradients are there, and its forward pass."""
-    made = small_transformer(0, layers, **SIZES).to(getattr(torch, dtype))
-    made.rope = fresh_rope(made)
-    for p in made.parameters():
+def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | None = None) -> tuple[Any, Any]:
+    """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
+    model = small_transformer(0, layers, **SIZES)
+    if matched_width:
+        add_projections(model, range(layers), matched_width)
+    model = model.to(getattr(torch, dtype))
+    model.rope = fresh_rope(model)
+    for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if "wandistiller" in ds:
         deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    Blocks(made, read_recompute(ds))
-    x_t_BCFHW, text_BLD = torch.randn(MICRO, 16, 1, SIDE, SIDE), torch.randn(MICRO, TEXT, 32)
-    return made, lambda: velocity(made, x_t_BCFHW, torch.ones(MICRO), text_BLD)
+    return model, Blocks(model, read_recompute(ds))
 
 
-def kept_by_autograd(layers: int, dtype: str) -> int:
+def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
+    x_t_BCFHW, text_BLD = torch.randn(samples, *LATENT), torch.randn(samples, TEXT, 32)
+    return velocity(model, x_t_BCFHW, torch.ones(samples), text_BLD)
+
+
+def saved_by_autograd(layers: int, dtype: str) -> int:
     """Bytes behind the tensors that a forward pass saves for backward, weights left out."""
-    model, run = forward(layers, student_json(dtype), dtype)
+    model, _ = network(layers, student_json(dtype), dtype)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors too, so that no address is used twice
+    saved: dict[int, torch.Tensor] = {}  # the tensors too, so that no address is used twice
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes(), t
+        saved[t.untyped_storage().data_ptr()] = t
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return sum(n for address, (n, _) in found.items() if address not in weights)
+        predict(model)
+    return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
 
 
-def height(run: Callable[[], object]) -> int:
-    """The most bytes that the CPU allocator has given out at once while `run` runs."""
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that are allocated at once on the CPU while `run` runs."""
     run()  # what is allocated once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    now = top = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            top = max(top, now)
-    return top
+    events = profiler.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 def config(layers: int) -> dict[str, Any]:
@@ -88,45 +89,40 @@ def config(layers: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layers", [1, 4])
-def test_what_autograd_saves_is_what_was_said(layers: int, dtype: str) -> None:
-    said = activation_bytes(config(layers), student_json(dtype), LATENT, MICRO, accelerator=False)
-    assert said == pytest.approx(kept_by_autograd(layers, dtype), rel=0.03)
+def test_planned_activations_are_what_autograd_saves(layers: int, dtype: str) -> None:
+    planned = activation_bytes(config(layers), student_json(dtype), LATENT, MICRO, accelerator=False)
+    assert planned == pytest.approx(saved_by_autograd(layers, dtype), rel=0.03)
 
 
-KINDS = [
-    {},
-    {"checkpoint": "blocks"},
-    {"checkpoint_every": 2},
-    {"checkpoint": "attention"},
-    {"checkpoint": "feed_forward"},
-]
+PARTS = ("blocks", "attention", "feed_forward")
+KINDS = [{}, *({"checkpoint": part} for part in PARTS), {"checkpoint_every": 2}]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", KINDS, ids=str)
-def test_forward_and_backward_take_at_their_height_what_was_said(
+def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
     one_rank: torch.device, block: dict[str, Any], dtype: str
 ) -> None:
     ds, layers = student_json(dtype, **block), 6
-    _, run = forward(layers, ds, dtype)
-    said = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
-    assert said == pytest.approx(height(lambda: run().square().mean().backward()), rel=0.15)
+    model, _ = network(layers, ds, dtype)
+    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
+    measured = peak_bytes(lambda: predict(model).square().mean().backward())
+    assert planned == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_call_without_gradients_takes_what_was_said(dtype: str, samples: int) -> None:
-    model, _ = forward(3, student_json(dtype), dtype)
-    x_t_BCFHW, text_BLD = torch.randn(samples, 16, 1, SIDE, SIDE), torch.randn(samples, TEXT, 32)
+def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: str, samples: int) -> None:
+    model, _ = network(3, student_json(dtype), dtype)
     with torch.no_grad():
-        found = height(lambda: velocity(model, x_t_BCFHW, torch.ones(samples), text_BLD))
+        measured = peak_bytes(lambda: predict(model, samples))
     ds = {"bf16": {"enabled": dtype == "bfloat16"}}
-    said = call_bytes(config(3), ds, LATENT, samples, accelerator=False)
+    planned = call_bytes(config(3), ds, LATENT, samples, accelerator=False)
     in_float32_first = dtype == "bfloat16" and not torch.cpu.get_capabilities().get("avx512_bf16")
-    assert said == pytest.approx(found, rel=0.35 if in_float32_first else 0.15)
+    assert planned == pytest.approx(measured, rel=0.35 if in_float32_first else 0.15)
 
 
-def test_a_gpu_s_one_kernel_norms_keep_less_than_the_cpu_s() -> None:
+def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
     cpu, gpu = (
         activation_bytes(config(1), student_json("bfloat16"), LATENT, 1, accelerator=a) for a in (False, True)
     )
@@ -135,30 +131,21 @@ def test_a_gpu_s_one_kernel_norms_keep_less_than_the_cpu_s() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("teacher_width", [256, 512])
-def test_hidden_states_that_are_compared_take_what_was_said(
+def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     one_rank: torch.device, teacher_width: int, dtype: str
 ) -> None:
     ds, layers, kind = student_json(dtype, checkpoint="blocks"), 6, getattr(torch, dtype)
-    made = small_transformer(0, layers, **SIZES)
-    add_projections(made, range(layers), teacher_width)
-    made = made.to(kind)
-    made.rope = fresh_rope(made)
-    for p in made.parameters():
-        p.grad = torch.zeros_like(p)
-    deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    watched = Blocks(made, read_recompute(ds))
-    x_t_BCFHW, text_BLD = torch.randn(MICRO, 16, 1, SIDE, SIDE), torch.randn(MICRO, TEXT, 32)
+    model, blocks = network(layers, ds, dtype, teacher_width)
     term = FeatureMatching().for_student(list(range(layers)))
 
     def run() -> None:
         targets = {k: torch.ones(MICRO, TOKENS, teacher_width, dtype=kind) for k in range(layers)}
-        v_BCFHW = velocity(made, x_t_BCFHW, torch.ones(MICRO), text_BLD)
-        features, watched.features = watched.features, {}
-        (
-            v_BCFHW.square().mean()
-            + term.loss(Prediction(v_BCFHW, features), Prediction(v_BCFHW, targets), None).mean()
-        ).backward()
+        v_BCFHW = predict(model)
+        features, blocks.features = blocks.features, {}
+        loss_B = term.loss(Prediction(v_BCFHW, features), Prediction(v_BCFHW, targets), None)
+        (v_BCFHW.square().mean() + loss_B.mean()).backward()
 
-    said = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
-    said += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), (kind.itemsize, kind.itemsize))
-    assert said == pytest.approx(height(run), rel=0.15)
+    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
+    items = (kind.itemsize, kind.itemsize)
+    planned += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), items)
+    assert planned == pytest.approx(peak_bytes(run), rel=0.15)

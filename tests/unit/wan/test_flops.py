@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_wan import LARGE
 from small_wan import small_transformer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +13,7 @@ from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.planner.student_network import student_model
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.flops import forward_flops, step_flops
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.transformer import TEXT_TOKENS, velocity
 
 LATENT = (16, 1, 16, 24)
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
@@ -20,8 +21,6 @@ SIZES = {"num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
 
 def test_a_forward_pass_of_14b_is_the_sum_of_its_matrices_and_attention() -> None:
     """Wan 14B, one frame of 480 x 832: 1560 tokens, 512 of text; two operations for each of m x n x k."""
-    from published_wan import LARGE
-
     d, f, layers, t, text = 5120, 13824, 40, 1560, 512
     self_attention = 2 * 4 * t * d * d + 4 * t * t * d
     cross_attention = 2 * 2 * t * d * d + 2 * 2 * text * d * d + 4 * t * text * d
@@ -39,33 +38,30 @@ TUNED = {
 
 
 @pytest.mark.parametrize(("frozen", "lora"), TUNED.values(), ids=TUNED)
-def test_a_step_takes_what_torch_counts_in_all_blocks(
+def test_flops_of_a_step_are_torch_s_count_of_all_blocks(
     frozen: list[str] | None, lora: dict[str, Any] | None
 ) -> None:
     model = small_transformer(0, 4, **SIZES).requires_grad_(True)
     c = dict(model.config)
     set_trainable(model, frozen, lora, seed=0)
-    given = {
-        "hidden_states": torch.randn(1, *LATENT),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, c["text_dim"]),
-    }
+    x_t_BCFHW, text_BLD = torch.randn(1, *LATENT), torch.randn(1, TEXT_TOKENS, c["text_dim"])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**given)[0].sum().backward()
+        velocity(model, x_t_BCFHW, torch.tensor([0.5]), text_BLD).sum().backward()
     traced = step_flops(student_model(c, frozen, lora, (), 256), LATENT, None)
     assert traced == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("frozen", "again"), [(None, 4), (["blocks.0-1", "patch_embedding", "condition_embedder"], 2)]
+    ("frozen", "recomputed"), [(None, 4), (["blocks.0-1", "patch_embedding", "condition_embedder"], 2)]
 )
-def test_a_block_is_computed_again_where_gradients_go_through_it(
-    frozen: list[str] | None, again: int
+def test_a_block_is_recomputed_where_gradients_go_through_it(
+    frozen: list[str] | None, recomputed: int
 ) -> None:
     c = dict(small_transformer(0, 4, **SIZES).config)
     model = student_model(c, frozen, None, (), 256)
     block = (forward_flops(c, LATENT) - forward_flops(c | {"num_layers": 1}, LATENT)) / 3
-    assert step_flops(model, LATENT, CheckpointPolicy()) - step_flops(model, LATENT, None) == again * block
+    with_recomputation, without = (step_flops(model, LATENT, p) for p in (CheckpointPolicy(), None))
+    assert with_recomputation - without == recomputed * block
 
 
 def test_a_traced_network_keeps_its_blocks() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import slow_but
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from ranks import write_json
 from small_wan import small_transformer
 from torch import nn
 
@@ -48,18 +49,18 @@ def by_diffusers(folder: Path, dtype: torch.dtype) -> WanTransformer3DModel:
 def assert_bit_equal(model: nn.Module, expected: nn.Module) -> None:
     """Parameters and buffers: names, dtypes, values."""
     for kind in ("named_parameters", "named_buffers"):
-        found, wanted = (dict(getattr(m, kind)()) for m in (model, expected))
-        assert found.keys() == wanted.keys()
-        assert [n for n in wanted if found[n].dtype is not wanted[n].dtype] == []
-        assert [n for n in wanted if not torch.equal(found[n].cpu(), wanted[n])] == []
+        tensors, originals = (dict(getattr(m, kind)()) for m in (model, expected))
+        assert tensors.keys() == originals.keys()
+        assert [n for n, t in originals.items() if tensors[n].dtype is not t.dtype] == []
+        assert [n for n, t in originals.items() if not torch.equal(tensors[n].cpu(), t)] == []
 
 
 def assert_tables(model: nn.Module, wan: Path) -> None:
     """RoPE's tables are those of diffusers, in float32 on any device."""
     rope = by_diffusers(wan / "transformer", torch.float32).rope
     for name in ("freqs_cos", "freqs_sin"):
-        found, wanted = getattr(model.rope, name).cpu(), getattr(rope, name)
-        assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+        table, expected = getattr(model.rope, name).cpu(), getattr(rope, name)
+        assert table.dtype is expected.dtype and torch.equal(table, expected)
 
 
 def some_batch(expert: Expert, frames: int = 2) -> Batch:
@@ -89,8 +90,8 @@ def test_the_shift_is_the_scheduler_s(
 ) -> None:
     folder = copy_of(wan1)
     file = folder / "scheduler" / "scheduler_config.json"
-    kept = {k: v for k, v in json.loads(file.read_text()).items() if k != "flow_shift"}
-    file.write_text(json.dumps(kept | {key: shift}))
+    others = {k: v for k, v in json.loads(file.read_text()).items() if k != "flow_shift"}
+    write_json(file, others | {key: shift})
     assert pipeline.open_wan(str(folder)).shift == shift
 
 
@@ -111,22 +112,18 @@ def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dt
     assert_bit_equal(load_whole(WeightReader(tmp_path), config, dtype, CPU), by_diffusers(tmp_path, dtype))
 
 
-def test_a_skeleton_has_no_memory_but_all_parameters_and_real_rope_tables(wan1: Path) -> None:
-    model, wanted = (
-        transformer.meta_transformer(config_of(wan1)),
-        by_diffusers(wan1 / "transformer", torch.float32),
-    )
-    assert transformer.count_parameters(config_of(wan1)) == sum(p.numel() for p in wanted.parameters())
+def test_a_meta_transformer_has_all_parameters_without_memory_and_real_rope_tables(wan1: Path) -> None:
+    config, whole = config_of(wan1), by_diffusers(wan1 / "transformer", torch.float32)
+    model = transformer.meta_transformer(config)
+    assert transformer.count_parameters(config) == sum(p.numel() for p in whole.parameters())
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert_tables(model, wan1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_velocity_is_the_model_s_answer_at_time_1000_sigma(wan1: Path, dtype: torch.dtype) -> None:
+def test_velocity_is_the_model_s_output_at_time_1000_sigma(wan1: Path, dtype: torch.dtype) -> None:
     model, b = by_diffusers(wan1 / "transformer", dtype), some_batch(Expert.HIGH_NOISE)
-    direct = model(
-        b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.text_BLD.to(dtype), return_dict=False
-    )[0]
+    direct = model(b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.text_BLD.to(dtype)).sample
     v_BCFHW = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
     assert v_BCFHW.dtype is torch.float32 and torch.equal(v_BCFHW, direct.float())
 
@@ -136,59 +133,55 @@ def test_velocity_is_the_model_s_answer_at_time_1000_sigma(wan1: Path, dtype: to
 def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: torch.dtype) -> None:
     ds = placement.teacher_engine(*ds_config.load(str(ZERO_INFERENCE)))
     ds.pop("bf16")
-    folder = wan2 / "transformer_2"
-    model = load_sharded(
-        WeightReader(folder), config_of(wan2, Expert.LOW_NOISE), dtype, ds, collectives.device()
-    )
+    folder, config = wan2 / "transformer_2", config_of(wan2, Expert.LOW_NOISE)
+    model = load_sharded(WeightReader(folder), config, dtype, ds, collectives.device())
     assert {p.numel() for p in model.parameters()} == {0}  # all of it is partitioned
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         assert_bit_equal(model, by_diffusers(folder, dtype))
 
 
+LIMITED = {"placement": "device_map", "max_memory": {"cpu": "600KiB"}}
+ON_DISK = {"placement": "device_map", "device_map": {"blocks.1-": "disk", "*": "cpu"}}
 TEACHERS = {
     "replicated bf16, buffers too": BUFFERS_BF16,
     "sharded float32": {"zero_optimization": {"stage": 3}},
-    "device_map bf16, with a limit": BF16
-    | {"wandistiller": {"placement": "device_map", "max_memory": {"cpu": "600KiB"}}},
-    "device_map bf16, most on disk": BF16
-    | {"wandistiller": {"placement": "device_map", "device_map": {"blocks.1-": "disk", "*": "cpu"}}},
+    "device_map bf16, with a limit": BF16 | {"wandistiller": LIMITED},
+    "device_map bf16, most on disk": BF16 | {"wandistiller": ON_DISK},
 }
 """Engines that no shipped JSON has; test_placements.py has those."""
 
 
 @pytest.mark.parametrize("ds", TEACHERS.values(), ids=TEACHERS)
 @pytest.mark.usefixtures("one_rank")
-def test_every_teacher_engine_answers_bitwise_as_diffusers_models_with_whole_rope_tables(
+def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_rope_tables(
     wan2: Path, ds: dict
 ) -> None:
     teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
     dtype = getattr(torch, ds_config.dtype_name(ds))
     assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
     for expert in (*Expert, Expert.HIGH_NOISE):
-        b = some_batch(expert)
-        expected = transformer.velocity(
-            by_diffusers(wan2 / expert.value, dtype), b.x_t_BCFHW, b.sigma_B, b.text_BLD
-        )
+        b, model = some_batch(expert), by_diffusers(wan2 / expert.value, dtype)
+        expected = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
         assert torch.equal(teacher.velocity(b), expected)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_only_the_expert_that_is_asked_is_brought_in(wan2: Path) -> None:
-    ds = read_json(ZERO_INFERENCE) | {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
-    }
+def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    ds = read_json(ZERO_INFERENCE) | {"zero_optimization": zero}
     teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
-    here = {expert: set() for expert in Expert}
+    gathered = {expert: set() for expert in Expert}
+
+    def note(expert: Expert) -> None:
+        networks = teacher.experts.items()
+        gathered[expert] |= {e for e, network in networks if any(p.numel() for p in network.parameters())}
+
     for expert in Expert:
-        for _, module in teacher.experts[expert].named_modules():
-            module.register_forward_pre_hook(
-                lambda m, args, expert=expert: here[expert].update(
-                    other for other in Expert if any(p.numel() for p in teacher.experts[other].parameters())
-                )
-            )
+        for module in teacher.experts[expert].modules():
+            module.register_forward_pre_hook(lambda *_, expert=expert: note(expert))
     for expert in (*Expert, *Expert):
         teacher.velocity(some_batch(expert))
-    assert here == {expert: {expert} for expert in Expert}
+    assert gathered == {expert: {expert} for expert in Expert}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -219,15 +212,13 @@ def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
     null = replace(b, text_BLD=null_LD.expand_as(b.text_BLD))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
-    found = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale))).velocity(b)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    guided = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
+    torch.testing.assert_close(guided.velocity(b), expected, rtol=0, atol=1e-4)
 
 
 def test_each_expert_has_its_own_guidance_scale(wan1: Path) -> None:
-    inner, null_LD = (
-        LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32))),
-        torch.zeros(512, 32),
-    )
+    inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
+    null_LD = torch.zeros(512, 32)
     both = GuidedTeacher(inner, Guidance(null_LD, {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}))
     for expert, scale in both.guidance.scales.items():
         only = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
@@ -240,7 +231,7 @@ def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
     folder = copy_of(wan1)
     for part, keys in (("transformer", ["cross_attn_norm"]), ("vae", ["latents_mean", "latents_std"])):
         file = folder / part / "config.json"
-        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in keys}))
-    found = pipeline.open_wan(str(folder))
-    assert found.config["cross_attn_norm"] is True
-    assert found.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]
+        write_json(file, {k: v for k, v in json.loads(file.read_text()).items() if k not in keys})
+    opened = pipeline.open_wan(str(folder))
+    assert opened.config["cross_attn_norm"] is True
+    assert opened.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]

@@ -46,37 +46,28 @@ def test_one_time_per_sample_gives_the_velocity_of_one_time_per_token(
     sigma_B = torch.tensor([0.3, 0.9])
     # as in the stock pipeline: frames x half height x half width
     time_BS = (1000 * sigma_B)[:, None].expand(2, 2 * 2 * 3)
-    per_token = model(x_t.to(dtype), time_BS, text.to(dtype), return_dict=False)[0].float()
-    torch.testing.assert_close(
-        transformer.velocity(model, x_t, sigma_B, text), per_token, rtol=0, atol=tolerance
-    )
+    per_token = model(x_t.to(dtype), time_BS, text.to(dtype)).sample.float()
+    per_sample = transformer.velocity(model, x_t, sigma_B, text)
+    torch.testing.assert_close(per_sample, per_token, rtol=0, atol=tolerance)
 
 
 @torch.no_grad()
 def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     five: Path, pipe: WanPipeline
 ) -> None:
-    folder, noise = (
-        open_wan(str(five)),
-        torch.stack([keyed_normal((48, 2, 2, 4), "start", i) for i in range(2)]),
-    )
-    text_BLD, null_BLD = pipe.encode_prompt(
-        ["a red circle", "a blue square"], ["", ""], max_sequence_length=512
-    )
-    how = {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
-    stock, pixels_BFCHW = (
-        pipe(
-            prompt_embeds=text_BLD, negative_prompt_embeds=null_BLD, latents=noise, output_type=kind, **how
-        ).frames
-        for kind in ("latent", "pt")
-    )
+    folder = open_wan(str(five))
+    noise = torch.stack([keyed_normal((48, 2, 2, 4), "start", i) for i in range(2)])
+    prompts = ["a red circle", "a blue square"]
+    text_BLD, null_BLD = pipe.encode_prompt(prompts, ["", ""], max_sequence_length=512)
+    given = {"prompt_embeds": text_BLD, "negative_prompt_embeds": null_BLD, "latents": noise}
+    given |= {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
+    stock, pixels_BFCHW = (pipe(output_type=kind, **given).frames for kind in ("latent", "pt"))
     teacher = LocalTeacher(dict.fromkeys(Expert, pipe.transformer))
     guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
     x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, text_BLD, 8)
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
-    torch.testing.assert_close(
-        Vae(folder, CPU).decode(stock), pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5
-    )
+    decoded = Vae(folder, CPU).decode(stock)
+    torch.testing.assert_close(decoded, pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -87,10 +78,9 @@ def test_the_vae_of_48_channels_encodes_to_normalised_latents(five: Path, pipe: 
     torch.testing.assert_close(Vae(open_wan(str(five)), CPU).encode(pixels), expected, rtol=0, atol=1e-6)
 
 
-def drawn(folder: Path, output: Path, **how: float) -> np.ndarray:
-    files = sample(
-        str(folder), ["a red circle"], output, Sampling(height=32, width=32, steps=2, **how), 0, torch.float32
-    )
+def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
+    sampling = Sampling(height=32, width=32, steps=2, **settings)
+    files = sample(str(folder), ["a red circle"], output, sampling, 0, torch.float32)
     return np.asarray(Image.open(files[0]))
 
 
@@ -106,13 +96,12 @@ def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_tha
 # test_flow.py has the draws themselves.
 @pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.3), (5, 0.417), (8, 0.533), (12, 0.632)])
 def test_the_high_noise_expert_s_share_follows_from_the_shift(wan2: Path, shift: int, share: float) -> None:
-    assert FlowSchedule(shift, open_wan(str(wan2)).boundary, 0, 8).high_noise_share() == pytest.approx(
-        share, abs=5e-4
-    )
+    schedule = FlowSchedule(shift, open_wan(str(wan2)).boundary, 0, 8)
+    assert schedule.high_noise_share() == pytest.approx(share, abs=5e-4)
 
 
 # No command takes sigmas yet; these are those of four steps, which a few-step student must learn.
-def test_four_steps_of_the_stock_scheduler_ask_at_these_sigmas(wan1: Path) -> None:
+def test_four_steps_of_the_stock_scheduler_predict_at_these_sigmas(wan1: Path) -> None:
     noise, text_BLD = keyed_normal((1, 16, 1, 4, 4), "x"), torch.zeros(1, 512, 32)
     sigmas = []
 
