@@ -76,9 +76,9 @@ def main(folder: Path) -> None:
         error = velocity_error(batches, without_guidance(teacher), predict)
         share = sum(p.numel() for m in models.values() for p in m.parameters()) / whole
         bands = ", ".join(f"{band}: {value:.3f}" for band, value in error.by_sigma().items())
-        said = ", ".join(f"{k} {v}" for k, v in student.items() if k != "init")
+        title = ", ".join(f"{k} {v}" for k, v in student.items() if k != "init")
         print(
-            f"| {said} {job.student.keep_layers if 'keep_layers' in student else ''} | {share:.0%} | "
+            f"| {title} {job.student.keep_layers if 'keep_layers' in student else ''} | {share:.0%} | "
             f"{error.relative():.4f} | {bands} |",
             flush=True,
         )

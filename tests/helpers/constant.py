@@ -1,4 +1,4 @@
-"""A teacher that says one number, and a batch to ask it."""
+"""A teacher of one velocity everywhere, and a batch for it."""
 
 import torch
 

@@ -83,10 +83,10 @@ class Launch:
 
     def resumed_from(self) -> int | None:
         """Return the finished steps at the start; None if it was killed before it logged them."""
-        if self.said("all .* steps are done"):
+        if self.logged("all .* steps are done"):
             return STEPS
         found = (re.search(rf"resumed .*: (\d+) of {STEPS} steps", line.text) for line in self.lines)
-        return next((int(m[1]) for m in found if m), 0 if self.said(f"^step 1/{STEPS} ") else None)
+        return next((int(m[1]) for m in found if m), 0 if self.logged(f"^step 1/{STEPS} ") else None)
 
     def reached(self) -> int:
         """Return the last finished step."""
@@ -96,7 +96,7 @@ class Launch:
     def until_first_step(self) -> float | None:
         return next((line.at for line in self.lines if re.match(rf"step \d+/{STEPS} ", line.text)), None)
 
-    def said(self, pattern: str) -> bool:
+    def logged(self, pattern: str) -> bool:
         return any(re.search(pattern, line.text) for line in self.lines)
 
     @property

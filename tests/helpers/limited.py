@@ -38,10 +38,10 @@ def limit(room: int) -> None:
 
 def limit_when(words: str, room: int) -> None:
     """Set the limit once, at an activity that contains `words`; call it before `set_activity` is imported."""
-    told, left = logging.set_activity, [room]
+    set_activity, left = logging.set_activity, [room]
 
     def doing(what: str) -> None:
-        told(what)
+        set_activity(what)
         if words in what and left:
             limit(left.pop())
 
@@ -54,15 +54,15 @@ def main() -> int:
     parser.add_argument("--rank", default="0", help="the rank that is limited")
     parser.add_argument("--room", type=int, required=True, metavar="MIB")
     parser.add_argument("--at", metavar="WORDS")
-    asked = parser.parse_args(own)
-    mine = os.environ.get("RANK", "0") == asked.rank
-    if mine and asked.at:
-        limit_when(asked.at, asked.room)
+    given = parser.parse_args(own)
+    mine = os.environ.get("RANK", "0") == given.rank
+    if mine and given.at:
+        limit_when(given.at, given.room)
     import wandistiller.training.distil  # noqa: F401  what is imported is no part of the room
     from wandistiller.cli.main import main as run
 
-    if mine and not asked.at:
-        limit(asked.room)
+    if mine and not given.at:
+        limit(given.room)
     return run(command)
 
 

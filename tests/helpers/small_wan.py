@@ -48,7 +48,7 @@ def small_transformer(seed: int, layers: int = 4, **config: int) -> WanTransform
     return model
 
 
-FORMS: dict[str, dict[str, Any]] = {  # what `make_wan` is told for each published Wan
+FORMS: dict[str, dict[str, Any]] = {  # arguments of `make_wan` for each published Wan
     "Wan2.1-1.3B": {"experts": 1, "layers": 3},
     "Wan2.1-14B": {"experts": 1, "heads": 3, "max_shard_size": "200KB"},
     "Wan2.2-TI2V-5B": {"experts": 1, "ti2v": True},

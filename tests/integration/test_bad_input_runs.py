@@ -33,13 +33,13 @@ def halved(file: Path) -> None:
 
 
 def spoilt_media(folder: Path) -> dict[str, str]:
-    """Media that cannot be used: name -> what is said of it."""
-    said = {}
+    """Media that cannot be used: name -> a part of the reason."""
+    reasons = {}
     for ending in ("png", "jpg", "webp", "bmp", "gif"):
         noise(SIDE, SIDE).save(folder / f"cut.{ending}")
         halved(folder / f"cut.{ending}")
         (folder / f"nothing.{ending}").touch()
-        said |= {f"cut.{ending}": "cannot be read: ", f"nothing.{ending}": "cannot be read: "}
+        reasons |= {f"cut.{ending}": "cannot be read: ", f"nothing.{ending}": "cannot be read: "}
     (folder / "text.png").write_text("a red circle")
     (folder / "page.jpg").write_text("<!DOCTYPE html><html></html>")
     (folder / "noise.mp4").write_bytes(os.urandom(5000))
@@ -51,10 +51,12 @@ def spoilt_media(folder: Path) -> dict[str, str]:
     frames = [noise(SIDE, SIDE), Image.new("RGB", (SIDE, SIDE))]
     for ending in ("webp", "png"):
         frames[0].save(folder / f"moves.{ending}", save_all=True, append_images=frames[1:], duration=100)
-    said |= dict.fromkeys(("text.png", "page.jpg", "noise.mp4", "gone.png", "loop.png"), "cannot be read: ")
-    said |= dict.fromkeys(("dot.png", "line.png"), " pixels, under 1/16 of the run's 32 x 32")
-    said |= dict.fromkeys(("moves.webp", "moves.png"), "is animated; save one picture of it")
-    return said | {"square.png": "cannot be read: Image size (400000000 pixels) exceeds limit"}
+    reasons |= dict.fromkeys(
+        ("text.png", "page.jpg", "noise.mp4", "gone.png", "loop.png"), "cannot be read: "
+    )
+    reasons |= dict.fromkeys(("dot.png", "line.png"), " pixels, under 1/16 of the run's 32 x 32")
+    reasons |= dict.fromkeys(("moves.webp", "moves.png"), "is animated; save one picture of it")
+    return reasons | {"square.png": "cannot be read: Image size (400000000 pixels) exceeds limit"}
 
 
 def usable_media(folder: Path) -> list[str]:
@@ -69,10 +71,10 @@ def usable_media(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("media")
-    said = spoilt_media(folder)
-    for name in [*said, *usable_media(folder)]:
+    reasons = spoilt_media(folder)
+    for name in [*reasons, *usable_media(folder)]:
         (folder / name).with_suffix(".txt").write_text("a red circle")
-    return folder, said
+    return folder, reasons
 
 
 def a_run(tmp_path: Path, wan: Path, **more: object) -> RunConfig:
@@ -85,22 +87,24 @@ def a_run(tmp_path: Path, wan: Path, **more: object) -> RunConfig:
 def test_media_that_cannot_be_used_are_listed_with_the_reason(
     media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
 ) -> None:
-    folder, said = media
+    folder, reasons = media
     prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder)), 1))
     listed = dict(line.split(": ", 1) for line in json.loads((tmp_path / "out" / "skipped.json").read_text()))
-    assert listed.keys() == {str(folder / name) for name in said}
-    assert {name: text for name, text in said.items() if text not in listed[str(folder / name)]} == {}
+    assert listed.keys() == {str(folder / name) for name in reasons}
+    assert {name: text for name, text in reasons.items() if text not in listed[str(folder / name)]} == {}
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_strict_stops_at_media_that_cannot_be_used(
     media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
 ) -> None:
-    folder, said = media
+    folder, reasons = media
     with pytest.raises(ConfigError) as caught:
         prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder), strict=True), 1))
     *named, last = caught.value.problems
-    assert len(named) == len(said) and last.startswith("`strict` is true: fix these files or take them out")
+    assert len(named) == len(reasons) and last.startswith(
+        "`strict` is true: fix these files or take them out"
+    )
     assert not list((tmp_path / "cache").rglob("text"))
 
 

@@ -87,7 +87,7 @@ def test_a_student_that_is_the_teacher_has_velocity_error_0_and_frechet_distance
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_student_that_answers_0_has_relative_error_1_in_every_band(
+def test_a_student_whose_output_is_0_has_relative_error_1_in_every_band(
     wan2: Path, copy_of: Copy, tmp_path: Path
 ) -> None:
     def silenced(model: WanTransformer3DModel) -> None:
@@ -102,7 +102,7 @@ def test_a_student_that_answers_0_has_relative_error_1_in_every_band(
     assert [(e["value"], e["low"], e["high"]) for e in figures] == [(1.0, 1.0, 1.0)] * 8
 
 
-def test_markdown_json_and_picture_have_the_figures_and_say_what_they_mean(
+def test_markdown_json_and_picture_have_the_figures_and_their_meaning(
     twin: tuple[dict[str, Any], Path],
 ) -> None:
     result, output = twin
@@ -223,7 +223,7 @@ def test_all_that_is_wrong_with_the_flags_comes_at_once(wan1: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_a_student_was_made_with_is_taken_where_no_flag_says_otherwise(
+def test_settings_that_a_student_was_made_with_are_used_where_no_flag_is_given(
     wan2: Path, copy_of: Copy, tmp_path: Path
 ) -> None:
     student = copy_of(wan2, weights=True)

@@ -57,7 +57,7 @@ def adopted(**env: str) -> dict[str, str]:
         ({}, None),
     ],
 )
-def test_ranks_of_a_node_share_its_16_cores_unless_told_otherwise(
+def test_ranks_of_a_node_share_its_16_cores_unless_a_number_is_set(
     env: dict[str, str], threads: str | None
 ) -> None:
     found = dict(env)
@@ -94,11 +94,11 @@ def test_mpirun_on_two_nodes_needs_the_address_of_the_first() -> None:
         (SLURM | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
     ],
 )
-def test_the_launcher_is_known_by_what_it_says(env: dict[str, str], launcher: str) -> None:
+def test_the_launcher_is_known_by_its_variables(env: dict[str, str], launcher: str) -> None:
     assert started_by(env) == launcher
 
 
-def test_what_deepspeed_or_torchrun_said_is_kept() -> None:
+def test_variables_of_deepspeed_or_torchrun_are_kept() -> None:
     assert adopted(**SLURM, RANK="0", WORLD_SIZE="2") == SLURM | {"RANK": "0", "WORLD_SIZE": "2"}
 
 
@@ -139,7 +139,7 @@ def test_the_first_of_slurm_s_nodes_is_found(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_slurm_is_asked_for_cores_and_memory_and_srun_told_of_the_cores() -> None:
+def test_slurm_allocates_cores_and_memory_and_srun_is_given_the_cores() -> None:
     """By default a task has one core and its memory; since 22.05 srun does not inherit cores from sbatch."""
     lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
     assert {"#SBATCH --cpus-per-task=8", "#SBATCH --mem=0"} <= set(lines)

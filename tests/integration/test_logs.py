@@ -24,31 +24,31 @@ from wandistiller.utils.logging import add_log_file, log_to_file, setup_logging
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
+def logged(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
     """The output folder of a run on two ranks that was stopped by nothing, and its stderr."""
     folder = tmp_path_factory.mktemp("logs")
     done = wandistiller("train", "--recipe", recipe_file(folder, wan1, max_steps=3), ranks=2)
     return folder / "run", done.stderr
 
 
-def test_each_rank_keeps_what_the_run_says_with_the_time(said: tuple[Path, str]) -> None:
+def test_each_rank_keeps_the_run_s_messages_with_the_time(logged: tuple[Path, str]) -> None:
     for rank in range(2):
-        lines = (said[0] / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        lines = (logged[0] / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert sum(" INFO step 3/3  loss " in line for line in lines) == 1
         assert all(len(line.split(" ")[0]) == len("2026-01-01") for line in lines if line)
 
 
-def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(said: tuple[Path, str]) -> None:
-    output, stderr = said
+def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(logged: tuple[Path, str]) -> None:
+    output, stderr = logged
     assert "doing: building the student" in (output / "logs" / "rank_1.log").read_text()
     assert "doing:" not in stderr
 
 
 def test_there_is_one_line_a_step_with_loss_speed_memory_and_time_left_and_no_warning(
-    said: tuple[Path, str],
+    logged: tuple[Path, str],
 ) -> None:
-    assert "WARNING" not in said[1] and "Warning" not in said[1] and "it/s]" not in said[1]
-    steps = [line for line in said[1].splitlines() if line.startswith("step ")]
+    assert "WARNING" not in logged[1] and "Warning" not in logged[1] and "it/s]" not in logged[1]
+    steps = [line for line in logged[1].splitlines() if line.startswith("step ")]
     assert len(steps) == 3
     assert all(word in step for step in steps for word in ("loss", "samples/s", "GiB on rank", "left"))
 

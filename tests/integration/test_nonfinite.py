@@ -163,10 +163,10 @@ def test_two_ranks_stop_and_name_the_sample_and_one_that_goes_on_comes_to_the_sa
     both = wandistiller("train", "--recipe", recipe_file, ranks=2, code=1)  # torchrun's own
     assert "exitcode  : 4" in both.stderr
     for ranks in (2, 1):
-        said = both.stderr if ranks == 2 else stopped(given)
+        message = both.stderr if ranks == 2 else stopped(given)
         where = f"sample {index} on rank {ranks - 1}, sigma {broken.sigmas[0]:.4f}, expert transformer"
-        assert f"{where}: {broken.prompt!r}; its cached latent is not finite" in said
-        assert "1 of 4 samples is not finite" in said and str(file) in said
+        assert f"{where}: {broken.prompt!r}; its cached latent is not finite" in message
+        assert "1 of 4 samples is not finite" in message and str(file) in message
         case = json.loads(file.read_text())
         assert (case["step"], case["checkpoint"]) == (2, str(good))
         assert [s["sample"] for s in case["samples"]] == [4, 5, 6, 7]
@@ -221,11 +221,11 @@ def test_a_learning_rate_that_is_far_too_high_stops_at_the_second_step(
 ) -> None:
     name = f"high_{stage}_{bf16}"
     how = {"bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}}
-    said = stopped(run_of(sound, wan1, name, engine=how, learning_rates={"*": 1e30}))
-    assert said.startswith(
+    message = stopped(run_of(sound, wan1, name, engine=how, learning_rates={"*": 1e30}))
+    assert message.startswith(
         "step 2: the loss of 4 of 4 samples is not finite. Nothing was learned from it; see "
     )
-    assert "(--lr 0.0003 --allow_changed optimizer)" in said and "cached" not in said
+    assert "(--lr 0.0003 --allow_changed optimizer)" in message and "cached" not in message
     assert loading.read_state(sound / name / "checkpoints" / "step_00000001")["step"] == 1
 
 
@@ -236,8 +236,8 @@ def test_a_gradient_that_is_too_large_for_its_norm_stops_a_run_whose_losses_are_
 ) -> None:
     name = f"steep_{stage}"
     zero, objective = {"zero_optimization": {"stage": stage}}, {"name": "velocity", "weight": 3e38}
-    said = stopped(run_of(sound, wan1, name, objective=objective, engine=zero))
-    assert said.startswith(
+    message = stopped(run_of(sound, wan1, name, objective=objective, engine=zero))
+    assert message.startswith(
         "step 1: each loss is finite, but the gradient is not, or is too large for its norm."
     )
     checkpoint = sound / name / "checkpoints" / "step_00000000"

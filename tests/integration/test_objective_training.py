@@ -81,7 +81,7 @@ def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_picture
         assert picture.height > 2 * 128  # two rows of tiles
 
 
-def test_a_run_that_needs_that_teacher_says_what_is_wrong_with_it(folder: Path, spoilt: Path) -> None:
+def test_a_run_that_needs_that_teacher_names_its_fault(folder: Path, spoilt: Path) -> None:
     file = recipe_file(folder, spoilt, "velocity", student_config=NARROW)
     done = wandistiller("train", "--recipe", file, code=2)
     assert "holds numbers that are not finite" in done.stderr

@@ -107,10 +107,10 @@ def test_a_matrix_of_zeros_has_a_scale() -> None:
     assert 0 < found["blocks.0.ffn.0.weight_scale"] < 1 / LARGEST
 
 
-def test_what_comfyui_cannot_open_is_said() -> None:
+def test_what_comfyui_cannot_open_is_reported() -> None:
     assert unlike_published(FIXED) == []
-    said = unlike_published(FIXED | {"attention_head_dim": 12})[0]
-    assert said.startswith("`attention_head_dim` is 12; ComfyUI reads every Wan with 128")
+    message = unlike_published(FIXED | {"attention_head_dim": 12})[0]
+    assert message.startswith("`attention_head_dim` is 12; ComfyUI reads every Wan with 128")
 
 
 def with_lora(wan: Path, *files: Path) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class Two(nn.Module):
                 layer.bias.zero_()
 
 
-def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_layer_is_told() -> None:
+def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_layer_is_reported() -> None:
     """Singular values 4, 3 and 2, 1: squares 16 + 4, then 9 + 1, of 30 in all."""
     model = Two(torch.diag(torch.tensor([4.0, 3.0])), torch.diag(torch.tensor([1.0, 2.0])))
     energies = (0.5, 0.6, 0.7, 1.0)
@@ -191,7 +191,7 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
 
 @pytest.mark.usefixtures("quiet_logging")
 @pytest.mark.parametrize(
-    ("flags", "said", "times"),
+    ("flags", "message", "times"),
     [
         (["--adapter"], "its student differs from", 1),
         (["--format", "original"], "is there, and no earlier export", 1),
@@ -199,14 +199,14 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
     ],
 )
 def test_an_export_that_cannot_be_is_refused(
-    flags: list[str], said: str, times: int, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    flags: list[str], message: str, times: int, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     output = tmp_path / ("w.safetensors" if "original" in flags else "w")
     if "original" in flags:
         output.write_text("another's")
     assert main(["export", "--checkpoint", str(finished), "--output", str(output), *flags]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("error: ") == times and "Traceback" not in error
+    assert message in error and error.count("error: ") == times and "Traceback" not in error
 
 
 OFFLINE = """

@@ -47,5 +47,5 @@ def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> No
     assert (site / f"wandistiller-{__version__}.dist-info").is_dir()
 
 
-def test_type_checkers_are_told_that_there_are_types(site: Path) -> None:
+def test_the_package_is_marked_as_typed(site: Path) -> None:
     assert (site / "wandistiller" / "py.typed").is_file()

@@ -67,7 +67,7 @@ def swapped(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resul
 
 
 @pytest.mark.slow
-def test_weights_that_were_on_disk_give_bitwise_diffusers_answers(swapped: tuple[Results, Path]) -> None:
+def test_weights_that_were_on_disk_give_bitwise_diffusers_outputs(swapped: tuple[Results, Path]) -> None:
     found, _ = swapped
     assert found["bytes on disk"] >= 2 * 10 * 1024**2 * 2  # two experts of ten 1024 x 1024 matrices in bf16
     assert {task: found[task] for task in tasks("zero_inference_nvme")} == dict.fromkeys(
@@ -126,7 +126,7 @@ def test_a_device_map_may_name_spans_and_the_rest(given: dict, expected: list) -
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             {"block.0": 0, "*": 1},
@@ -135,7 +135,7 @@ def test_a_device_map_may_name_spans_and_the_rest(given: dict, expected: list) -
         ({"blocks": 0, "proj_out": 0}, "`patch_embedding` has no device. Add it, or `*` for the rest."),
     ],
 )
-def test_a_device_map_that_does_not_fit_says_what_there_is(given: dict, said: str) -> None:
+def test_a_device_map_that_does_not_fit_is_refused_with_the_modules(given: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         expand_device_map(given, MODULES)
-    assert str(caught.value) == said
+    assert str(caught.value) == message

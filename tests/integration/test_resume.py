@@ -38,8 +38,8 @@ def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(
 ) -> None:
     output, file = train(tmp_path, wan2, ranks=1, max_steps=2), tmp_path / "run.json"
     more = ("--max_steps", "4", "--lr", "5e-4")
-    said = wandistiller("train", "--recipe", file, *more, code=2).stderr
-    assert "another optimizer: " in said and "--allow_changed optimizer to go on all the same" in said
+    error = wandistiller("train", "--recipe", file, *more, code=2).stderr
+    assert "another optimizer: " in error and "--allow_changed optimizer to go on all the same" in error
     wandistiller("train", "--recipe", file, *more, "--allow_changed", "optimizer")
     assert [line["lr"] for line in metrics(output)] == [1e-3, 1e-3, 5e-4, 5e-4]
 
