@@ -91,25 +91,15 @@ class ScoredSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Samples of one pass over this rank's prompts."""
-
-    samples: dict[int, ScoredSample]
-    """By the prompt's number."""
-    x0: list[Tensor]
-    """x0_BCFHW of each turn, on the CPU."""
-    seconds: list[tuple[float, int]]
-    """Seconds and length of each batch."""
-
-
-@dataclass(frozen=True, slots=True)
 class CandidateResult:
     """Samples of one candidate for this rank's prompts, and their cost."""
 
     samples: dict[int, ScoredSample]
+    """By the prompt's number."""
     second_draw: dict[int, ScoredSample]
     """Samples from other seeds."""
     seconds: list[tuple[float, int]]
+    """Seconds and length of each batch."""
     peak_gib: dict[str, float]
 
 
@@ -138,23 +128,22 @@ class Evaluator:
                 candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
             else:
                 candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
-        drawn = self._draw("teacher", candidate, memory, s.seed)
+        samples, seconds, self._x0 = self._draw("teacher", candidate, memory, s.seed)
         second, other_seed = {}, s.seed + len(s.prompts)
         if not s.quick:
-            second = self._draw("teacher, other seeds", candidate, memory, other_seed).samples
-        self._x0 = drawn.x0
+            second, _, _ = self._draw("teacher, other seeds", candidate, memory, other_seed)
         for turn, chunk, _ in collective_turns("teacher, velocities", self._batches):
             for band in self._bands:
                 self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
         candidate.close()
-        return CandidateResult(drawn.samples, second, drawn.seconds, memory.peak_gib())
+        return CandidateResult(samples, second, seconds, memory.peak_gib())
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
             candidate = DiffusersPipeline(s.student, s.student_sampling, self._null_LD, s.dtype)
-        drawn = self._draw("student", candidate, memory, s.seed)
+        samples, seconds, _ = self._draw("student", candidate, memory, s.seed)
         for turn, chunk, counts in collective_turns("student, velocities", self._batches):
             squares = []
             for band in self._bands:
@@ -165,25 +154,24 @@ class Evaluator:
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
             if counts:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
-        return CandidateResult(drawn.samples, {}, drawn.seconds, memory.peak_gib()), errors
+        return CandidateResult(samples, {}, seconds, memory.peak_gib()), errors
 
     def _draw(
         self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, seed: int
-    ) -> Drawn:
-        """Sample prompt i from seed + i."""
-        drawn = Drawn({}, [], [])
+    ) -> tuple[dict[int, ScoredSample], list[tuple[float, int]], list[Tensor]]:
+        """Sample prompt i from seed + i; return samples, seconds of batches, x0_BCFHW of turns on the CPU."""
+        samples, batch_seconds, x0 = {}, [], []
         for _, chunk, counts in collective_turns(what, self._batches):
             prompts, start = [self._settings.prompts[i] for i in chunk], time.monotonic()
             with memory.running():
                 pixels_BCFHW = candidate.draw(prompts, [seed + i for i in chunk])
             seconds = time.monotonic() - start
-            drawn.x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
+            x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
             if counts:
-                drawn.seconds.append((seconds, len(chunk)))
+                batch_seconds.append((seconds, len(chunk)))
                 middle_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
-                batch = DrawnBatch(prompts, middle_BCHW, drawn.x0[-1], self._clip)
-                drawn.samples.update(self._score(chunk, batch))
-        return drawn
+                samples |= self._score(chunk, DrawnBatch(prompts, middle_BCHW, x0[-1], self._clip))
+        return samples, batch_seconds, x0
 
     def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:
         s = self._settings
