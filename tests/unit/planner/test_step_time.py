@@ -24,11 +24,8 @@ def test_one_gpu_streams_the_whole_teacher_each_call(published: Path) -> None:
 @pytest.mark.parametrize(
     ("machine", "placement", "shares"),
     [
-        (
-            EIGHT_80,
-            "zero_inference_cpu",
-            {"pcie": 1 / 8, "link": 7 / 8},
-        ),  # an eighth each, sent to the others
+        (EIGHT_80, "zero_inference_cpu", {"pcie": 1 / 8, "link": 7 / 8}),
+        (TWO_NODES, "zero_inference_cpu_node", {"pcie": 1 / 8, "link": 7 / 8}),
         (TWO_NODES, "sharded", {"link": 15 / 16, "network": 15 / 16}),
         (TWO_NODES, "sharded_node", {"link": 7 / 8}),  # nothing to the other node
     ],

@@ -83,9 +83,9 @@ class Engine(Placement):
             return
         whole, home, t = sum(numels(config).values()) * dtype_of(ds).itemsize, offload_device(ds), topology
         if home == "nvme":
-            yield Transfer("its weights from disk", whole * t.ranks_on_node // t.ranks, "disk")
+            yield Transfer("its weights from disk", whole * t.ranks_on_node // self.sharers(t), "disk")
         if home != "none" and t.accelerator:
-            yield Transfer("its weights over PCIe", whole // t.ranks, "pcie")
+            yield Transfer("its weights over PCIe", whole // self.sharers(t), "pcie")
         within_node = self.shards == "node"
         yield from ring_transfers("its weights from the other ranks", whole, t, within_node=within_node)
 
