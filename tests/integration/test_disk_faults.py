@@ -82,7 +82,7 @@ def test_a_cache_deleted_in_training_is_named_and_made_anew_by_the_same_command(
     file = recipe_file(folder, wan1, "deleted", log_level="debug")
     with live(train_words(file), folder / "deleted.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
-        shutil.rmtree(folder / "deleted" / "cache")
+        shutil.rmtree((folder / "deleted" / "cache").rename(folder / "gone"))  # all of it at once
         code, output = run.end(), run.output()
     assert code == 74 and re.search(rf"error: .*{folder}/deleted/cache/", output), output
     assert "Traceback" not in output
