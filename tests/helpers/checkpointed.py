@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
+from wandistiller.checkpoint.checkpointer import Checkpointer
+from wandistiller.student.student import Student
 
 STEPS = 6
 SETTINGS = {
@@ -23,6 +25,14 @@ def settings(folder: Path, wan: Path, name: str, **more: object) -> dict:
     """A recipe whose output, with its cache, is `folder`/`name`."""
     own = {"output_dir": str(folder / name), "cache_dir": str(folder / name / "cache")}
     return recipe(folder, wan, **SETTINGS | own | more)
+
+
+def save(student: Student, output: Path, step: int, *, keep: int = 1) -> Path:
+    """Write one checkpoint and wait for it. Collective."""
+    checkpointer = Checkpointer(output, keep)
+    folder = checkpointer.save(student, step, {})
+    checkpointer.finish()
+    return folder
 
 
 def saved(output: Path, step: int) -> Path:

@@ -8,11 +8,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from checkpointed import save
 from recipes import ADAM, recipe
 from trainers import job_of, parts_of, trainer_of
 
 from wandistiller.batch import Expert
-from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.checkpoint import loading
 from wandistiller.distributed import collectives
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
@@ -89,7 +90,7 @@ def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[st
             losses = []
         else:
             losses = train(trainer, 0, CUT)
-            checkpointer.save(trainer.student, folder / kept, CUT, {}, keep=1)
+            save(trainer.student, folder / kept, CUT)
         losses += train(trainer, CUT, END)
         end = folder / "ends" / f"{kept}_to_{target.replace(' ', '_')}"
         found[task] = {"losses": losses} | digests(trainer, end)
@@ -102,7 +103,7 @@ def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[st
 
 def digests(trainer: Trainer, folder: Path) -> dict[str, str]:
     """Save a checkpoint; return the sha256 of its weights and, where there are any, averages."""
-    checkpoint, found = checkpointer.save(trainer.student, folder, END, {}, keep=1), {}
+    checkpoint, found = save(trainer.student, folder, END), {}
     for averaged in (False, True) if trainer.student.averages else (False,):
         state = dict(loading.read_weights(checkpoint, Expert.HIGH_NOISE, averaged))
         raw = b"".join(state[name].numpy().tobytes() for name in sorted(state))

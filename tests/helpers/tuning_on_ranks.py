@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpointed import save
 from deepspeed.utils import safe_get_full_fp32_param
 from recipes import ADAM
 from small_wan import small_transformer
@@ -104,7 +105,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
         averages = {
             n: w if step < START else DECAY * averages[n] + (1 - DECAY) * w for n, w in weights.items()
         }
-    folder = checkpointer.save(student, work, STEPS, {}, keep=1)
+    folder = save(student, work, STEPS)
     last, averaged = (dict(loading.read_weights(folder, Expert.HIGH_NOISE, which)) for which in (False, True))
     return {
         "last": difference(last, weights),

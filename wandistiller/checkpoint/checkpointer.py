@@ -147,14 +147,6 @@ class Checkpointer:
                 raise self._error
 
 
-def save(student: Student, output: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write one checkpoint and wait for it. Collective; arguments as for `Checkpointer`."""
-    checkpointer = Checkpointer(output, keep)
-    folder = checkpointer.save(student, step, state)
-    checkpointer.finish()
-    return folder
-
-
 def _content(trained: MasterWeights, average: Ema | None) -> tuple[list[Spec], Iterator[Tensor]]:
     """Return the tensors of a rank's file: its part of an engine's weights, optimizer state and average."""
     specs = []

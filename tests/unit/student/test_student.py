@@ -9,11 +9,12 @@ import deepspeed
 import pytest
 import torch
 from cases import slow_but
+from checkpointed import save
 from diffusers import WanTransformer3DModel
 from ranks import edit_json
 
 from wandistiller.batch import Expert
-from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.checkpoint import loading
 from wandistiller.engine.ds_config import student_engine
 from wandistiller.student.config import StudentConfig, kept_layers, lineage, read_student_config
 from wandistiller.student.initialize import start_model
@@ -195,7 +196,7 @@ def test_a_checkpoint_gives_back_the_start_weights(
     # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
     expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
     student = Student({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
-    folder = checkpointer.save(student, tmp_path, 1, {}, keep=1)
+    folder = save(student, tmp_path, 1)
     assert_equal(dict(loading.read_weights(folder, Expert.HIGH_NOISE)), expected)
 
 

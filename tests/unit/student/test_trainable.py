@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow_but
-from checkpointed import saved
+from checkpointed import save, saved
 from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
@@ -17,7 +17,7 @@ from torch import Tensor
 from tuning_on_ranks import PARTLY, batch, build, checkpoints, engine, learn, masters
 
 from wandistiller.batch import Expert
-from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError
@@ -140,12 +140,12 @@ def test_a_resumed_student_is_bitwise_equal(
     students = [build(tuned, engine(stage, scheduler=schedule), ema=0.8) for _ in range(2)]
     for step in range(2):
         learn(students[0], step)
-    folder = checkpointer.save(students[0], tmp_path, 2, {}, keep=2)
+    folder = save(students[0], tmp_path, 2, keep=2)
     assert loading.load(students[1], folder) == 2
     ends = []
     for i, student in enumerate(students):
         losses = [learn(student, step) for step in (2, 3)]
-        end = checkpointer.save(student, tmp_path / str(i), 4, {}, keep=1)
+        end = save(student, tmp_path / str(i), 4)
         averages = dict(loading.read_weights(end, Expert.HIGH_NOISE, averaged=True))
         ends.append((losses, masters(student) | {f"average of {n}": w for n, w in averages.items()}))
     assert ends[0][0] == ends[1][0]
