@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import equal, flip_a_bit, saved, settings, trained
+from checkpointed import equal, flip_a_bit, save, saved, settings, trained
 from ranks import edit_json, environment, metrics, write_json
 from trainers import trainer_of
 
-from wandistiller.checkpoint import checkpointer, manifest, resume
+from wandistiller.checkpoint import manifest, resume
 from wandistiller.checkpoint.safetensors_stream import checksum
 from wandistiller.cli.main import main
 from wandistiller.config.run_config import RunConfig
@@ -189,9 +189,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before_and_nothing_hal
     before = sorted(os.listdir(cut / "checkpoints"))
     refused = pytest.raises(StorageError, match=r"the checkpoint of step 8 could not be written: .*too large")
     with files_up_to(10_000), refused:
-        checkpointer.save(there.student, cut, 8, {}, keep=1)
+        save(there.student, cut, 8)
     assert sorted(os.listdir(cut / "checkpoints")) == before
-    assert checkpointer.save(there.student, cut, 8, {}, keep=1) == saved(cut, 8)
+    assert save(there.student, cut, 8) == saved(cut, 8)
 
 
 def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_is_killed(
