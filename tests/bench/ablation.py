@@ -69,7 +69,7 @@ def row(name: str, steps: int, folder: Path) -> str:
     output = train(name, steps, folder)
     import torch
 
-    from wandistiller.evaluation.draw_files import Sampling, draw, open_pipeline
+    from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
     from wandistiller.evaluation.metrics import wilson
     from wandistiller.tiny import shapes
 

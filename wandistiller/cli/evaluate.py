@@ -10,7 +10,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
-from wandistiller.evaluation.draw_files import Sampling, number_problems, read_prompts, resolve_dtype
+from wandistiller.evaluation.draw_samples import Sampling, number_problems, read_prompts, resolve_dtype
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write

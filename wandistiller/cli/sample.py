@@ -3,7 +3,13 @@
 from typing import Any
 
 from wandistiller.distributed import collectives
-from wandistiller.evaluation.draw_files import Sampling, number_problems, read_prompts, resolve_dtype, sample
+from wandistiller.evaluation.draw_samples import (
+    Sampling,
+    number_problems,
+    read_prompts,
+    resolve_dtype,
+    sample,
+)
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.wan.pipeline import open_wan, usual_for
 

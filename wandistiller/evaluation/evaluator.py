@@ -12,7 +12,7 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched, collective_turns
 from wandistiller.distributed import collectives
-from wandistiller.evaluation.draw_files import Sampling
+from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.flow import expert_at, keyed_generator, keyed_normal, path

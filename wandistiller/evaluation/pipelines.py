@@ -12,7 +12,7 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import release_module_references
-from wandistiller.evaluation.draw_files import Sampling, draw, open_pipeline
+from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher

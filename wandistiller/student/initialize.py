@@ -15,7 +15,7 @@ from wandistiller.student.slicing import WidthSlicer
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 
 class _Weights:

@@ -10,7 +10,7 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Own
 from wandistiller.teacher.placement import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 
 def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None) -> Teacher:

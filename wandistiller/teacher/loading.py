@@ -1,4 +1,4 @@
-"""Loads one Wan transformer from safetensors to its place; a rank holds what it keeps, and one tensor."""
+"""Fills one Wan transformer in its place from a `WeightReader`; a rank holds its part, and one tensor."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of a kernel may depend
 

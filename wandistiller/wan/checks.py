@@ -11,7 +11,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
 from wandistiller.wan.components import text_encoder_of, vae_of
-from wandistiller.wan.weights import DIFFUSERS_STEM, WeightReader
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
 UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
 EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]

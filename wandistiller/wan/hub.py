@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
 )
 
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.weights import DIFFUSERS_STEM
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
     *("model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json"),

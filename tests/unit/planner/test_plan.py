@@ -130,7 +130,7 @@ def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(output:
 
 @pytest.mark.parametrize("gpus", [None, 0])
 def test_a_machine_without_gpus_has_as_many_ranks_as_here(gpus: int | None) -> None:
-    machine = described(dict.fromkeys(MACHINE) | {"gpus": gpus, "nodes": 3}, Path())
+    machine = described(dict.fromkeys(MACHINE) | {"gpus": gpus, "nodes": 3})
     assert (machine.device_free, machine.ranks, machine.ranks_on_node) == (None, 3, 1)
 
 

@@ -21,7 +21,7 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.pipeline import WanFolder, open_wan
 from wandistiller.wan.transformer import numels, velocity
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 SMALL, LARGE, TWO = "1.3B", "14B", "A14B"

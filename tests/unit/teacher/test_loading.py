@@ -18,7 +18,7 @@ from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, l
 from wandistiller.teacher.placement import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 MIB = 2**20
 SHARES = {

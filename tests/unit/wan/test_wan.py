@@ -28,7 +28,7 @@ from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.wan import pipeline, transformer
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,7 +13,7 @@ from ranks import edit_json
 from small_wan import FORMS, make_wan
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.evaluation.draw_files import Sampling, sample
+from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.flow import FlowSchedule, keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError

@@ -19,7 +19,7 @@ from wandistiller.export.source import Source
 from wandistiller.student.trainable import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",

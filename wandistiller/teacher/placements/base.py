@@ -18,7 +18,7 @@ from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Index
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, parameter_dtype
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, kw_only=True)

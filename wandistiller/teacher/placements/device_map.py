@@ -21,7 +21,7 @@ from wandistiller.utils.parameter_patterns import names_part
 from wandistiller.utils.validation import write
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, top_modules
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 WHOLE_BLOCKS = ["WanTransformerBlock"]  # accelerate's hooks move what a block's forward needs as one
 Devices = Annotated[

@@ -19,7 +19,7 @@ from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_
 from wandistiller.utils.errors import problem
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, parameter_dtype
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 OVERHEAD = 40 * 2**20
 """Bytes of CPU memory of a ZeRO-Inference engine next to its weights and buffers (tests/bench/memory.py)."""

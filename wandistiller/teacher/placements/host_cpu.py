@@ -11,7 +11,7 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.teacher.loading import load_shared
 from wandistiller.teacher.placements.base import Placement, dtype_of, whole_bytes
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 
 class HostCpu(Placement):

@@ -9,7 +9,7 @@ from wandistiller.distributed import collectives
 from wandistiller.teacher.loading import load_whole
 from wandistiller.teacher.placements.base import OnOneRank, dtype_of
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.weights import WeightReader
+from wandistiller.wan.weight_reader import WeightReader
 
 
 class Owner(OnOneRank):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wandistiller.wan.checks import weight_problems
 from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.weights import CHUNK_BYTES, WeightReader
+from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
 
 NAME = "diffusion_pytorch_model.safetensors"
 Spoil = Callable[[dict[str, Tensor]], dict[str, Tensor]]
