@@ -29,9 +29,13 @@ setup(
         "safetensors>=0.8",
         "huggingface_hub",
         "pydantic>=2.10",
+        "pydantic-core",
+        "annotated-types",
         "ftfy",  # WanPipeline cleans prompts with it
         "numpy",
         "pillow",
+        "pyyaml",
+        "py-cpuinfo",
     ],
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],

@@ -1,8 +1,10 @@
 """The layout rules of the package, checked on its source: the order of folders, sizes, names, imports."""
 
 import ast
+import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,20 @@ def offenders(found: Callable[[str], object]) -> dict[str, object]:
 
 def test_every_folder_has_its_place_in_the_order() -> None:
     assert sorted({room(m) for m in MODULES} - set(ORDER)) == []
+
+
+def test_every_library_that_is_imported_is_named_in_setup_py() -> None:
+    named = (PACKAGE.parent / "setup.py").read_text().lower().replace("_", "-")
+    distributions = packages_distributions()
+
+    def unnamed(module: str) -> list[str]:
+        tops = (
+            {name.partition(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"wandistiller"}
+        )
+        names = {distributions.get(top, [top])[0].lower().replace("_", "-") for top in tops}
+        return [name for name in names if f'"{name}' not in named]
+
+    assert offenders(unnamed) == {}
 
 
 def test_a_module_imports_only_from_folders_before_its_own() -> None:
