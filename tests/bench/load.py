@@ -67,8 +67,8 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
 
     from wandistiller.distributed import collectives
     from wandistiller.engine import ds_config
-    from wandistiller.teacher import placement
     from wandistiller.teacher.build import build_teacher
+    from wandistiller.teacher.teacher_json import teacher_engine
     from wandistiller.utils.files import read_json
     from wandistiller.wan import pipeline
 
@@ -81,7 +81,7 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
             AsyncIOBuilder().load(verbose=False)  # its build is no part of loading
-        ds = placement.teacher_engine(name, ds, collectives.world_size())
+        ds = teacher_engine(name, ds, collectives.world_size())
     collectives.barrier()
     peak = Peak()
     peak.start()

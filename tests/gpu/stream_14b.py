@@ -90,8 +90,8 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
     from wandistiller.batch import Batch, Expert
     from wandistiller.distributed import collectives
     from wandistiller.flow import keyed_normal
-    from wandistiller.teacher import placement
     from wandistiller.teacher.build import build_teacher
+    from wandistiller.teacher.teacher_json import teacher_engine
     from wandistiller.utils.files import read_json
     from wandistiller.wan import pipeline, transformer
 
@@ -101,7 +101,7 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
     ds = read_json("ds_configs/teacher/zero_inference_cpu.json")
     ds["zero_optimization"] |= changes
     start = time.perf_counter()
-    made = build_teacher(teacher, placement.teacher_engine("x", ds))
+    made = build_teacher(teacher, teacher_engine("x", ds))
     load = time.perf_counter() - start
     nbytes = sum(
         p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize

@@ -6,8 +6,8 @@ from typing import Any
 
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
-from wandistiller.teacher import placement
 from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan import pipeline
 
@@ -31,7 +31,7 @@ def loaded(folder: Path, work: Path, names: list[str]) -> dict[str, dict[str, An
         if ds_config.offload_device(ds) == "nvme":
             ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
         before = bytes_read()
-        made: Any = build_teacher(teacher, placement.teacher_engine(name, ds, collectives.world_size()))
+        made: Any = build_teacher(teacher, teacher_engine(name, ds, collectives.world_size()))
         found[name] = {"read": bytes_read() - before, "shared": shared_blocks()}
         collectives.barrier()
         del made

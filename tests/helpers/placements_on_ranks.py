@@ -11,9 +11,9 @@ from diffusers import WanTransformer3DModel
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
-from wandistiller.teacher import placement
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan import pipeline
 
@@ -82,7 +82,7 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
         ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": int(passes)}
         if "offload_param" in ds.get("zero_optimization", {}):
             ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
-        ds = placement.teacher_engine(name, ds, collectives.world_size())
+        ds = teacher_engine(name, ds, collectives.world_size())
         teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
         collectives.barrier()  # before and after: a rank that goes on deletes files of the teacher before
         results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))

@@ -15,7 +15,7 @@ from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS
-from wandistiller.teacher.placement import AUTO, read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems

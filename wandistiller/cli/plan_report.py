@@ -12,7 +12,7 @@ from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import teacher_bytes
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 
 KINDS = {

@@ -16,7 +16,7 @@ from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import StudentConfig, lineage
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import count_parameters

@@ -27,7 +27,7 @@ from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import IMPORTANCE, read_student_config
 from wandistiller.student.trainable import tuning_problems
-from wandistiller.teacher.placement import read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
 from wandistiller.wan.sampling import path_sigmas

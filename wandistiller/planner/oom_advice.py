@@ -14,7 +14,7 @@ from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
 from wandistiller.planner.resolve_auto import choices
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
 from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB

@@ -26,8 +26,8 @@ from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.student.trainable import tuning_problems
-from wandistiller.teacher.placement import read_placement, teacher_engine
 from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each

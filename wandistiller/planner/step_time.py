@@ -17,7 +17,7 @@ from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import student_model, student_network, student_shape
 from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.blocks import PROJECTIONS
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops

@@ -9,7 +9,7 @@ from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import matched_blocks
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes
 from wandistiller.wan.pipeline import WanFolder

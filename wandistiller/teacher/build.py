@@ -7,7 +7,7 @@ import torch
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
-from wandistiller.teacher.placement import read_placement
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader

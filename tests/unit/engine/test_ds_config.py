@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from wandistiller.engine import ds_config, ds_schema
 from wandistiller.engine.ds_overrides import fill_steps
 from wandistiller.engine.ds_schema import section_types
-from wandistiller.teacher import placement
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 
@@ -151,7 +151,7 @@ def test_all_problems_of_a_student_json_are_reported_at_once() -> None:
 
 
 def test_a_teacher_s_batch_numbers_mean_nothing_and_are_replaced() -> None:
-    ds = placement.teacher_engine("x.json", dict.fromkeys(ds_schema.BATCH_KEYS, 7))
+    ds = teacher_engine("x.json", dict.fromkeys(ds_schema.BATCH_KEYS, 7))
     assert {k: ds[k] for k in ds_schema.BATCH_KEYS if k in ds} == {"train_micro_batch_size_per_gpu": 1}
 
 
@@ -164,8 +164,8 @@ def test_checking_changes_nothing_in_what_was_given() -> None:
 def test_a_completed_json_can_be_passed_back_in() -> None:
     ds, _ = ds_config.student_engine("x.json", STUDENT, 2)
     assert ds_config.student_engine("x.json", ds, 2)[0] == ds
-    teacher = placement.teacher_engine("x.json", {"bf16": {"enabled": True}})
-    assert placement.teacher_engine("x.json", teacher) == teacher
+    teacher = teacher_engine("x.json", {"bf16": {"enabled": True}})
+    assert teacher_engine("x.json", teacher) == teacher
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_shipped_student_json_passes(file: Path, world: int) -> None:
 
 @pytest.mark.parametrize("file", sorted((SHIPPED / "teacher").glob("*.json")), ids=lambda f: f.name)
 def test_a_shipped_teacher_json_passes(file: Path) -> None:
-    ds = placement.teacher_engine(*ds_config.load(str(file)))
+    ds = teacher_engine(*ds_config.load(str(file)))
     assert DeepSpeedConfig(ds).zero_config.stage == ds_config.stage(ds)
 
 

@@ -15,8 +15,8 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole
-from wandistiller.teacher.placement import teacher_engine
 from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.pipeline import WanFolder, open_wan

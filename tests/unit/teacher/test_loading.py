@@ -15,7 +15,7 @@ from wandistiller.batch import Expert
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
-from wandistiller.teacher.placement import teacher_engine
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.weight_reader import WeightReader

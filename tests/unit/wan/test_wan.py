@@ -21,10 +21,10 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.flow import keyed_normal
 from wandistiller.student.student import Student
-from wandistiller.teacher import placement
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
+from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.wan import pipeline, transformer
@@ -131,7 +131,7 @@ def test_velocity_is_the_model_s_output_at_time_1000_sigma(wan1: Path, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("one_rank")
 def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: torch.dtype) -> None:
-    ds = placement.teacher_engine(*ds_config.load(str(ZERO_INFERENCE)))
+    ds = teacher_engine(*ds_config.load(str(ZERO_INFERENCE)))
     ds.pop("bf16")
     folder, config = wan2 / "transformer_2", config_of(wan2, Expert.LOW_NOISE)
     model = load_sharded(WeightReader(folder), config, dtype, ds, collectives.device())
@@ -156,7 +156,7 @@ TEACHERS = {
 def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_rope_tables(
     wan2: Path, ds: dict
 ) -> None:
-    teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), teacher_engine("x.json", ds))
     dtype = getattr(torch, ds_config.dtype_name(ds))
     assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
     for expert in (*Expert, Expert.HIGH_NOISE):
@@ -169,7 +169,7 @@ def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_ro
 def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     ds = read_json(ZERO_INFERENCE) | {"zero_optimization": zero}
-    teacher = build_teacher(pipeline.open_wan(str(wan2)), placement.teacher_engine("x.json", ds))
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), teacher_engine("x.json", ds))
     gathered = {expert: set() for expert in Expert}
 
     def note(expert: Expert) -> None:
@@ -186,7 +186,7 @@ def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_one_expert_teacher_serves_both_names_with_one_module(wan1: Path) -> None:
-    teacher = build_teacher(pipeline.open_wan(str(wan1)), placement.teacher_engine("x.json", {}))
+    teacher = build_teacher(pipeline.open_wan(str(wan1)), teacher_engine("x.json", {}))
     assert teacher.experts[Expert.HIGH_NOISE] is teacher.experts[Expert.LOW_NOISE]
 
 
