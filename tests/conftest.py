@@ -1,4 +1,4 @@
-"""What all tests share: the environment, two small random pipelines, and one rank to run collectives on."""
+"""Shared by all tests: the environment, two small random pipelines, and one rank to run collectives on."""
 
 import fcntl
 import logging

@@ -32,7 +32,7 @@ LIGHT = [
     "distributed.shutdown",
     "distributed.launchers",
 ]
-"""What `--help` and a wrong flag import: no torch, which takes seconds."""
+"""Modules that `--help` and a wrong flag import: no torch, which takes seconds."""
 MODULES = sorted(
     ".".join(p.relative_to(PACKAGE).with_suffix("").parts)
     for p in PACKAGE.rglob("*.py")
@@ -94,7 +94,7 @@ def functions(module: str) -> list[ast.FunctionDef]:
 
 
 def unannotated(function: ast.FunctionDef) -> list[str]:
-    """What lacks a type: arguments other than self and cls, and the return value of all but __init__."""
+    """List what lacks a type: arguments other than self and cls, and the return value of all but __init__."""
     a = function.args
     arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
     missing = [x.arg for x in arguments if x.annotation is None and x.arg not in ("self", "cls")]
@@ -104,7 +104,7 @@ def unannotated(function: ast.FunctionDef) -> list[str]:
 
 
 def offenders(found: Callable[[str], object]) -> dict[str, object]:
-    """What `found` gives of each module for which it gives anything."""
+    """Map each module for which `found` gives anything to that."""
     return {module: it for module in MODULES if (it := found(module))}
 
 

@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint, and what memory it takes: ours beside DeepSpeed's own writer.
+"""Time that training waits for a checkpoint, and its memory: ours beside DeepSpeed's own writer.
 
 python tests/bench/checkpoint.py            # two ranks, about 3 minutes on two CPU cores
 python tests/bench/checkpoint.py --millions 400

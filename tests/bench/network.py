@@ -61,7 +61,7 @@ def two_nodes() -> Iterator[None]:
 
 
 def run(given: Path, nodes: int) -> list[dict]:
-    """What each rank has written down."""
+    """The bytes that each rank counted."""
     port, started = free_port(), []
     for node in range(nodes):
         words = ["ip", "netns", "exec", SPACE.format(node)]

@@ -1,4 +1,4 @@
-"""How near each cut of the embedded teacher is to it before any training: prints a Markdown table.
+"""Velocity error of each cut of the embedded teacher before any training: prints a Markdown table.
 
     python tests/bench/pruning.py FOLDER
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Never run by the authors yet: their machines have none."""
+"""Claims that only a GPU can show. Never run by the authors yet: their machines have none."""
 
 from pathlib import Path
 

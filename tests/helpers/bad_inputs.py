@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to, on one rank."""
+    """The outcome of a command on one rank."""
 
     code: int
     errors: list[str]
@@ -111,7 +111,7 @@ def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:
 
 
 def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:
-    """What is not as it must be of the rank that reports."""
+    """List what is wrong on the rank that reports."""
     expected = [case.fill(text, here, wan) for text in case.messages]
     wrong = [f"no message has: {text}" for text in expected if not any(holds(e, text) for e in found.errors)]
     if "Traceback" in found.printed:
@@ -124,14 +124,14 @@ def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:
 
 
 def silent_faults(found: Outcome) -> list[str]:
-    """What is not as it must be on every rank."""
+    """List what is wrong and must hold on every rank."""
     wrong = [] if found.code == 2 else [f"exit code {found.code}"]
     wrong += [f"wrote {found.wrote}"] if found.wrote else []
     return wrong + ([f"took {found.seconds:.0f} s"] if found.seconds > 30 else [])
 
 
 def holds(message: str, expected: str) -> bool:
-    """Whether the parts of `expected`, between `...`, stand in `message` in their order."""
+    """Return whether `message` has the parts of `expected`, between `...`, in their order."""
     return bool(re.search(".*".join(map(re.escape, expected.split("..."))), message))
 
 

@@ -81,7 +81,7 @@ SECOND = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_rat
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What the JSON files of one repository say."""
+    """The content of one repository's JSON files."""
 
     transformer: dict[str, Any]
     vae: dict[str, Any]

@@ -41,7 +41,7 @@ def wandistiller(
 
 
 def _hub() -> dict[str, str]:
-    """What libraries read of the environment when they are imported."""
+    """Environment variables that libraries read when they are imported."""
     return {k: v for k, v in os.environ.items() if k.startswith("HF_")}
 
 
@@ -124,7 +124,7 @@ def run(
 
 @cache
 def has_async_io() -> bool:
-    """Whether a teacher can live on NVMe here: DeepSpeed's async_io needs libaio and a compiler."""
+    """Return whether a teacher can be on NVMe here: DeepSpeed's async_io needs libaio and a compiler."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible(verbose=False)

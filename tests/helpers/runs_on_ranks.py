@@ -21,7 +21,7 @@ from wandistiller.utils.files import read_json
 CUT, END = 2, 4
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-3}}
 SECTIONS = ("zero_optimization", "activation_checkpointing", "aio", "wandistiller")
-"""What is taken from a shipped JSON."""
+"""Sections taken from a shipped JSON."""
 
 
 def engine_json(engine: str, swap: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ KEPT_GRADIENTS = (
     "grads_in_partition",
     "grad_partitions_flat_buffer",
 )
-"""What DeepSpeed's optimizers call them (0.19.8)."""
+"""Names of these tensors in DeepSpeed's optimizers (0.19.8)."""
 
 
 class Storage(NamedTuple):

@@ -89,7 +89,7 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]:
-    """How far the checkpoint's weights are from what plain PyTorch says of the same weights."""
+    """Differences of a checkpoint's weights from plain PyTorch's for the same run."""
     at_start = dict(small_transformer(1, layers=3).named_parameters())
     models = {Expert.HIGH_NOISE: small_transformer(1, layers=3)}
     set_trainable(models[Expert.HIGH_NOISE], PARTLY.frozen, PARTLY.lora, PARTLY.seed)

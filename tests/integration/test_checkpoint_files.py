@@ -35,7 +35,7 @@ WEIGHTS = "transformer/rank_00000.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch.device) -> Path:
-    """Where a run of 6 steps, `whole`, left its checkpoints 2, 4 and 6."""
+    """Folder of a finished run of 6 steps, `whole`, with its checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("files")
     trainer_of(settings(folder, wan1, "whole")).train()
     return folder

@@ -23,7 +23,7 @@ def recipe_file(folder: Path, wan: Path, name: str, **more: object) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
-    """Where a run of 6 steps, `whole`, left its checkpoints 2, 4 and 6."""
+    """Folder of a finished run of 6 steps, `whole`, with its checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("disk")
     wandistiller("train", "--recipe", recipe_file(folder, wan1, "whole"))
     return folder

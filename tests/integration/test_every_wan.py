@@ -96,7 +96,7 @@ class Run:
     prepared: set[Path]
     """The cache's files right after `prepare`."""
     student: Path
-    """What `export` wrote, in bfloat16."""
+    """The file that `export` wrote, in bfloat16."""
     samples: Path
 
 

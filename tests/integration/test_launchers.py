@@ -1,4 +1,4 @@
-"""Which rank a process is, whoever started it."""
+"""The rank of a process under each launcher."""
 
 import json
 import os

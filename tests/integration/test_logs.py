@@ -1,4 +1,4 @@
-"""What a run says on stderr, and keeps in a file for each rank."""
+"""The log of a run on stderr, and in a file for each rank."""
 
 import io
 import json
@@ -194,7 +194,7 @@ def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
 
 
 def history(file: Path) -> list[dict[str, Any]]:
-    """What an offline run of Weights & Biases logged, step by step."""
+    """The log of an offline run of Weights & Biases, step by step."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []

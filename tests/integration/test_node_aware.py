@@ -60,7 +60,7 @@ def on_nodes(
 
 @pytest.fixture(scope="module")
 def placed(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found of each teacher JSON."""
+    """Each rank's results for each teacher JSON."""
     work = tmp_path_factory.mktemp("nodes")
 
     def start(program: Path, folder: str, ranks: int) -> None:
@@ -86,7 +86,7 @@ def test_wherever_it_lives_its_outputs_are_bitwise_diffusers(placed: list[dict[s
 
 
 def own_disks(work: Path, *nodes: int) -> dict[int, str]:
-    """What gives each of these nodes a folder `local` of its own, `disk0` and so on."""
+    """Mounts that give each of these nodes a folder `local` of its own, `disk0` and so on."""
     (work / "local").mkdir()
     for node in nodes:
         (work / f"disk{node}").mkdir()

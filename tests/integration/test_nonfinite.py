@@ -70,7 +70,7 @@ def learn(taught: Student, step: int, wrong: Callable[[Tensor], Tensor] | None =
 
 
 def everything(taught: Student) -> dict[str, Tensor]:
-    """What a step may change: master weights, moments, averages, what the network computes with, counters."""
+    """All that a step may change: master weights, moments, averages, weights of the network, counters."""
     trained, average = taught.trained[Expert.HIGH_NOISE], taught.averages[Expert.HIGH_NOISE]
     found = {f"{kind} {f.number}": t.clone() for f in trained.flats for kind, t in trained.tensors(f).items()}
     found |= {f"average {f.number}": average.of(f).clone() for f in trained.flats}
@@ -118,7 +118,7 @@ class Broken(NamedTuple):
     folder: Path
     prompt: str
     indices: list[int]
-    """Where it stands, of the 24 samples of a run."""
+    """Position of a sample among the 24 of a run."""
     sigmas: list[float]
 
     @property
@@ -148,7 +148,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch
 
 
 def stopped(given: dict[str, Any]) -> str:
-    """What a run on this rank says as it stops."""
+    """The message of a run on this rank as it stops."""
     with pytest.raises(NonFinite) as error:
         trainer_of(given).train()
     return str(error.value)

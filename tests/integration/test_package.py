@@ -11,7 +11,7 @@ from wandistiller import __version__
 
 @pytest.fixture(scope="module", params=["the checkout", pytest.param("sdist", marks=pytest.mark.slow)])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip is given."""
+    """The distribution that pip gets."""
     if request.param == "the checkout":
         return ROOT
     folder = tmp_path_factory.mktemp("sdist")

@@ -20,7 +20,7 @@ def recipe(folder: Path, **values: Any) -> str:
 
 
 def problems(folder: Path, flags: dict[str, Any] | None = None, **values: Any) -> list[str]:
-    """What is wrong with a recipe and flags; fails if nothing is."""
+    """Problems of a recipe and flags; fails if there are none."""
     with pytest.raises(ConfigError) as caught:
         read_run(recipe(folder, **values), flags or {})
     return caught.value.problems

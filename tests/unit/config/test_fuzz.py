@@ -42,7 +42,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """What a JSON file holds, or None if it is refused by name."""
+    """The content of a JSON file, or None if it is refused by name."""
     try:
         return read_json(file)
     except ConfigError as error:

@@ -47,7 +47,7 @@ def read_cache(folder: Path, raw: bytes) -> list[torch.Tensor] | str | None:
 
 
 def is_right_or_refused(folder: Path, raw: bytes) -> bool:
-    """Whether such a file has the tensors that were written, raises an error that names it, or is ignored."""
+    """Return whether the file gives the written tensors, raises an error that names it, or is ignored."""
     result = read_cache(folder, raw)
     if isinstance(result, str):
         return result.startswith(f"{folder / 'x.safetensors'}: ") and "made anew" in result

@@ -98,7 +98,7 @@ FREE = {
         3,
     ),
 }
-"""What is free -> proc/self/cgroup, files of control groups, and GiB."""
+"""Free memory -> proc/self/cgroup, files of control groups, and GiB."""
 
 
 @pytest.mark.parametrize(("cgroup", "groups", "free"), FREE.values(), ids=FREE)
