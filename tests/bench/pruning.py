@@ -60,7 +60,9 @@ def main(folder: Path) -> None:
         "| student | parameters of the teacher's | relative velocity error | by sigma |\n|---|---|---|---|",
         flush=True,
     )
-    whole = sum(p.numel() for m in local_modules(without_guidance(teacher)).values() for p in m.parameters())
+    unguided = without_guidance(teacher)
+    targets = [unguided.velocity(batch) for batch in batches]
+    whole = sum(p.numel() for m in local_modules(unguided).values() for p in m.parameters())
     for student in [*SOURCES, *FILES, *TWO]:
         job = job_of(folder, student)
         job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
@@ -73,7 +75,7 @@ def main(folder: Path) -> None:
             model = models.get(batch.expert, next(iter(models.values())))
             return transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
 
-        error = velocity_error(batches, without_guidance(teacher), predict)
+        error = velocity_error(batches, targets, predict)
         share = sum(p.numel() for m in models.values() for p in m.parameters()) / whole
         bands = ", ".join(f"{band}: {value:.3f}" for band, value in error.by_sigma().items())
         title = ", ".join(f"{k} {v}" for k, v in student.items() if k != "init")

@@ -77,7 +77,10 @@ def scales(sampling: Sampling) -> dict[Expert, float]:
 
 
 class PeakMemory:
-    """Peak memory of the work under `running`, above what this process held when the object was made."""
+    """Peak memory of the work under `running`, above what this process held when the object was made.
+
+    Where the system cannot reset its own peak, CPU memory at the end of the work is taken for it.
+    """
 
     def __init__(self) -> None:
         gc.collect()
@@ -90,9 +93,10 @@ class PeakMemory:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record the peak while the block runs."""
-        memory_usage.reset_peaks()
+        is_reset = memory_usage.reset_peaks()
         yield
-        peak = {"host": memory_usage.read().host_peak, "gpu": torch.cuda.max_memory_allocated()}
+        usage = memory_usage.read()
+        peak = {"host": usage.host_peak if is_reset else usage.host, "gpu": torch.cuda.max_memory_allocated()}
         self._peak = {kind: max(before, peak[kind]) for kind, before in self._peak.items()}
 
     def peak_gib(self) -> dict[str, float]:

@@ -68,12 +68,13 @@ def _close() -> None:
     reset_peaks()
 
 
-def reset_peaks() -> None:
-    """Begin new peaks; where the system refuses, those of CPU memory carry over."""
-    with suppress(OSError):  # 5 resets the peak alone. Source: Linux, Documentation/filesystems/proc.rst
-        Path("/proc/self/clear_refs").write_text("5")
+def reset_peaks() -> bool:
+    """Begin new peaks; return False where the system refuses, so that those of CPU memory carry over."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):  # 5 resets the peak alone. Source: Linux, Documentation/filesystems/proc.rst
+        return bool(Path("/proc/self/clear_refs").write_text("5"))
+    return False
 
 
 def in_gib(ranks: list[Usage]) -> dict[str, list[float]]:

@@ -150,9 +150,9 @@ def test_gradients_that_go_around_once_a_step_are_recommended_where_the_network_
 
 @pytest.mark.parametrize("wan", [SMALL, LARGE, FIVE, TWO])
 def test_what_is_recommended_fits_and_nothing_faster_does(published: Path, wan: str) -> None:
-    best, *others = choices(job(published, EIGHT_80, wan), EIGHT_80, default_rates(EIGHT_80.device_free))
-    assert all(demand.is_met for demand in best.demands(EIGHT_80))
-    assert best.seconds <= (1 + EQUAL) * min(choice.seconds for choice in others)
+    fits = choices(job(published, EIGHT_80, wan), EIGHT_80, default_rates(EIGHT_80.device_free))
+    assert fits and all(demand.is_met for demand in fits[0].demands(EIGHT_80))
+    assert fits[0].seconds <= (1 + EQUAL) * min(choice.seconds for choice in fits)
 
 
 def test_of_equally_fast_ones_that_which_moves_least_is_first(published: Path) -> None:
