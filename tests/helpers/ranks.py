@@ -84,7 +84,8 @@ def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.Co
     return subprocess.CompletedProcess(words, code, out, err)
 
 
-FIRST_PORT = 10_000 + os.getpid() % 100 * 100
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+FIRST_PORT = 10_000 + WORKER % 10 * 1000 + os.getpid() % 10 * 100
 PORTS = cycle(range(FIRST_PORT, FIRST_PORT + 100))
 """Of this process alone, and below those that the system gives to any connection."""
 

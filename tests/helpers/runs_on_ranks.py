@@ -92,7 +92,7 @@ def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[st
             losses = train(trainer, 0, CUT)
             save(trainer.student, folder / kept, CUT)
         losses += train(trainer, CUT, END)
-        end = folder / "ends" / f"{kept}_to_{target.replace(' ', '_')}"
+        end = folder / "ends" / f"{kept}_to_{target.replace(' ', '_')}_{collectives.world_size()}"
         found[task] = {"losses": losses} | digests(trainer, end)
         trainer.student.engines.clear()
         del trainer

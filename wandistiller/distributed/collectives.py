@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
@@ -78,7 +78,7 @@ def init(log_level: str = "info") -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone | {"MASTER_PORT": str(get_free_port())})
+        os.environ.update(alone | {"MASTER_PORT": _free_port()})
     if torch.cuda.is_available():
         if torch.cuda.device_count() == 1:  # srun may show each task only its own GPU; DeepSpeed reads it too
             os.environ["LOCAL_RANK"] = "0"
@@ -113,6 +113,12 @@ def _common_store() -> TCPStore:
     own = open_store(0, world_size(), host, 0) if rank() == 0 else None
     port = broadcast_object(own.port if own else None)
     return own or open_store(rank(), world_size(), host, port)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:  # torch's own looks on localhost, which may be ::1 (torch 2.13)
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def gather_problems(problems: list[str]) -> list[str]:

@@ -53,11 +53,16 @@ def without_dummy_step() -> Iterator[None]:
 
     `initialize_optimizer_states` of FP16_Optimizer and FP16_UnfusedOptimizer takes it to allocate Adam's
     moments (deepspeed 0.19.8): the weights decay once, and Adam's bias correction counts it, so that the
-    first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none.
+    first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none. What an optimizer has
+    allocated for the parameters that the wrapper replaced, as Adagrad does, is freed.
     tests/unit/engine/test_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
     """
-    name, nothing = "initialize_optimizer_states", lambda _: None
-    with patch.object(FP16_Optimizer, name, nothing), patch.object(FP16_UnfusedOptimizer, name, nothing):
+
+    def clear(wrapper: Any) -> None:
+        wrapper.optimizer.state.clear()
+
+    name = "initialize_optimizer_states"
+    with patch.object(FP16_Optimizer, name, clear), patch.object(FP16_UnfusedOptimizer, name, clear):
         yield
 
 

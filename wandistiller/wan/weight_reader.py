@@ -106,14 +106,16 @@ class WeightReader:
         direct = out.device.type == "cpu" and out.dtype == stored.dtype
         step = CHUNK_BYTES // stored.dtype.itemsize
         try:
-            with stored.file.open("rb") as file:
+            with stored.file.open("rb", buffering=0) as file:  # no more than is needed
                 file.seek(stored.begin + first * stored.dtype.itemsize)
                 for chunk_N in out_N.split(step) if len(out_N) else ():
                     nbytes = len(chunk_N) * stored.dtype.itemsize
                     raw_N = chunk_N if direct else self._scratch[:nbytes].view(stored.dtype)
                     raw = memoryview(raw_N.view(torch.uint8).numpy())
-                    if file.readinto(raw) < len(raw):
-                        raise EOFError("the file ends inside it")
+                    while len(raw):
+                        if not (n := file.readinto(raw)):
+                            raise EOFError("the file ends inside it")
+                        raw = raw[n:]
                     if not direct:
                         chunk_N.copy_(raw_N)
                     self._check(name, chunk_N)

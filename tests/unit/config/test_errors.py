@@ -59,9 +59,6 @@ def test_a_device_map_without_accelerate(
     assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
 
 
-TWO_RANKS = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
-
-
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
     tmp_path: Path, wan2: Path
@@ -69,7 +66,8 @@ def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
     case = Case("", (), {"student.json": {"num_heads": 2}}, {"data_path": "{here}/none.txt"})
     ranks = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE LOCAL_SIZE".split()
     environment = {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *TWO_RANKS.split(), "wandistiller", *case.write(tmp_path / "case", wan2)]
+    launcher = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
+    command = [sys.executable, *launcher.split(), "wandistiller", *case.write(tmp_path / "case", wan2)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr + done.stdout

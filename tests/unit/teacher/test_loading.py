@@ -59,7 +59,7 @@ def test_a_rank_reads_what_it_keeps_and_no_more(
 def test_only_host_cpu_has_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
     first, second = loaded["host_cpu"]["shared"]
     assert first == second and len(first) == 2  # one block of memory per expert
-    assert loaded["replicated"]["shared"] == [[], []]
+    assert all(loaded[name]["shared"] == [[], []] for name in loaded if name != "host_cpu")
 
 
 def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:

@@ -126,6 +126,11 @@ def test_velocity_is_the_model_s_output_at_time_1000_sigma(wan1: Path, dtype: to
     direct = model(b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.text_BLD.to(dtype)).sample
     v_BCFHW = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
     assert v_BCFHW.dtype is torch.float32 and torch.equal(v_BCFHW, direct.float())
+    low_B = b.sigma_B.bfloat16()
+    both = (
+        transformer.velocity(model, b.x_t_BCFHW, sigma_B, b.text_BLD) for sigma_B in (low_B, low_B.float())
+    )
+    assert torch.equal(*both)  # 1000 sigma is computed in float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
