@@ -157,9 +157,7 @@ def test_what_a_page_does_with_a_finished_run_works(
 @pytest.mark.slow
 @pytest.mark.parametrize("command", unique({"doctor"}), ids=named)
 def test_doctor_runs(command: Command, folder: Path) -> None:
-    wandistiller(
-        *command.ours, cwd=folder
-    )  # a process of its own, as it leaves its group of ranks at the end
+    wandistiller(*command.ours, cwd=folder)  # in a process of its own: it leaves its group of ranks
 
 
 def test_each_other_command_names_what_is_there() -> None:
