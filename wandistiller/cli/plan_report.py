@@ -121,7 +121,7 @@ def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) ->
         + (f", and {cache:.1f} h for the teacher's rollouts if the cache is empty" if cache else ""),
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {samples / available:.1f} times",
-        f"for each to be seen once bring {-(-samples // run.rollouts_per_prompt)} prompts",
+        f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",
     ]
     if price is not None:
         hours = (steps + cache) * (machine.ranks if machine.device_free is not None else 0)

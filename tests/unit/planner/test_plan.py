@@ -61,7 +61,7 @@ def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Call
     seconds, hours, cache, cost = (float(text.partition(b)[2].split()[0].rstrip(":")) for b in before)
     assert hours == pytest.approx(10 * seconds, abs=0.06)
     assert "trains on 576000 samples; the data have 16, so each is seen 36000.0 times" in text
-    assert "for each to be seen once bring 288000 prompts" in text
+    assert "for each to be seen only once, bring 288000 prompts" in text
     assert cost == pytest.approx((hours + cache) * 2 * 2.5, abs=0.6)
 
 
