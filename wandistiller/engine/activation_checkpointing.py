@@ -31,6 +31,12 @@ def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
     return CheckpointPolicy(**ds.get(BLOCK, {})) if SECTION in ds else None
 
 
+def empties_inputs(ds: dict[str, Any]) -> bool:
+    """Return whether checkpoints partition or offload their inputs, which empties these (deepspeed 0.19.8)."""
+    section = section_of(ds, SECTION)
+    return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
+
+
 def recompute_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Problems of the section and the block."""
     problems, _ = check(where, ds.get(BLOCK, {}), types_of(CheckpointPolicy), f"{BLOCK}.")

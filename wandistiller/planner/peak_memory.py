@@ -116,7 +116,7 @@ class _Planner:
         j, blocks = self.job, len(matched_blocks(self.job))
         items = itemsize(j.teacher_ds), itemsize(j.student_ds)
         widths = width(j.folder.config), width(j.student_transformer)
-        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items)
+        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_ds)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:

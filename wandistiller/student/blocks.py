@@ -33,12 +33,16 @@ def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: 
 class Blocks:
     """Runs the blocks of one network while gradients are on, instead of diffusers' plain loop."""
 
-    def __init__(self, model: WanTransformer3DModel, policy: CheckpointPolicy | None):
+    def __init__(
+        self, model: WanTransformer3DModel, policy: CheckpointPolicy | None, *, copies: bool = False
+    ):
         """Take over `model`'s blocks.
 
         Args:
             model: the outputs of the blocks with a projection in its `feature_projections` are kept.
             policy: what backward recomputes; None keeps all activations.
+            copies: checkpoints keep copies of their inputs, as `empties_inputs` demands. Text, time and rope
+                are inputs of every block, which are else kept once.
         """
         self.features: dict[int, Tensor] = {}
         self._number = {block: i for i, block in enumerate(model.blocks)}
@@ -46,13 +50,13 @@ class Blocks:
         chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
         parts = MODULES[policy.checkpoint] if policy else ()
         for part in (block.get_submodule(name) for block in chosen for name in parts):
-            part.forward = partial(_checkpointed, part, part.forward)
-        self._whole = chosen if not parts else set()
+            part.forward = partial(_checkpointed, part, part.forward, copies)
+        self._whole, self._copies = chosen if not parts else set(), copies
         if self._whole or self._projections:
             model.enable_gradient_checkpointing(self._run)
 
     def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        run = partial(_checkpointed, block, block) if block in self._whole else block
+        run = partial(_checkpointed, block, block, self._copies) if block in self._whole else block
         h_BSD, number = run(h_BSD, *others), self._number[block]
         if project := self._projections.get(str(number)):
             # inside the engine's forward, so that ZeRO-3 gathers the projection
@@ -60,19 +64,18 @@ class Blocks:
         return h_BSD
 
 
-def _checkpointed(module: nn.Module, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _checkpointed(module: nn.Module, run: Callable[..., Tensor], copies: bool, *inputs: Any) -> Tensor:
     """Call `run`, the forward of `module`, under DeepSpeed's checkpointing, which follows the JSON's section.
 
-    Its inputs must be tensors, and its partitioning and offloading empty them (deepspeed 0.19.8): so they are
-    passed flat, and as copies.
+    Its inputs must be tensors (deepspeed 0.19.8), so they are passed flat.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
     leaves, form = tree_flatten(inputs)
-    tensors = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf.clone() if copies else leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(t.requires_grad for t in tensors) and any(p.requires_grad for p in module.parameters()):
         # all before is frozen; without one such input reentrant checkpoints give no gradient
-        tensors[0].requires_grad_()
+        tensors[0] = tensors[0].detach().requires_grad_()
     # the closure must not hold the tensors
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

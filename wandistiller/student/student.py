@@ -11,7 +11,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
-from wandistiller.engine.activation_checkpointing import read_recompute
+from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.monitors import Monitors, without_monitors
@@ -50,11 +50,11 @@ class Student:
             learning_rates: factors by part, as in `parameter_patterns.factor`.
             ema: decay of the average of the weights, which begins after `ema_start` steps.
         """
-        policy, ds = read_recompute(ds), without_block(ds)
+        policy, copies, ds = read_recompute(ds), empties_inputs(ds), without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         rates = learning_rates or {}
-        self._blocks = {expert: Blocks(model, policy) for expert, model in models.items()}
+        self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
         self.engines = {expert: _engine(model, ds, rates, expert) for expert, model in models.items()}
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}

@@ -11,7 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wandistiller.engine.activation_checkpointing import MODULES, read_recompute
+from wandistiller.engine.activation_checkpointing import (
+    MODULES,
+    CheckpointPolicy,
+    empties_inputs,
+    read_recompute,
+)
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.transformer import (
@@ -60,7 +65,8 @@ def activation_bytes(
 ) -> int:
     """Count the bytes that autograd saves for a micro-step's backward pass, with its first recomputation.
 
-    All weights are counted as trained. A checkpoint saves copies of its inputs instead of its activations.
+    All weights are counted as trained. A checkpoint saves its inputs instead of its activations; those that
+    all blocks share count once, unless checkpoints copy them.
     The peak is at the start of the backward pass: the first recomputation comes on top, if nothing was freed
     before.
 
@@ -76,7 +82,8 @@ def activation_bytes(
     if policy is None:
         return kept
     names = MODULES[policy.checkpoint] or (BLOCK,)
-    part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", " inputs"))
+    kind = " inputs" if empties_inputs(ds) else " own inputs"
+    part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
     # attention is recomputed after the feed-forward of the last block was freed
     first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
     return kept - -(-layers // policy.checkpoint_every) * (part - inputs) + first
@@ -99,12 +106,18 @@ def call_bytes(
 
 
 def compared_bytes(
-    blocks: int, tokens: int, teacher: int, student: int, widths: tuple[int, int], items: tuple[int, int]
+    blocks: int,
+    tokens: int,
+    teacher: int,
+    student: int,
+    widths: tuple[int, int],
+    items: tuple[int, int],
+    ds: dict[str, Any],
 ) -> int:
     """Count the bytes of hidden states of `blocks` that are compared and stay until the backward pass.
 
-    The teacher's, the student's in the teacher's width, the inputs of projections if the widths differ, and
-    the differences in float32.
+    The teacher's, the student's in the teacher's width, the inputs of projections if the widths differ, unless
+    checkpoints keep these, and the differences in float32.
 
     Args:
         tokens: tokens of one sample.
@@ -112,9 +125,11 @@ def compared_bytes(
         student: samples of the student's, those of other terms included.
         widths: widths of teacher and student.
         items: bytes of one element of each.
+        ds: the student's JSON.
     """
-    (wide, own), (teacher_item, item) = widths, items
-    projected = own * item if own != wide else 0
+    (wide, own), (teacher_item, item), policy = widths, items, read_recompute(ds)
+    are_kept = policy == CheckpointPolicy() and not empties_inputs(ds)  # as the inputs of the next block
+    projected = 0 if own == wide or are_kept else own * item
     return blocks * tokens * (teacher * wide * (teacher_item + 4) + student * (wide * item + projected))
 
 
@@ -143,12 +158,15 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
         parts = [name for names in MODULES.values() for name in names]
         modules = {BLOCK: block} | {name: block.get_submodule(name) for name in parts}
         saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
-        inside, inputs, shared = ["all"], dict.fromkeys(modules, 0), set()
+        inside, inputs, shared = ["all"], {}, set()
 
         def enter(name: str, args: tuple) -> None:
             inside.append(name)
-            inputs[name] = sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             shared.update(storages(args[1:]) if name == BLOCK else ())  # text, time, rope: for all blocks
+            given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            inputs[f"{name} inputs"] = sum(t.nbytes for t in given)
+            own = (t.nbytes for t in given if t.untyped_storage() not in shared)
+            inputs[f"{name} own inputs"] = sum(own)
 
         def pack(t: Tensor) -> Tensor:
             for name in inside:
@@ -163,7 +181,7 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
         traced = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
         traced["ends"] = sum(s.nbytes() for s in saved["all"] - weights) - traced[BLOCK]
         del v_BCFHW
-    return traced | {f"{name} inputs": n for name, n in inputs.items()}
+    return traced | inputs
 
 
 @once_for_each

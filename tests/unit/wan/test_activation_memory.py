@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.batch import Prediction
-from wandistiller.engine.activation_checkpointing import read_recompute
+from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks, add_projections
@@ -51,7 +51,7 @@ def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | No
         p.grad = torch.zeros_like(p)
     if "wandistiller" in ds:
         deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    return model, Blocks(model, read_recompute(ds))
+    return model, Blocks(model, read_recompute(ds), copies=empties_inputs(ds))
 
 
 def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
@@ -110,6 +110,15 @@ def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
     assert planned == pytest.approx(measured, rel=0.15)
 
 
+def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) -> None:
+    """Text states (L = 64) and the six modulations of each block, float32, of width 256."""
+    ds, layers = student_json("float32", checkpoint="blocks"), 6
+    (model, _), (copying, _) = network(layers, ds, "float32"), network(layers, ds, "float32")
+    Blocks(copying, read_recompute(ds), copies=True)
+    kept, copied = (peak_bytes(lambda m=m: predict(m).square().mean().backward()) for m in (model, copying))
+    assert copied - kept >= (layers - 1) * MICRO * (TEXT + 6) * 256 * 4
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: str, samples: int) -> None:
@@ -147,5 +156,5 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
 
     planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
     items = (kind.itemsize, kind.itemsize)
-    planned += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), items)
+    planned += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), items, ds)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)

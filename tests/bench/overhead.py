@@ -1,0 +1,200 @@
+"""Samples per CPU second of training, beside a plain PyTorch loop with the same arithmetic, turn by turn.
+
+    python tests/bench/overhead.py                       # one thread, about 6 minutes
+    python tests/bench/overhead.py --batch 4 --steps 200
+
+The plain loop trains the same student on the same batches: diffusers' gradient checkpointing, torch's fused
+AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads them from its cache, draws noise
+and sigma, averages over ranks, watches and writes its metrics. Both take turns of a few steps in one process, so
+that a busy machine slows both, and their losses must agree. `same` is ZeRO-0 with the teacher in memory, as the
+plain loop has it; `quickstart` has ZeRO-2 with the optimizer offloaded, and streams the teacher's weights.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
+for name, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
+    os.environ.setdefault(name, value)
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+from trainers import job_of, parts_of, trainer_of
+
+from wandistiller.batch import NOISED, Batch, Expert
+from wandistiller.distributed import collectives
+from wandistiller.training import trainer as training
+from wandistiller.training.trainer import Trainer
+from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import TINY
+
+CONFIGS = TESTS.parent / "ds_configs"
+SETTINGS = {"same": ("zero0", "replicated"), "quickstart": ("quickstart", "zero_inference_cpu")}
+"""Student and teacher JSON; precision, optimizer and batch are the quick start's, with a constant rate."""
+TURN = 5
+"""Steps in a turn."""
+
+
+def recipe(folder: Path, setting: str, batch: int) -> dict[str, Any]:
+    """Return the quick start's recipe, with short rollouts."""
+    student, teacher = SETTINGS[setting]
+    quick = read_json(CONFIGS / "recipes/quickstart.json")
+    for key in ("teacher_device_strategy", "teacher_dtype"):
+        del quick[key]
+    ds = read_json(CONFIGS / "student/quickstart.json") | {"train_batch_size": batch}
+    del ds["scheduler"]
+    ds["zero_optimization"] = read_json(CONFIGS / f"student/{student}.json")["zero_optimization"]
+    placed = read_json(CONFIGS / f"teacher/{teacher}.json")
+    return quick | {
+        "output_dir": str(folder / f"{setting}_{batch}"),
+        "cache_dir": str(folder / "cache"),
+        "deepspeed_config": ds,
+        "teacher_deepspeed_config": {k: v for k, v in placed.items() if k not in ("bf16", "fp16")},
+        "rollout_steps": 2,
+        "resume": "never",
+    }
+
+
+class Timer:
+    """CPU milliseconds by part."""
+
+    def __init__(self) -> None:
+        self.ms: Counter[str] = Counter()
+
+    def __call__(self, part: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run` and add the time of all threads of this process to `part`."""
+        began = time.process_time()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.ms[part] += (time.process_time() - began) * 1e3
+
+
+class PlainLoop:
+    """What one would write without this package."""
+
+    def __init__(self, trainer: Trainer, timer: Timer):
+        job, self._timer = trainer.job, timer
+        self._scales, self._null_LD = job.guidance, trainer.teacher.guidance.null_text_LD
+        self._student = WanTransformer3DModel.from_config(job.student_transformer).train()
+        self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
+        self._student.enable_gradient_checkpointing()
+        self._teachers = {e: WanTransformer3DModel.from_pretrained(TINY / e.value).eval() for e in Expert}
+        params = job.student_ds["optimizer"]["params"]
+        self._optimizer = torch.optim.AdamW(self._student.parameters(), fused=True, **params)
+        self._clip = job.student_ds["gradient_clipping"]
+
+    def step(self, batch: Batch) -> float:
+        """Train on one batch; return the loss."""
+        target = self._timer("teacher", self._target, batch)
+        v = self._timer("student, forward", _velocity, self._student, batch, batch.text_BLD)
+        loss = (v - target).square().mean()
+        self._timer("student, backward", loss.backward)
+        self._timer("optimizer", self._update)
+        return loss.item()
+
+    @torch.no_grad()
+    def _target(self, batch: Batch) -> Tensor:
+        both = torch.cat([batch.text_BLD, self._null_LD.expand_as(batch.text_BLD)])
+        text, null = _velocity(self._teachers[batch.expert], batch, both).chunk(2)
+        return null + self._scales[batch.expert] * (text - null)
+
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._student.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _velocity(model: torch.nn.Module, batch: Batch, text_BLD: Tensor) -> Tensor:
+    times = len(text_BLD) // len(batch.sigma_B)
+    x_t, t = torch.cat([batch.x_t_BCFHW] * times), torch.cat([batch.sigma_B * 1000] * times)
+    return model(hidden_states=x_t, timestep=t, encoder_hidden_states=text_BLD, return_dict=False)[0]
+
+
+def time_parts(trainer: Trainer, timer: Timer) -> None:
+    """Add up the time of the trainer's parts, under the names of the plain loop's where it has them."""
+    parts = {
+        "read and draw": (trainer.batches, "batch"),
+        "teacher": (trainer.job.matched_objective.__class__, "target"),
+        "student, forward": (trainer.student, "predict"),
+        "student, backward": (trainer.student, "backward"),
+        "optimizer": (trainer.student, "step"),
+        "average over ranks": (training, "reduce_over_ranks"),
+        "metrics": (trainer.monitor, "record"),
+    }
+    for part, (owner, name) in parts.items():
+        run = getattr(owner, name)
+        if isinstance(owner, type):
+            setattr(owner, name, lambda self, *args, run=run, part=part: timer(part, run, self, *args))
+        else:
+            setattr(owner, name, partial(timer, part, run))
+
+
+def train(trainer: Trainer, steps: range) -> list[float]:
+    """Train as `Trainer.train` does between checkpoints; return the losses."""
+    losses = []
+    for step in steps:
+        result = trainer.train_step(step)
+        trainer.monitor.record(step + 1, result)
+        losses.append(result.loss)
+    return losses
+
+
+def compare(folder: Path, setting: str, batch: int, steps: int) -> tuple[str, list[str]]:
+    """Train both; return a row of the table, and the rows of its parts."""
+    given = recipe(folder, setting, batch)
+    trainer, timers = trainer_of(given, parts_of(job_of(given))), (Timer(), Timer())
+    trainer.monitor.start(0)
+    plain = PlainLoop(trainer, timers[0])
+    batches = [trainer.batches.batch(step, 0)[NOISED] for step in range(steps)]
+    time_parts(trainer, timers[1])
+    losses, turns = ([], []), []
+    for first in range(0, steps, TURN):
+        turn = range(first, first + TURN)
+        if first == TURN:  # the first turn warms up
+            for timer in timers:
+                timer.ms.clear()
+        before = [timer.ms["in all"] for timer in timers]
+        losses[0].extend(timers[0]("in all", lambda turn=turn: [plain.step(batches[i]) for i in turn]))
+        losses[1].extend(timers[1]("in all", train, trainer, turn))
+        turns.append([timer.ms["in all"] - b for timer, b in zip(timers, before, strict=True)])
+    ratio = statistics.median(a / b for a, b in turns[1:])
+    apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    ms = [{part: t / (steps - TURN) for part, t in timer.ms.items()} for timer in timers]
+    row = (
+        f"| {setting} | {batch} | {ms[0]['in all']:.0f} | {ms[1]['in all']:.0f} | {ratio:.3f} | {apart:.0e} |"
+    )
+    parts = [f"| {setting} | {batch} | {p} | {ms[0].get(p, 0):.1f} | {ms[1][p]:.1f} |" for p in ms[1]]
+    return row, parts
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--folder", type=Path, default=Path("runs/bench_overhead"))
+    made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    made.add_argument("--batch", nargs="+", type=int, default=[4, 16])
+    made.add_argument("--steps", type=int, default=60, help=f"a multiple of {TURN}")
+    args = made.parse_args()
+    collectives.init("warning")
+    pairs = [(setting, batch) for setting in args.settings for batch in args.batch]
+    rows, parts = zip(*(compare(args.folder, *pair, args.steps) for pair in pairs), strict=True)
+    print(
+        "| setting | batch | plain, CPU ms a step | trainer | samples a CPU second / plain | losses apart |"
+    )
+    print("|---" * 6 + "|", *rows, sep="\n")
+    print("\n| setting | batch | part | plain, CPU ms a step | trainer |")
+    print("|---" * 5 + "|", *(row for some in parts for row in some), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
