@@ -4,10 +4,10 @@
     python tests/bench/overhead.py --batch 4 --steps 200
 
 The plain loop trains the same student on the same batches: diffusers' gradient checkpointing, torch's fused
-AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads them from its cache, draws noise
-and sigma, averages over ranks, watches and writes its metrics. Both take turns of a few steps in one process, so
-that a busy machine slows both, and their losses must agree. `same` is ZeRO-0 with the teacher in memory, as the
-plain loop has it; `quickstart` has ZeRO-2 with the optimizer offloaded, and streams the teacher's weights.
+AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads them from its cache, draws
+noise and sigma, averages over ranks, watches and writes its metrics. Both take turns of a few steps in one
+process, so that a busy machine slows both, and their losses must agree. `same` is ZeRO-0 with the teacher in
+memory, as the plain loop has it; `quickstart` offloads ZeRO-2's optimizer and streams the teacher's weights.
 """
 
 import argparse

@@ -128,7 +128,7 @@ class CachedData:
 
     def _stacked(self, keys: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
         x0_BCFHW = torch.stack([self._latents[latent] for latent, _ in keys])
-        text_BLD = torch.stack([self._text.read(text) for _, text in keys])
+        text_BLD = self._text.batch([text for _, text in keys])
         return self._moved(x0_BCFHW), self._moved(text_BLD)
 
     def states(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:

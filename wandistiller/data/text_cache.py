@@ -72,9 +72,12 @@ class TextCache:
 
     def __getitem__(self, prompt: str) -> Tensor:
         """Return text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
-        return self.read(self.key(prompt))
+        return self.batch([self.key(prompt)])[0]
 
-    def read(self, key: str) -> Tensor:
-        """Return text_LD by key."""
-        (text_LD,) = self._tensors.read(key, "text")
-        return torch.nn.functional.pad(text_LD, (0, 0, 0, TEXT_TOKENS - text_LD.shape[0]))
+    def batch(self, key_B: list[str]) -> Tensor:
+        """Return text_BLD by keys, zero-padded."""
+        texts = [self._tensors.read(key, "text")[0] for key in key_B]
+        text_BLD = texts[0].new_zeros(len(texts), TEXT_TOKENS, texts[0].shape[1])
+        for padded_LD, text_LD in zip(text_BLD, texts, strict=True):
+            padded_LD[: len(text_LD)] = text_LD
+        return text_BLD

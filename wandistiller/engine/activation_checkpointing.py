@@ -32,7 +32,7 @@ def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
 
 
 def empties_inputs(ds: dict[str, Any]) -> bool:
-    """Return whether checkpoints partition or offload their inputs, which empties these (deepspeed 0.19.8)."""
+    """Return whether checkpoints partition or offload their inputs, which empties them (deepspeed 0.19.8)."""
     section = section_of(ds, SECTION)
     return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 

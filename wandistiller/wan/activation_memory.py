@@ -116,7 +116,7 @@ def compared_bytes(
 ) -> int:
     """Count the bytes of hidden states of `blocks` that are compared and stay until the backward pass.
 
-    The teacher's, the student's in the teacher's width, the inputs of projections if the widths differ, unless
+    The teacher's, the student's in the teacher's width, inputs of projections if the widths differ, unless
     checkpoints keep these, and the differences in float32.
 
     Args:
