@@ -112,6 +112,9 @@ def _facts(flags: dict[str, Any]) -> dict[str, Any]:
             "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
         )
     facts = read_json(file) if file.is_file() else {}
+    run = Path(flags["student"]).absolute().parent / "resolved" / "run.json"
+    if "teacher_path" in facts and run.is_file():  # an export names a folder without its place
+        facts |= {k: v for k, v in read_json(run).items() if k == "teacher_path"}
     problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
     if not (facts.get("teacher_path") or teacher):
         remedy = "Say with --teacher_path what to compare it with."
