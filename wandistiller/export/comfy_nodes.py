@@ -45,7 +45,7 @@ def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
 def split_step(facts: dict[str, Any], steps: int) -> int:
     """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
     path = FlowSchedule(facts["shift"], facts.get("boundary"), seed=0, global_batch=1)
-    sigmas = [path.shifted(1 - step / steps) for step in range(steps)]
+    sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
     return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)
 
 

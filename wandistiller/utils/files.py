@@ -75,10 +75,10 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(half) if half.is_dir() else half.unlink(missing_ok=True)
 
 
-def file_mode() -> int:
-    """Mode of a new file by this process's umask, which `os.umask` could only read by changing it."""
+def umask() -> int:
+    """The bits that no new file gets; `os.umask` could read them only by changing them."""
     status = Path("/proc/self/status").read_text()
-    return 0o666 & ~int(re.search(r"^Umask:\s*(\d+)", status, re.MULTILINE)[1], 8)
+    return int(re.search(r"^Umask:\s*(\d+)", status, re.MULTILINE)[1], 8)
 
 
 def open_as_umask_says(path: Path) -> None:
@@ -86,10 +86,12 @@ def open_as_umask_says(path: Path) -> None:
 
     Hard links stay as they are: their mode is that of another's file.
     """
-    mode = file_mode()
+    closed = umask()
     for file in path.rglob("*") if path.is_dir() else [path]:
-        if file.is_file() and file.stat().st_nlink == 1 and file.stat().st_mode & 0o777 != mode:
-            file.chmod(mode)
+        if file.is_dir():  # shutil.copytree gives it the mode of the one it copies
+            file.chmod(0o777 & ~closed)
+        elif file.is_file() and file.stat().st_nlink == 1:
+            file.chmod(0o666 & ~closed)
 
 
 def _this_machine() -> str:
@@ -148,11 +150,11 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     A file that fewer may read than the umask says is copied, because a link has the same mode.
     """
-    mode = file_mode()
+    readable_by = 0o444 & ~umask()
 
     def place(src: str, dst: str) -> None:
         try:
-            if os.stat(src).st_mode & mode & 0o444 != mode & 0o444:
+            if os.stat(src).st_mode & readable_by != readable_by:
                 raise PermissionError(src)
             os.link(os.path.realpath(src), dst)
         except OSError:  # another file system, or one without links
