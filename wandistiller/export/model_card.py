@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from wandistiller.export.comfy_nodes import has_boundary
-from wandistiller.export.source import FACTS, Source, is_hub_id, without_places
+from wandistiller.export.source import FACTS, Source, clip, is_hub_id, without_places
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
@@ -26,9 +26,9 @@ BESIDE = "."
 LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 MADE_FOR = """Guidance is folded in: sample with `guidance_scale=1.0` (CFG 1), which takes half the calls. \
 Made for
-{height}x{width}, {num_frames} frame(s), {steps} steps, timestep shift {shift}."""
+{clip} of width {width} and height {height}, {steps} steps, timestep shift {shift}."""
 MADE = (
-    """Distilled from `{teacher_path}`: {layers} layers, {n_experts} expert(s), {parameters:.1f}M \
+    """Distilled from `{teacher_path}`: {layers} layers, {n_experts} expert{s}, {parameters:.1f}M \
 parameters, {max_steps}
 steps of {objective}. """
     + MADE_FOR
@@ -47,7 +47,14 @@ def student_sentence(facts: dict[str, Any]) -> str:
     layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
     parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
     text = MADE + TWO_EXPERTS * has_boundary(facts)
-    return text.format(**facts, layers=layers, n_experts=n_experts, parameters=parameters)
+    return text.format(
+        **facts,
+        clip=clip(facts),
+        layers=layers,
+        n_experts=n_experts,
+        s="s"[n_experts == 1 :],
+        parameters=parameters,
+    )
 
 
 def joined(files: list[str]) -> str:

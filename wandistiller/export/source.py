@@ -49,7 +49,7 @@ class Source(NamedTuple):
         return (
             f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: "
             f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps, "
-            f"{facts['width']}x{facts['height']}, {facts['num_frames']} frame(s)."
+            f"{clip(facts)} of {facts['width']}x{facts['height']}."
         )
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
@@ -106,6 +106,11 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
     averaged = "ema" in facts if averaged is None else averaged
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
     return Source(folder, facts | {"averaged": averaged}, recipe)
+
+
+def clip(facts: dict[str, Any]) -> str:
+    """What a student draws."""
+    return "images" if facts["num_frames"] == 1 else f"videos of {facts['num_frames']} frames"
 
 
 def is_hub_id(name: str) -> bool:

@@ -16,7 +16,7 @@ from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
 from wandistiller.export.model_card import BESIDE, HERE, MADE_FOR, joined, write_card
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source
+from wandistiller.export.source import Source, clip
 from wandistiller.student.trainable import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
@@ -35,7 +35,7 @@ For the network {base}, {layers} layers. {rank}. {made_for}
 {calls}
 ```
 """
-LESS = "At rank {rank} it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
+LESS = "it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,12 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
             file=sys.stderr,
         )
         if extracted.kept < energy * (1 - 1e-6):
-            less = LESS.format(rank=adapter.rank, kept=extracted.kept, energy=energy)
-            print(f"warning: {name}: {less}. A larger --rank than {rank} keeps more.", file=sys.stderr)
-            adapter = adapter._replace(note=f". {less}")
+            less = LESS.format(kept=extracted.kept, energy=energy)
+            print(
+                f"warning: {name}: at rank {adapter.rank} {less}. A larger --rank than {rank} keeps more.",
+                file=sys.stderr,
+            )
+            adapter = adapter._replace(note=f": {less}")
         yield adapter
 
 
@@ -147,7 +150,7 @@ def write_adapter_card(
         base=f"`{facts['teacher_path'] if facts['init'] == 'teacher' else facts['init']}`",
         layers=facts["transformer"]["num_layers"],
         rank=rank,
-        made_for=MADE_FOR.format(**facts),
+        made_for=MADE_FOR.format(**facts, clip=clip(facts)),
         calls="\n".join(calls),
     )
     if comfy:
