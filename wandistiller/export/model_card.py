@@ -47,14 +47,8 @@ def student_sentence(facts: dict[str, Any]) -> str:
     layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
     parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
     text = MADE + TWO_EXPERTS * has_boundary(facts)
-    return text.format(
-        **facts,
-        clip=clip(facts),
-        layers=layers,
-        n_experts=n_experts,
-        s="s"[n_experts == 1 :],
-        parameters=parameters,
-    )
+    counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
+    return text.format(**facts, **counts, clip=clip(facts))
 
 
 def joined(files: list[str]) -> str:

@@ -29,9 +29,12 @@ FILES = {
 """File names in a folder for diffusers."""
 CARD = """# A Wan LoRA distilled with wandistiller
 
-For the network {base}, {layers} layers. {rank}. {made_for}
+For `{base}`, {layers} layers. {rank}. {made_for}
 
 ```python
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained("{base}")
+pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={shift})
 {calls}
 ```
 """
@@ -147,7 +150,8 @@ def write_adapter_card(
         for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
     ]
     text = CARD.format(
-        base=f"`{facts['teacher_path'] if facts['init'] == 'teacher' else facts['init']}`",
+        base=facts["teacher_path"] if facts["init"] == "teacher" else facts["init"],
+        shift=facts["shift"],
         layers=facts["transformer"]["num_layers"],
         rank=rank,
         made_for=MADE_FOR.format(**facts, clip=clip(facts)),
