@@ -32,7 +32,7 @@ For ComfyUI put {names} into `models/diffusion_models`; text encoder and VAE are
 EIGHT_BITS = """
 The matrices of the blocks are in eight bits with one scale each (`scaled_fp8`, `.scale_weight`).
 Every ComfyUI that knows Wan reads them. Versions before December 2025 round the other linear layers to
-eight bits too, without a scale: their outputs differ by some 2 %. **Not for diffusers**: it opens the file
+eight bits too, without a scale: their outputs differ by 2 to 3 %. **Not for diffusers**: it opens the file
 without an error, ignores the scales and draws nonsense; it prints only "Some weights of the model
 checkpoint were not used when initializing WanTransformer3DModel", with the names of the scales.
 """
@@ -80,7 +80,7 @@ def quantized(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight in eight bits and its scale, float32: weight ~ stored * scale.
 
     Source of the layout: ComfyUI's scaled fp8 layers, which 0.3.64 reads as they are, and 0.33 translates
-    into its own `.weight_scale` and `.comfy_quant` (which 0.3.64 ignores).
+    into its `.weight_scale` and `.comfy_quant`, which 0.3.64 ignores.
     """
     layer, scale = name.removesuffix(".weight"), weight.abs().max().float().clamp(min=1e-12) / LARGEST
     yield name, (weight.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
