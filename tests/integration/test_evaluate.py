@@ -21,6 +21,7 @@ from wandistiller.evaluation.metrics import METRICS, Clip, Metric
 from wandistiller.evaluation.pipelines import PeakMemory
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
 
 HIGH, LOW = Expert
@@ -218,6 +219,23 @@ def test_all_that_is_wrong_with_the_flags_comes_at_once(wan1: Path, tmp_path: Pa
     messages = ["`batch` is 0", '`wandistiller.placement` is "auto"', "none.txt: no such file"]
     messages += ["`height` is 30", "`guidance_scale_2` is 3.0", "`output` is", "`clip_path` is"]
     assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_student_in_the_folder_of_its_run_is_compared_with_the_teacher_of_that_run(
+    wan2: Path, finished: Path
+) -> None:
+    assert read_json(finished / "student" / "wandistiller.json")["teacher_path"] == wan2.name
+    found = read("--student_path", finished / "student", "--prompts", "a red circle")
+    assert found.teacher.path == wan2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_of_a_student_elsewhere_the_place_of_its_teacher_is_asked_for(wan2: Path, copy_of: Copy) -> None:
+    student = copy_of(wan2)
+    write_json(student / "wandistiller.json", {"teacher_path": "my_wan"})
+    with pytest.raises(ConfigError, match="say with --teacher_path where it is"):
+        read("--student_path", student, "--prompts", "a red circle")
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from ranks import run, wandistiller
+from ranks import run, train_words, wandistiller
+from recipes import recipe_file
 from safetensors.torch import load_file
 from tensors import tensor_bytes
 
+from wandistiller.cli.main import main
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
 from wandistiller.wan import transformer
@@ -83,3 +87,56 @@ def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path)
     wandistiller("export", "--checkpoint", named, "--output", tmp_path / "s", "--dtype", "float32")
     index = json.loads((tmp_path / "s" / "model_index.json").read_text())
     assert index["transformer_2"] == [None, None] and index["boundary_ratio"] is None
+
+
+@pytest.fixture(params=[0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def wrong_modes(folder: Path, umask: int) -> list[str]:
+    """All in a folder whose mode is not the umask's, except hard links to a teacher's files."""
+    found = []
+    for path in folder.rglob("*"):
+        about, wanted = path.lstat(), (0o777 if path.is_dir() else 0o666) & ~umask
+        if about.st_mode & 0o777 != wanted and (path.is_dir() or about.st_nlink == 1):
+            found.append(f"{path.relative_to(folder)} {about.st_mode & 0o777:o}")
+    return found
+
+
+FORMS = [
+    "out/student",
+    "out/w.safetensors --format original",
+    "out/w8.safetensors --format original --dtype float8_e4m3fn",
+]
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_every_exported_file_has_the_mode_of_the_umask_and_names_no_place_on_the_machine(
+    finished: Path, tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for form in FORMS:
+        assert main(["export", "--checkpoint", str(finished), "--output", *form.split()]) == 0
+    assert wrong_modes(tmp_path, umask) == []
+    places = [str(finished.parent), str(finished.parent.parent), str(tmp_path)]
+    texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(texts) > 15
+    assert [str(path) for path, text in texts.items() for place in places if place.encode() in text] == []
+    # what others may not read in the teacher's folder is a copy, which they may
+    assert all((path.stat().st_mode & 0o444) == 0o444 & ~umask for path in texts if path.stat().st_nlink == 1)
+
+
+def test_every_file_of_a_run_has_the_mode_of_the_umask(finished: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    assert wrong_modes(finished, umask) == []
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_has_the_mode_of_another_umask(wan2: Path, tmp_path: Path, umask: int) -> None:
+    run(train_words(recipe_file(tmp_path, wan2, max_steps=1, frozen=["bias"])))  # in a process of its own
+    assert len(list(tmp_path.rglob("*.safetensors"))) > 3
+    assert [name for name in wrong_modes(tmp_path, umask) if not name.startswith("prompts")] == []

@@ -88,23 +88,29 @@ def test_eight_bit_weights_are_the_nearest_that_their_scale_allows(two_experts: 
     for dtype in dtypes:
         export(two_experts, tmp_path / f"{dtype}.safetensors", f"--format original --dtype {dtype}")
     small, plain = (load_file(tmp_path / f"{dtype}_high_noise.safetensors") for dtype in dtypes)
+    # the layout that ComfyUI 0.3.64 reads as it is and later ones translate
+    marker = small.pop("scaled_fp8")
+    assert marker.dtype == torch.float8_e4m3fn and marker.numel() == 2
     matrices = [name for name in plain if QUANTIZED.match(name)]
     assert len(matrices) == 10 * 4
     for name in matrices:
-        stored, scale, weight = small[name], small[name + "_scale"], plain[name].float()
+        stored, scale, weight = (
+            small[name],
+            small.pop(name.replace("weight", "scale_weight")),
+            plain[name].float(),
+        )
         assert stored.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.shape == ()
         # half of the distance to the next number, 3 bits of mantissa
         step = torch.maximum(weight.abs() * 2**-4, scale * 2**-10)
         assert ((stored.float() * scale - weight).abs() <= step * 1.001).all()
-        mark = bytes(small[name.replace("weight", "comfy_quant")].tolist())
-        assert json.loads(mark) == {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+    assert small.keys() == plain.keys()
     assert all(torch.equal(small[name], plain[name]) for name in plain if name not in matrices)
 
 
 def test_a_matrix_of_zeros_has_a_scale() -> None:
     found = dict(quantized("blocks.0.ffn.0.weight", torch.zeros(2, 2)))
     assert found["blocks.0.ffn.0.weight"].float().eq(0).all()
-    assert 0 < found["blocks.0.ffn.0.weight_scale"] < 1 / LARGEST
+    assert 0 < found["blocks.0.ffn.0.scale_weight"] < 1 / LARGEST
 
 
 def test_what_comfyui_cannot_open_is_reported() -> None:
@@ -140,7 +146,8 @@ def test_a_lora_cut_out_of_all_the_difference_makes_the_teacher_the_student(
         with safe_open(files[0], "pt") as file:
             assert file.metadata()["modelspec.architecture"] == "Wan/lora"
     card = target.with_suffix(".card") if style == "original" else target
-    assert "base_model_relation" not in (card / "README.md").read_text()
+    text = (card / "README.md").read_text()
+    assert "base_model_relation" not in text and "not the 100" not in text
     found, before = with_lora(wan2, *files), with_lora(wan2)
     for name, value in found.items():
         wanted = predict(WanTransformer3DModel.from_pretrained(as_folder, subfolder=name))
@@ -161,6 +168,17 @@ def test_a_trained_lora_is_the_same_in_both_styles_and_merged(tmp_path: Path, wa
             torch.testing.assert_close(value, other, rtol=0, atol=1e-6 * value.abs().max().item())
         teacher = WanTransformer3DModel.from_pretrained(wan2, subfolder=name)
         assert (value - predict(teacher)).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_a_lora_whose_rank_is_too_small_for_the_energy_says_so_in_log_and_card(
+    two_experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--adapter", "--rank", "1", "--energy", "0.999"]
+    assert main(["export", "--checkpoint", str(two_experts), "--output", str(tmp_path / "l"), *flags]) == 0
+    told, card = capsys.readouterr().err, (tmp_path / "l" / "README.md").read_text()
+    assert told.count("warning: ") == 2 and "not the 99.9% asked for. A larger --rank than 1" in told
+    assert card.count("of the difference to the teacher, not the 99.9% asked for") == 2
 
 
 class Two(nn.Module):

@@ -112,10 +112,17 @@ def _facts(flags: dict[str, Any]) -> dict[str, Any]:
             "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
         )
     facts = read_json(file) if file.is_file() else {}
+    run = Path(flags["student"]).absolute().parent / "resolved" / "run.json"
+    if "teacher_path" in facts and run.is_file():  # an export names only the last part of a folder
+        facts |= {k: v for k, v in read_json(run).items() if k == "teacher_path"}
     problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
     if not (facts.get("teacher_path") or teacher):
         remedy = "Say with --teacher_path what to compare it with."
         problems.append(f"{file}: `teacher_path` is missing. {remedy}")
+    elif isinstance(name := facts.get("teacher_path"), str) and not teacher:
+        if "/" not in name and name != "tiny" and not Path(name).exists():
+            remedy = "Exports have only the folder's name; say with --teacher_path where it is."
+            problems.append(problem(file, "teacher_path", name, remedy))
     if problems:
         raise ConfigError(*problems)
     return facts

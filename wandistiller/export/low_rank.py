@@ -21,6 +21,12 @@ class Adapter(NamedTuple):
     rank: int
     config: dict[str, Any] | None = None
     """peft's; None: alpha is the rank."""
+    note: str = ""
+    """What a reader of the card must know besides the rank."""
+
+    @property
+    def sentence(self) -> str:
+        return f"Rank {self.rank}{self.note}"
 
     def to(self, dtype: torch.dtype) -> "Adapter":
         """The adapter with its weights in `dtype`."""

@@ -1,7 +1,6 @@
 """The model card of an export; each format adds its own text."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,34 +9,46 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from wandistiller.export.source import FACTS, Source
+from wandistiller.export.comfy_nodes import has_boundary
+from wandistiller.export.source import FACTS, Source, clip, is_hub_id, without_places
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB = "https://huggingface.co"
 HERE = "THIS_FOLDER"
 """The folder of an export, in a card that names no repository."""
 PICTURE = "samples.png"
+BESIDE = "."
+"""The folder that holds a card's folder and its files, where the calls are run."""
+LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 MADE_FOR = """Guidance is folded in: sample with `guidance_scale=1.0` (CFG 1), which takes half the calls. \
 Made for
-{height}x{width}, {num_frames} frame(s), {steps} steps, timestep shift {shift}."""
+{clip} of width {width} and height {height}, {steps} steps, timestep shift {shift}."""
 MADE = (
-    """Distilled from `{teacher_path}`: {layers} layers, {n_experts} expert(s), {parameters:.1f}M \
+    """Distilled from `{teacher_path}`: {layers} layers, {n_experts} expert{s}, {parameters:.1f}M \
 parameters, {max_steps}
 steps of {objective}. """
     + MADE_FOR
 )
+TWO_EXPERTS = """
+
+The high-noise expert serves the noise levels (sigma) from {boundary} up, the low-noise expert those below."""
+NO_LICENCE = """
+The teacher's folder names no licence. Whatever it is, it holds for this student: write it into the lines
+above before you publish it.
+"""
 
 
 def student_sentence(facts: dict[str, Any]) -> str:
     """Describe the student in one sentence."""
     layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
     parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
-    return MADE.format(**facts, layers=layers, n_experts=n_experts, parameters=parameters)
+    text = MADE + TWO_EXPERTS * has_boundary(facts)
+    counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
+    return text.format(**facts, **counts, clip=clip(facts))
 
 
 def joined(files: list[str]) -> str:
@@ -52,40 +63,50 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
         relation: to the base model: finetune, adapter.
     """
     run = source.folder.parent.parent
-    text = f"---\n{_front_matter(source, relation)}\n---\n{text}"
+    front, named = _front_matter(source, relation, folder)
+    text = f"---\n{front}\n---\n{text}" + NO_LICENCE * (not named)
     if pictures := drawn(run):
         shutil.copyfile(pictures[-1], folder / PICTURE)
         text += f"\nAbove the teacher, below the student, from the same noise:\n\n![samples]({PICTURE})\n"
     if tables := _evaluation(run):
         measured = "Measured on the student as a diffusers pipeline."
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
-    recipe = json.dumps(source.recipe, indent=1, ensure_ascii=False)
+    recipe = json.dumps(without_places(source.recipe), indent=1, ensure_ascii=False)
     details = f"<details><summary>the recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>"
     text += f"\n## How it was made\n\n{details}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
-    write_json(folder / FACTS, source.facts)
+    write_json(folder / FACTS, source.published)
 
 
-def _front_matter(source: Source, relation: str) -> str:
-    """The metadata of the hub's cards: https://github.com/huggingface/hub-docs/blob/main/modelcard.md."""
+def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, bool]:
+    """The metadata of the hub's cards, and whether a licence is in it; a licence's file goes to `folder`.
+
+    Source: https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
+    """
     try:
         teacher = source.teacher(weights=False)
     except ConfigError:  # it is gone; its name is left
         teacher = None
     named = source.facts["teacher_path"]
-    hub_id = named if HUB_ID.fullmatch(named) and not Path(named).exists() else ""
+    hub_id = named if is_hub_id(named) else ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
-    return ModelCardData(
+    terms = licence(teacher, hub_id)
+    if teacher and not hub_id and (file := teacher.path / terms.get("license_link", "")).is_file():
+        shutil.copyfile(file, folder / terms["license_link"])
+    data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-video",
         tags=["wan", "distillation"],
-        **licence(teacher, hub_id),
+        **terms,
         **base,
-    ).to_yaml()
+    )
+    return data.to_yaml(), bool(terms)
 
 
 def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
-    """The licence on the teacher's own card; without one, `other`, by the name `as-the-teacher`.
+    """The licence on the teacher's own card; without one, `other` with a link to the hub or to its file.
+
+    Nothing if there is neither: `other` needs a link.
 
     Args:
         hub_id: the teacher's, or empty.
@@ -95,9 +116,11 @@ def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
     card = _read_front_matter(teacher.path / "README.md") if teacher else {}
     keys = ("license", "license_name", "license_link")
     known = {key: card[key] for key in keys if isinstance(card.get(key), str)}
-    if "license" not in known:
-        link = {"license_link": f"{HUB}/{hub_id}"} if hub_id else {}
-        return {"license": "other", "license_name": "as-the-teacher", **link}
+    if known.setdefault("license", "other") == "other":
+        file = next((name for name in LICENCES if teacher and (teacher.path / name).is_file()), "")
+        if not (link := known.get("license_link") or file or hub_id and f"{HUB}/{hub_id}"):
+            return {}
+        known = {"license_name": "as-the-teacher"} | known | {"license_link": link}
     if hub_id and "://" not in (link := known.get("license_link", "://")):
         known["license_link"] = f"{HUB}/{hub_id}/blob/main/{link}"
     return known

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wandistiller.export.source import FACTS
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.utils.files import atomic
+from wandistiller.utils.files import atomic, open_as_umask_says
 
 
 def check_folder(target: Path) -> Path:
@@ -62,6 +62,7 @@ def replaced(target: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
+    open_as_umask_says(temporary)
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)

@@ -1,5 +1,6 @@
 """A checkpoint as the source of an export: its networks on the CPU, the facts of its run, its teacher."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,10 @@ from wandistiller.wan.pipeline import WanFolder, open_wan
 
 FACTS = "wandistiller.json"
 """File in an export with the facts of its run."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+LOCAL = ("/", "~", "./", "../")
+"""Beginnings of a path on this machine."""
+TEXTS = ("negative_prompt", "sample_prompts")
 
 
 class Source(NamedTuple):
@@ -28,6 +33,11 @@ class Source(NamedTuple):
     recipe: dict[str, Any]
 
     @property
+    def published(self) -> dict[str, Any]:
+        """The facts as an export tells them: without places on this machine."""
+        return without_places(self.facts)
+
+    @property
     def experts(self) -> list[str]:
         """Folder names of the student's experts."""
         return self.facts["experts"]
@@ -35,11 +45,11 @@ class Source(NamedTuple):
     @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
-        facts = self.facts
+        facts = self.published
         return (
             f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: "
             f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps, "
-            f"{facts['width']}x{facts['height']}, {facts['num_frames']} frame(s)."
+            f"{clip(facts)} of {facts['width']}x{facts['height']}."
         )
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
@@ -94,9 +104,30 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
     if averaged and "ema" not in facts:
         raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
     averaged = "ema" in facts if averaged is None else averaged
-    # `data_path` is a path on one machine
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
     return Source(folder, facts | {"averaged": averaged}, recipe)
+
+
+def clip(facts: dict[str, Any]) -> str:
+    """What a student draws."""
+    return "images" if facts["num_frames"] == 1 else f"videos of {facts['num_frames']} frames"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` is ORGANISATION/MODEL on the hub, and no folder here."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def without_places(value: Any, key: str = "") -> Any:
+    """`value`, any JSON, with the last part of each path on this machine; hub ids and prompts stay."""
+    if isinstance(value, dict):
+        return {name: without_places(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return value if key in TEXTS else [without_places(one, key) for one in value]
+    if not isinstance(value, str) or key == "negative_prompt" or is_hub_id(value):
+        return value
+    path = value.startswith(LOCAL) or key.endswith(("path", "dir", "folder", "file")) or key == "init"
+    return Path(value).name if path else value
 
 
 @readable()

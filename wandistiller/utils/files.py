@@ -42,6 +42,7 @@ def atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{_this_machine()}.{os.getpid()}.tmp")
     try:
         yield temporary
+        open_as_umask_says(temporary)
         if temporary.is_file():
             flush(temporary)
         os.replace(temporary, path)
@@ -72,6 +73,25 @@ def sweep(folder: Path) -> None:
         *_, machine, pid, _ = ("", "", *half.name.split("."))
         if machine == _this_machine() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(half) if half.is_dir() else half.unlink(missing_ok=True)
+
+
+def umask() -> int:
+    """The bits that no new file gets; `os.umask` could read them only by changing them."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^Umask:\s*(\d+)", status, re.MULTILINE)[1], 8)
+
+
+def open_as_umask_says(path: Path) -> None:
+    """Give a new file, or all in a new folder, the umask's mode; safetensors 0.8 makes its files 0600.
+
+    Hard links stay as they are: their mode is that of another's file.
+    """
+    closed = umask()
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_dir():  # shutil.copytree gives it the mode of the one it copies
+            file.chmod(0o777 & ~closed)
+        elif file.is_file() and file.stat().st_nlink == 1:
+            file.chmod(0o666 & ~closed)
 
 
 def _this_machine() -> str:
@@ -126,13 +146,19 @@ def fingerprint(folders: Iterable[Path]) -> str:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Copy a folder; within a file system by hard links, which take no space and survive a move."""
+    """Copy a folder; within a file system by hard links, which take no space and survive a move.
+
+    A file that fewer may read than the umask says is copied, because a link has the same mode.
+    """
+    readable_by = 0o444 & ~umask()
 
     def place(src: str, dst: str) -> None:
         try:
+            if os.stat(src).st_mode & readable_by != readable_by:
+                raise PermissionError(src)
             os.link(os.path.realpath(src), dst)
         except OSError:  # another file system, or one without links
-            shutil.copy2(src, dst)
+            shutil.copyfile(src, dst)
 
     shutil.copytree(source, target, copy_function=place)
 

@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from published_wan import hub_cache
 
 from wandistiller.export import model_card
+from wandistiller.export.comfy_nodes import split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
 from wandistiller.export.output import write_file
-from wandistiller.export.source import Source
+from wandistiller.export.source import Source, without_places
 from wandistiller.wan.pipeline import WanFolder, open_wan
 
 ID = "org/wan-finetuned"
@@ -59,7 +60,7 @@ def test_a_student_of_a_hub_id_has_its_licence_and_names_it(teacher: WanFolder, 
 def test_a_lora_is_an_adapter_of_its_teacher_whatever_that_is_called(
     teacher: WanFolder, tmp_path: Path
 ) -> None:
-    write_adapter_card(tmp_path, about(teacher, tmp_path), "", "Rank 4", ["a.safetensors"], comfy=True)
+    write_adapter_card(tmp_path, about(teacher, tmp_path), "", "Rank 4", ["a.safetensors"], comfy="a.card")
     card = metadata_load(tmp_path / "README.md")
     assert (card["base_model"], card["base_model_relation"]) == ([ID], "adapter")
     assert "`models/loras`" in (tmp_path / "README.md").read_text()
@@ -81,8 +82,18 @@ def test_an_unknown_licence_of_the_teacher_becomes_other_as_the_teacher(
     if readme:
         (folder / "README.md").write_text(readme)
     other = {"license": "other", "license_name": "as-the-teacher"}
-    assert model_card.licence(open_wan(str(folder)), "") == other
-    assert model_card.licence(None, "org/wan")["license_link"] == "https://huggingface.co/org/wan"
+    assert model_card.licence(open_wan(str(folder)), "") == {}  # `other` needs a link
+    assert model_card.licence(None, "org/wan") == other | {"license_link": "https://huggingface.co/org/wan"}
+    (folder / "LICENSE").write_text("terms")
+    assert model_card.licence(open_wan(str(folder)), "") == other | {"license_link": "LICENSE"}
+    write_pipeline_card(tmp_path, about(open_wan(str(folder)), tmp_path), "")
+    assert (tmp_path / "LICENSE").read_text() == "terms"
+
+
+def test_a_card_without_a_licence_says_so(wan1: Path, tmp_path: Path) -> None:
+    write_pipeline_card(tmp_path, about(open_wan(str(wan1)), tmp_path), "")
+    text = (tmp_path / "README.md").read_text()
+    assert "license" not in metadata_load(tmp_path / "README.md") and "names no licence" in text
 
 
 @pytest.mark.parametrize("form", ["pipeline", "original", "lora"])
@@ -100,11 +111,11 @@ def test_every_form_has_recipe_picture_tables_and_how_to_run_it(
         call = f'from_pretrained("{where}"'
         write_pipeline_card(folder, source, repository)
     elif form == "original":
-        call = f'w.safetensors", config="{where}")'
-        write_original_card(folder, source, repository, files, eight_bits=False)
+        call = f'w.safetensors", config="{repository or "w.card"}")'  # the file lies beside its folder
+        write_original_card(folder, source, repository, files, False, "w.card")
     else:
         call = f'load_lora_weights("{where}", weight_name="w.safetensors"'
-        write_adapter_card(folder, source, repository, "Rank 4", files, comfy=False)
+        write_adapter_card(folder, source, repository, "Rank 4", files, comfy="")
     text = ModelCard.load(folder / "README.md").text
     for words in ('"seed": 0', "![samples](samples.png)", "| 1 | 2 |", call):
         assert words in text, words
@@ -116,7 +127,7 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
     teacher = open_wan(str(wan1))
     model = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer", torch_dtype=torch.bfloat16)
     write_file(tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", {})
-    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], eight_bits=False)
+    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], False, "w.card")
     for dtype in (None, torch.bfloat16):
         file = str(tmp_path / "w.safetensors")
         opened = WanTransformer3DModel.from_single_file(file, config=str(tmp_path), torch_dtype=dtype)
@@ -126,6 +137,72 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
 
 
 def test_eight_bits_are_for_comfyui_alone(teacher: WanFolder, tmp_path: Path) -> None:
-    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], eight_bits=True)
+    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], True, "w.card")
     text = (tmp_path / "README.md").read_text()
-    assert "`models/diffusion_models`" in text and ".comfy_quant" in text and "from_single_file" not in text
+    assert "`models/diffusion_models`" in text and ".scale_weight" in text and "from_single_file" not in text
+    assert "opens the file\nwithout an error, ignores the scales and draws nonsense" in text
+
+
+def of_two_experts(teacher: WanFolder, run: Path, **more: Any) -> Source:
+    two = {"experts": ["transformer", "transformer_2"], "boundary": 0.875, "shift": 12.0, "steps": 40}
+    return about(teacher, run)._replace(facts=facts(teacher) | two | more)
+
+
+def test_cards_of_two_experts_name_boundary_shift_and_the_step_where_the_experts_change(
+    teacher: WanFolder, tmp_path: Path
+) -> None:
+    """sigma = 12 u / (1 + 11 u) is 0.875 at u = 0.875 / (12 - 11 * 0.875) = 0.368: step 25.3 of 40."""
+    source, files = of_two_experts(teacher, tmp_path), ["high.safetensors", "low.safetensors"]
+    write_original_card(tmp_path, source, "", files, False, "w.card")
+    text = (tmp_path / "README.md").read_text()
+    assert "from 0.875 up" in text and "shift 12.0" in text and text.count("start_at_step 26") == 1
+    assert "end_at_step 26, return_with_leftover_noise enable" in text and "3 of 4, 6 of 8, 13 of 20" in text
+    write_adapter_card(tmp_path, source, "", "Rank 4", files, comfy="w.card")
+    text = (tmp_path / "README.md").read_text()
+    assert "end_at_step 26" in text and "ModelSamplingSD3, after LoraLoaderModelOnly" in text
+    assert 'load_lora_weights(".", weight_name="high.safetensors")' in text and "THIS_FOLDER" not in text
+
+
+@pytest.mark.parametrize("boundary", [0.875, 0.9])
+@pytest.mark.parametrize("shift", [3.0, 5.0, 12.0])
+@pytest.mark.parametrize("steps", [4, 20, 40])
+def test_the_experts_change_where_diffusers_changes_them(shift: float, boundary: float, steps: int) -> None:
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    scheduler.set_timesteps(steps)
+    wanted = sum(t >= boundary * 1000 for t in scheduler.timesteps.tolist())
+    assert split_step({"shift": shift, "boundary": boundary}, steps) == wanted
+
+
+@pytest.mark.parametrize(("num_frames", "call"), [(1, 'frames[0].save("'), (9, 'export_to_video(frames, "')])
+def test_a_card_saves_an_image_or_a_video(
+    teacher: WanFolder, tmp_path: Path, num_frames: int, call: str
+) -> None:
+    source = about(teacher, tmp_path)
+    write_pipeline_card(
+        tmp_path, source._replace(facts=source.facts | {"num_frames": num_frames}), "org/student"
+    )
+    code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert call in code and ("export_to_video" in code) == (num_frames > 1)
+
+
+def test_what_is_published_names_no_place_on_the_machine() -> None:
+    given = {
+        "teacher_path": "/home/me/wan",
+        "init": "~/students/a",
+        "deepspeed_config": {"csv_monitor": {"output_path": "runs/logs/x", "job_name": "a"}},
+        "nvme": [{"nvme_path": "/local nvme/me"}],
+        "negative_prompt": "/blurry",
+        "sample_prompts": ["/imagine a cat"],
+        "objective": "velocity",
+        "steps": 4,
+    }
+    assert without_places(given) == given | {
+        "teacher_path": "wan",
+        "init": "a",
+        "deepspeed_config": {"csv_monitor": {"output_path": "x", "job_name": "a"}},
+        "nvme": [{"nvme_path": "me"}],
+    }
+    assert without_places({"teacher_path": ID}) == {"teacher_path": ID}

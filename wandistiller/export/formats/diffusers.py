@@ -22,11 +22,16 @@ CARD = """# A Wan student distilled with wandistiller
 ```python
 import torch
 from diffusers import WanPipeline
+from diffusers.utils import export_to_video
 pipe = WanPipeline.from_pretrained("{where}", torch_dtype=torch.bfloat16)
-pipe("a red circle", height={height}, width={width}, num_frames={num_frames}, num_inference_steps={steps},
-     guidance_scale=1.0).frames[0]
+frames = pipe("a red circle", height={height}, width={width}, num_frames={num_frames}, \
+num_inference_steps={steps},
+              guidance_scale=1.0, output_type="pil").frames[0]
+{save}
 ```
 """
+SAVE_IMAGE = 'frames[0].save("image.png")'
+SAVE_VIDEO = 'export_to_video(frames, "video.mp4", fps={fps})'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,5 +77,10 @@ def _write_index(teacher: WanFolder, experts: list[str], folder: Path) -> None:
 
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     """Write README.md of a pipeline."""
-    text = CARD.format(**source.facts, made=student_sentence(source.facts), where=repository or HERE)
+    facts, save = source.published, SAVE_IMAGE
+    if facts["num_frames"] > 1:
+        save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
+    text = CARD.format(**facts, made=student_sentence(facts), where=repository or HERE, save=save)
+    if save is SAVE_IMAGE:
+        text = text.replace("from diffusers.utils import export_to_video\n", "")
     write_card(folder, source, "finetune", text)

@@ -11,11 +11,12 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.batch import Expert
+from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
-from wandistiller.export.model_card import HERE, MADE_FOR, joined, write_card
+from wandistiller.export.model_card import BESIDE, HERE, MADE_FOR, joined, write_card
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source
+from wandistiller.export.source import Source, clip
 from wandistiller.student.trainable import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
@@ -28,12 +29,16 @@ FILES = {
 """File names in a folder for diffusers."""
 CARD = """# A Wan LoRA distilled with wandistiller
 
-For the network {base}, {layers} layers. {rank}. {made_for}
+For `{base}`, {layers} layers. {rank}. {made_for}
 
 ```python
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained("{base}")
+pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={shift})
 {calls}
 ```
 """
+LESS = "it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +66,18 @@ class LoraFormat(ExportFormat):
         files = [per_expert(output, source.experts, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
         adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
-        ranks = "; ".join(f"Rank {adapter.rank}" for adapter in adapters)
+        ranks = "; ".join(adapter.sentence for adapter in adapters)
         with replaced(target) as folder:
             if comfy:
                 for file, adapter in zip(files, adapters, strict=True):
-                    write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.facts)
+                    write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.published)
             else:
                 files = [Path(FILES[Expert(name)]) for name in source.experts]
                 for file, adapter in zip(files, adapters, strict=True):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
-            write_adapter_card(folder, source, self.repository, ranks, names, comfy)
+            write_adapter_card(folder, source, self.repository, ranks, names, comfy and target.name)
         return [*files, target] if comfy else [target]
 
 
@@ -99,13 +104,21 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         with torch.no_grad():
             extracted = extract(model, WeightReader(teacher.path / name).read, energy, rank)
         del model  # before the next is read
+        adapter = extracted.adapter
         print(
             f"{name}: rank {extracted.adapter.rank} keeps {extracted.kept:.2%} of the squared difference "
             f"of the linear layers; {extracted.outside:.2%} of all is in biases, norms and tables, "
             "which no LoRA holds",
             file=sys.stderr,
         )
-        yield extracted.adapter
+        if extracted.kept < energy * (1 - 1e-6):
+            less = LESS.format(kept=extracted.kept, energy=energy)
+            print(
+                f"warning: {name}: at rank {adapter.rank} {less}. A larger --rank than {rank} keeps more.",
+                file=sys.stderr,
+            )
+            adapter = adapter._replace(note=f": {less}")
+        yield adapter
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
@@ -123,20 +136,28 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def write_adapter_card(
-    folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: bool
+    folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: str
 ) -> None:
-    """Write README.md of a LoRA; `files` holds one for each expert, `rank` is a sentence with their ranks."""
-    facts = source.facts
+    """Write README.md of a LoRA; `files` holds one for each expert, `rank` is a sentence with their ranks.
+
+    Args:
+        comfy: the card's folder once it is in its place, beside the files for ComfyUI; else empty.
+    """
+    facts = source.published
+    where = repository or (BESIDE if comfy else HERE)
     calls = [
-        f'pipe.load_lora_weights("{repository or HERE}", weight_name="{file}"{more})'
+        f'pipe.load_lora_weights("{where}", weight_name="{file}"{more})'
         for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
     ]
     text = CARD.format(
-        base=f"`{facts['teacher_path'] if facts['init'] == 'teacher' else facts['init']}`",
+        base=facts["teacher_path"] if facts["init"] == "teacher" else facts["init"],
+        shift=facts["shift"],
         layers=facts["transformer"]["num_layers"],
         rank=rank,
-        made_for=MADE_FOR.format(**facts),
+        made_for=MADE_FOR.format(**facts, clip=clip(facts)),
         calls="\n".join(calls),
     )
-    text += f"\nFor ComfyUI put {joined(files)} into `models/loras`.\n" if comfy else ""
+    if comfy:
+        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for the teacher's model.\n"
+        text += comfy_nodes(facts, "LoraLoaderModelOnly")
     write_card(folder, source, "adapter", text)

@@ -1,6 +1,5 @@
 """`--format original`: the transformers under the original Wan's names, for ComfyUI and from_single_file."""
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.model_card import HERE, HUB, joined, student_sentence, write_card
+from wandistiller.export.model_card import HUB, joined, student_sentence, write_card
 from wandistiller.export.output import check_files, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.wan import transformer
@@ -20,21 +20,24 @@ from wandistiller.wan.original_names import original_name, unlike_published
 QUANTIZED = re.compile(r"^blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02])\.weight$")
 """Weights stored in eight bits: the matrices of the blocks."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-MARK = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
-"""Settings of such a layer for ComfyUI: multiply in the input's precision, whose scale was not measured."""
+MARKER = "scaled_fp8"
+"""A tensor that says that matrices have scales. Its two elements say to multiply in the input's precision,
+whose scale was not measured."""
 CARD = """# A Wan student distilled with wandistiller, in the original Wan's names
 
 {made}
 
 For ComfyUI put {names} into `models/diffusion_models`; text encoder and VAE are the teacher's.
-"""
+{nodes}"""
 EIGHT_BITS = """
-The matrices of the blocks are in eight bits with a scale each, marked by `.comfy_quant`: only a ComfyUI \
-that knows such layers
-reads them right.
+The matrices of the blocks are in eight bits with one scale each (`scaled_fp8`, `.scale_weight`).
+Every ComfyUI that knows Wan reads them. Versions before December 2025 round the other linear layers to
+eight bits too, without a scale: their outputs differ by 2 to 3 %. **Not for diffusers**: it opens the file
+without an error, ignores the scales and draws nonsense; it prints only "Some weights of the model
+checkpoint were not used when initializing WanTransformer3DModel", with the names of the scales.
 """
 SINGLE_FILE = """
-diffusers reads such a file too. Without `config` it takes that of a published Wan, which does not fit \
+diffusers reads such a file too{here}. Without `config` it takes that of a published Wan, which does not fit \
 a student of another shape:
 
 ```python
@@ -65,29 +68,28 @@ class OriginalFormat(ExportFormat):
         eight_bits = self.dtype == torch.float8_e4m3fn
         for name, model in source.networks(torch.bfloat16 if eight_bits else self.dtype):
             state = original_state(model.state_dict(), eight_bits)
-            write_file(files[name], state, "Wan", source.description, source.facts)
+            write_file(files[name], state, "Wan", source.description, source.published)
             del model, state  # before the next is read
         with replaced(card) as folder:
             names = [file.name for file in files.values()]
-            write_original_card(folder, source, self.repository, names, eight_bits)
+            write_original_card(folder, source, self.repository, names, eight_bits, card.name)
         return [*files.values(), card]
 
 
 def quantized(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a weight in eight bits, its scale (weight ~ stored * scale) and its layer's mark for ComfyUI.
+    """Yield a weight in eight bits and its scale, float32: weight ~ stored * scale.
 
-    Source of the layout: ComfyUI's mixed-precision layers, `.weight_scale` (float32) and `.comfy_quant` (JSON
-    as bytes).
+    Source of the layout: ComfyUI's scaled fp8 layers, which 0.3.64 reads as they are, and 0.33 translates
+    into its `.weight_scale` and `.comfy_quant`, which 0.3.64 ignores.
     """
     layer, scale = name.removesuffix(".weight"), weight.abs().max().float().clamp(min=1e-12) / LARGEST
     yield name, (weight.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    yield f"{layer}.weight_scale", scale
-    yield f"{layer}.comfy_quant", torch.tensor(list(json.dumps(MARK).encode()), dtype=torch.uint8)
+    yield f"{layer}.scale_weight", scale
 
 
 def original_state(state: dict[str, Tensor], eight_bits: bool) -> dict[str, Tensor]:
     """All weights of a network under their original names."""
-    renamed: dict[str, Tensor] = {}
+    renamed = {MARKER: torch.zeros(2, dtype=torch.float8_e4m3fn)} if eight_bits else {}
     for key, value in state.items():
         name = original_name(key)
         small = eight_bits and QUANTIZED.match(name)
@@ -96,16 +98,21 @@ def original_state(state: dict[str, Tensor], eight_bits: bool) -> dict[str, Tens
 
 
 def write_original_card(
-    folder: Path, source: Source, repository: str, files: list[str], eight_bits: bool
+    folder: Path, source: Source, repository: str, files: list[str], eight_bits: bool, name: str
 ) -> None:
-    """Write README.md of original-Wan files, one for each expert, and the config.json for diffusers."""
+    """Write README.md of original-Wan files, one for each expert, and the config.json for diffusers.
+
+    Args:
+        name: of the folder once it is in its place, beside the files.
+    """
     transformer.meta_transformer(source.facts["transformer"]).save_config(folder)
     address = f"{HUB}/{repository}/blob/main/" if repository else ""
     calls = "\n".join(
-        f'{name} = WanTransformer3DModel.from_single_file("{address}{file}", config="{repository or HERE}")'
-        for name, file in zip(source.experts, files, strict=True)
+        f'{expert} = WanTransformer3DModel.from_single_file("{address}{file}", config="{repository or name}")'
+        for expert, file in zip(source.experts, files, strict=True)
     )
-    text = CARD.format(made=student_sentence(source.facts), names=joined(files))
-    write_card(
-        folder, source, "finetune", text + (EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls=calls))
-    )
+    facts, here = source.published, "" if repository else f", in the folder that holds it and `{name}`"
+    nodes = comfy_nodes(facts, "Load Diffusion Model")
+    text = CARD.format(made=student_sentence(facts), names=joined(files), nodes=nodes)
+    text += EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls=calls, here=here)
+    write_card(folder, source, "finetune", text)

@@ -1,0 +1,55 @@
+"""The settings of ComfyUI's nodes, for a model card."""
+
+from typing import Any
+
+from wandistiller.batch import Expert
+from wandistiller.flow import FlowSchedule, expert_at
+
+COMFY = """
+In ComfyUI, `{latent}` has width {width}, height {height}, length {num_frames}. ComfyUI knows neither the
+shift nor the guidance of this student:
+
+| node | set |
+|---|---|
+"""
+NODES = "| ModelSamplingSD3, after {loader} | shift {shift} |\n"
+ONE_SAMPLER = "| KSampler | steps {steps}, cfg 1, sampler euler or uni_pc, scheduler simple |\n"
+TWO_SAMPLERS = """\
+| both KSamplerAdvanced | steps {steps}, cfg 1, sampler euler or uni_pc, scheduler simple |
+| the first, with the high-noise model | add_noise enable, start_at_step 0, end_at_step {split}, \
+return_with_leftover_noise enable |
+| the second, with the low-noise model | add_noise disable, start_at_step {split}, end_at_step 10000, \
+return_with_leftover_noise disable |
+
+Step {split} of {steps} is the first whose noise level is below the boundary {boundary}; \
+of other numbers of steps it is {others}.
+"""
+
+
+def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
+    """The settings of ComfyUI's nodes, in a table.
+
+    Args:
+        loader: the node whose model is shifted.
+    """
+    latent = (
+        "EmptyHunyuanLatentVideo" if facts["transformer"]["in_channels"] == 16 else "Wan22ImageToVideoLatent"
+    )
+    text = COMFY + NODES + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
+    splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40)} if has_boundary(facts) else {}
+    others = ", ".join(f"{split} of {steps}" for steps, split in splits.items() if steps != facts["steps"])
+    more = {"latent": latent, "loader": loader, "others": others}
+    return text.format(**facts, **more, split=split_step(facts, facts["steps"]))
+
+
+def split_step(facts: dict[str, Any], steps: int) -> int:
+    """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
+    path = FlowSchedule(facts["shift"], facts.get("boundary"), seed=0, global_batch=1)
+    sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
+    return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)
+
+
+def has_boundary(facts: dict[str, Any]) -> bool:
+    """Whether two experts share the noise levels."""
+    # .get: checkpoints made before `boundary` have no such fact
+    return len(facts["experts"]) == 2 and facts.get("boundary") is not None
