@@ -100,7 +100,7 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
     problems += _profile_problems(run, here) if run.profile_memory else []
     problems += block_problems(run, parts) + _media_problems(run, parts)
     problems += _written_problems(run, parts)
-    problems += _unlockable(parts, world) if here else []
+    problems += [*_swap_problems(parts), *_unlockable(parts, world)] if here else []
     remedy = f"Write keys among: {', '.join(resume.CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in resume.CHANGEABLE]
     problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
@@ -121,6 +121,14 @@ def _written_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
     own = [out / name for name, is_used in own.items() if is_used]
     return problems or [p for folder in own for p in inside_problems("output_dir", folder, inputs)]
+
+
+def _swap_problems(parts: dict[str, Any]) -> list[str]:
+    """List NVMe folders of the engines' JSONs that cannot be written to."""
+    engines = [parts[key] for key in ("student_ds", "teacher_ds") if key in parts]
+    swaps = (ds_config.offload_section(ds, target) for ds in engines for target in ("param", "optimizer"))
+    folders = dict.fromkeys(swap.get("nvme_path") for swap in swaps if swap["device"] == "nvme")
+    return [p for folder in folders if folder for p in folder_problems("nvme_path", folder)]
 
 
 def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
