@@ -112,7 +112,7 @@ def test_a_row_of_the_readme_is_what_plan_prints(
 )
 def test_plan_recommends_what_the_next_dry_run_takes(command: Command, folder: Path) -> None:
     assert main([*command.ours]) == 0
-    assert main(["train", "--recipe", command.value("--recommend"), "--output_dir", "out", "--dry_run"]) == 0
+    assert main(["train", "--recipe", command.value("--recommend"), "--dry_run"]) == 0
 
 
 @pytest.fixture(scope="module")

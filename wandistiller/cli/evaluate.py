@@ -16,7 +16,7 @@ from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS
 from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
-from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
+from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
@@ -86,7 +86,9 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         problems += _pair_problems(flags, parts["teacher"], parts["student"])
     student = Path(flags["student"])
     output = flags["output"] or (student.parent if student.is_dir() else Path("evaluation"))
-    problems += folder_problems("output", output)
+    problems += folder_problems("output", output) or inside_problems(
+        "output", output, {"student_path": student}
+    )
     problems += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
     if problems:
         raise ConfigError(*problems)

@@ -1,5 +1,6 @@
 """`wandistiller plan`: memory, disk and least time of a run, on this machine or one described by flags."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import choices, chosen, left_open
+from wandistiller.planner.resolve_auto import Choice, choices, chosen, left_open
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
@@ -83,15 +84,39 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     lines.append(fastest if best else "no combination of the shipped JSONs fits")
     lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:LISTED]]
     if file := own["recommend"]:
-        if not best:
-            raise ConfigError(
-                "Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, "
-                "more CPU memory, fewer frames, or a teacher in bfloat16."
-            )
-        if collectives.rank() == 0:
-            write_json(file, _without_engines(config, values | flags) | best[0].settings)
-        lines.append(f"wrote {file}")
+        lines += _recommend(file, config, values | flags, best, machine)
     return lines
+
+
+def _recommend(
+    file: str | Path, config: RunConfig, given: dict[str, Any], best: list[Choice], machine: Machine
+) -> list[str]:
+    """Write the recipe with the fastest of `best` on rank 0, and return the lines that say so.
+
+    Args:
+        given: values of the recipe and of the flags, as the user wrote them.
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if not best:
+        raise ConfigError(
+            "Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, "
+            "more CPU memory, fewer frames, or a teacher in bfloat16."
+        )
+    if collectives.rank() == 0:
+        given = {"output_dir": f"runs/{Path(file).stem}"} | given
+        write_json(file, _without_engines(config, given) | best[0].settings)
+    return [f"wrote {file}", f"next: {_next_command(file, machine)}"]
+
+
+def _next_command(file: str | Path, machine: Machine) -> str:
+    """The command that trains with the recipe `file` on `machine`."""
+    train = f"wandistiller train --recipe {shlex.quote(str(file))}"
+    if machine.ranks == 1 and machine.device_free is None:
+        return train
+    if machine.ranks > machine.ranks_on_node:
+        return f"HOSTFILE=launch/hostfile bash launch/deepspeed.sh{train.removeprefix('wandistiller')}"
+    return f"deepspeed --num_gpus {machine.ranks} --module {train}"
 
 
 def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from wandistiller.evaluation.draw_samples import (
     resolve_dtype,
     sample,
 )
-from wandistiller.utils.errors import ConfigError, folder_problems
+from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.pipeline import open_wan, usual_for
 
 
@@ -23,6 +23,7 @@ def run(flags: dict[str, Any]) -> None:
     keys = ("num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")
     settings = Sampling(height=height, width=width, **{key: flags[key] for key in keys})
     problems = number_problems("sample", flags) + folder_problems("output", flags["output"])
+    problems += inside_problems("output", flags["output"], {"model": folder.path})
     if problems := problems or folder.size_problems(height, width, flags["num_frames"]):
         raise ConfigError(*problems)
     prompts, dtype = read_prompts(flags["prompts"]), resolve_dtype(flags["dtype"])

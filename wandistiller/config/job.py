@@ -185,6 +185,7 @@ class Job:
             f"data      {len(self.items)} prompts, {media} with media, "
             f"{r.height}x{r.width}, {r.num_frames} frame(s)",
             *(f"{key:<14} {value}" for key, value in self._tuning.items()),
+            f"objective {self.objective}",
             f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",

@@ -28,7 +28,7 @@ from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import IMPORTANCE, read_student_config
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
-from wandistiller.utils.errors import ConfigError, folder_problems, problem, readable
+from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
 from wandistiller.wan.sampling import path_sigmas
 from wandistiller.wan.transformer import numels, top_modules, width
@@ -99,15 +99,36 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
         problems += _objective_problems(run, parts) if "objective" in parts else []
     problems += _profile_problems(run, here) if run.profile_memory else []
     problems += block_problems(run, parts) + _media_problems(run, parts)
-    for key in ("output_dir", "cache_dir", "sample_dir"):
-        problems += folder_problems(key, folder) if (folder := getattr(run, key)) else []
-    problems += _unlockable(parts, world) if here else []
+    problems += _written_problems(run, parts)
+    problems += [*_swap_problems(parts), *_unlockable(parts, world)] if here else []
     remedy = f"Write keys among: {', '.join(resume.CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in resume.CHANGEABLE]
     problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
     if {"student_transformer", "student_ds"} <= parts.keys():
         problems += tuning_problems(run, parts["student_transformer"], parts["student_ds"])
     return problems
+
+
+def _written_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List folders that cannot be written to, or whose files would be mixed with the data or the teacher."""
+    out, problems, inputs = Path(run.output_dir), [], {"data_path": run.data_path}
+    if "folder" in parts:
+        inputs["teacher_path"] = parts["folder"].path
+    given = {key: getattr(run, key) for key in ("output_dir", "cache_dir", "sample_dir")}
+    for key, folder in given.items():
+        if folder:
+            problems += folder_problems(key, folder) or inside_problems(key, folder, inputs)
+    own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
+    own = [out / name for name, is_used in own.items() if is_used]
+    return problems or [p for folder in own for p in inside_problems("output_dir", folder, inputs)]
+
+
+def _swap_problems(parts: dict[str, Any]) -> list[str]:
+    """List NVMe folders of the engines' JSONs that cannot be written to."""
+    engines = [parts[key] for key in ("student_ds", "teacher_ds") if key in parts]
+    swaps = (ds_config.offload_section(ds, target) for ds in engines for target in ("param", "optimizer"))
+    folders = dict.fromkeys(swap.get("nvme_path") for swap in swaps if swap["device"] == "nvme")
+    return [p for folder in folders if folder for p in folder_problems("nvme_path", folder)]
 
 
 def _unlockable(parts: dict[str, Any], world: int) -> list[str]:

@@ -19,6 +19,10 @@ REFUSALS = {
     errno.ENAMETOOLONG: "is too long a name. Give a shorter path.",
 }
 """Error number of the system -> what is wrong and what to do."""
+KERNEL = ("/proc", "/sys", "/dev")
+"""Folders whose files are not on a disk."""
+SHARED_MEMORY = "/dev/shm"
+"""The one of them that a user may write folders to."""
 MOST_NESTED = 32
 DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no setting needs them."
 
@@ -86,12 +90,38 @@ def folder_problems(key: str, folder: str | Path) -> list[str]:
         path.is_dir()  # raises where the name is too long
     except OSError as error:
         return [f"`{key}` is {folder}: {REFUSALS.get(error.errno, error.strerror)}"]
+    real = os.path.realpath(path)
+    if real == "/" or (_lies_in(real, *KERNEL) and not _lies_in(real, SHARED_MEMORY)):
+        return [
+            f"`{key}` is {folder}, which is the system's own folder. Name a new folder, such as runs/mine."
+        ]
     if not above.is_dir():
         return [f"`{key}` is {folder}, but {above} is a file. Name a folder."]
     if not os.access(above, os.W_OK):
         remedy = "Change its permissions, or name another folder."
         return [f"`{key}` is {folder}, but {above} may not be written to. {remedy}"]
     return []
+
+
+def inside_problems(key: str, folder: str | Path, inputs: dict[str, str | Path]) -> list[str]:
+    """List the folders of input that `folder` is, or lies in; symbolic links are followed.
+
+    Args:
+        inputs: setting -> what it names.
+    """
+    written, problems = os.path.realpath(folder), []
+    why = "what is written there would be mixed with what is read. Name a folder outside it."
+    for name, given in inputs.items():
+        read = os.path.realpath(given)
+        if os.path.isdir(read) and _lies_in(written, read):
+            relation = "is" if written == read else "lies in"
+            problems.append(f"`{key}` is {folder}, which {relation} `{name}` {given}: {why}")
+    return problems
+
+
+def _lies_in(path: str, *folders: str) -> bool:
+    """Return whether `path` is one of `folders` or in one; all without symbolic links."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def impossible_values(path: str | Path, value: Any, key: str = "", depth: int = 0) -> list[str]:

@@ -1,16 +1,17 @@
 """The output of `wandistiller plan`."""
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from planned import ONE_24, plan_output
+from planned import ONE_24, TWO_NODES, plan_output
 from planned import published_job as job
 from ranks import wandistiller, write_json
 
 from wandistiller.cli.main import main
-from wandistiller.cli.plan import MACHINE, described
+from wandistiller.cli.plan import MACHINE, _next_command, described
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.hardware_rates import GPU, default_rates, override_rates
 from wandistiller.planner.machine import Machine
@@ -160,3 +161,29 @@ def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
     text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stderr
     assert text.count("1 node(s), each with no GPU") == 1
     assert "; 2 rank(s)" in text and "a step takes at least" in text
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_the_command_that_is_printed_after_a_recommendation_passes_its_dry_run(
+    wan1: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file, usual = tmp_path / "my run.json", f"--teacher_path {wan1} --data_path tiny --height 32 --width 32"
+    machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
+    assert main(["plan", *usual.split(), *machine.split(), "--recommend", str(file)]) == 0
+    command = shlex.split(capsys.readouterr().err.partition("\nnext: ")[2])
+    assert command[:5] == ["deepspeed", "--num_gpus", "2", "--module", "wandistiller"]
+    assert main([*command[5:], "--dry_run"]) == 0
+    text = capsys.readouterr().err
+    assert "into runs/my run\n" in text and "objective velocity" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "command"),
+    [
+        (TWO_NODES, "HOSTFILE=launch/hostfile bash launch/deepspeed.sh train --recipe a.json"),
+        (Machine(None, GIB, GIB, 1, 1), "wandistiller train --recipe a.json"),
+        (Machine(None, GIB, GIB, 2, 2), "deepspeed --num_gpus 2 --module wandistiller train --recipe a.json"),
+    ],
+)
+def test_the_command_after_a_recommendation_is_that_of_its_machine(machine: Machine, command: str) -> None:
+    assert _next_command("a.json", machine) == command
