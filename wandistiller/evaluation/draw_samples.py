@@ -19,6 +19,7 @@ from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import save_grid, to_pil
+from wandistiller.wan.components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.transformer import TEXT_TOKENS
 
@@ -57,10 +58,8 @@ def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
 
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
     """Load a WanPipeline, its VAE in float32; on a GPU its parts are offloaded if accelerate is installed."""
-    pipeline = WanPipeline.from_pretrained(folder, dtype={"default": dtype, "vae": torch.float32})
+    pipeline = load_pipeline(folder, dtype)
     pipeline.set_progress_bar_config(disable=True)
-    if pipeline.transformer_2 is None:  # a converted Wan2.1 can carry a boundary: else None is called
-        pipeline.register_to_config(boundary_ratio=None)
     if device().type == "cpu":
         return pipeline
     if find_spec("accelerate"):  # one part at a time on the GPU: a teacher is often larger than its memory

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import CLIPModel, CLIPProcessor
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from wandistiller.flow import keyed_generator
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
+from wandistiller.wan.known import refused_keys
 
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 RESAMPLES = 2000
@@ -96,8 +97,11 @@ class Clip:
     """CLIP's two encoders, float32."""
 
     def __init__(self, folder: Path, device: torch.device):
-        self._model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-        self._processor = CLIPProcessor.from_pretrained(folder)
+        self._model = CLIPModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        self._model.eval().to(device)
+        # of known classes: its own from_pretrained asks to run code that the folder names (transformers 5.23)
+        pixels, tokens = CLIPImageProcessorPil.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder)
+        self._processor = CLIPProcessor(pixels, tokens)
 
     @torch.no_grad()
     def score(self, image_BCHW: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
@@ -195,11 +199,22 @@ FEATURES = [
 ]
 
 
+NO_SAFETENSORS = (
+    "no model.safetensors in it, and pickles (.bin) are not read, as they can run code. Give a folder that "
+    "has it, such as that of openai/clip-vit-large-patch14."
+)
+
+
 def clip_problems(folder: Path) -> list[str]:
     """Reasons why transformers cannot open `folder` as a CLIP model."""
     config = folder / "config.json"
     if not config.is_file():
         remedy = "There is no config.json in it. Give a CLIP folder of transformers."
         return [problem("evaluate", "clip_path", folder, remedy)]
-    kind = read_json(config).get("model_type")
-    return [] if kind == "clip" else [problem(config, "model_type", kind, 'Give a model of type "clip".')]
+    problems = [] if any(folder.glob("model*.safetensors")) else [f"{folder}: {NO_SAFETENSORS}"]
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
+        if (file := folder / name).is_file():
+            problems += refused_keys(file, read_json(file))
+    if (kind := read_json(config).get("model_type")) != "clip":
+        problems.append(problem(config, "model_type", kind, 'Give a model of type "clip".'))
+    return problems

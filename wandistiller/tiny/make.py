@@ -27,6 +27,8 @@ from wandistiller.tiny import shapes
 from wandistiller.tiny.make_experts import BOUNDARY, FLOW_SHIFT, STAGES, Cache, train_expert
 from wandistiller.tiny.make_text import train_text_encoder, train_tokenizer
 from wandistiller.tiny.make_vae import log, polish_decoder, train_vae, vae_psnr
+from wandistiller.utils.files import write_json
+from wandistiller.wan.known import known_config
 
 FOUNDATIONS = {
     "vae": train_vae,
@@ -70,6 +72,8 @@ def assemble(work: Path, output: Path) -> None:
     fresh, old = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
     shutil.rmtree(fresh, ignore_errors=True)
     pipeline.save_pretrained(fresh)
+    for file in fresh.glob("*/config.json"):  # without the paths of this machine
+        write_json(file, known_config(file))
     if output.exists():
         output.rename(old)
     fresh.rename(output)

@@ -1,16 +1,21 @@
 """Checks of the JSON files of a Wan pipeline, before anything is built from them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import nn
+from transformers import UMT5Config
 
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
-from wandistiller.wan.components import text_encoder_of, vae_of
+from wandistiller.wan.components import text_config, text_encoder_of, vae_of
+from wandistiller.wan.known import TEXT_CLASSES, load_tokenizer, refused_keys, tokenize
+from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
 UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
@@ -46,9 +51,13 @@ SCHEDULER = of_type(
     (UpTo1024, "solver_order"),
     (Text, "_class_name"),
 )
-
-
+TEXT = of_type(
+    (UpTo1024, "num_layers num_decoder_layers num_heads"),
+    (UpToAMillion, "d_model d_kv d_ff relative_attention_num_buckets relative_attention_max_distance"),
+    (Annotated[int, Field(ge=1, le=10**7)], "vocab_size"),
+)
 UNFIT = (
+    StrictDataclassError,
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
     *(LookupError, RuntimeError, TypeError, ValueError),
 )
@@ -59,11 +68,45 @@ TIED = "encoder.embed_tokens.weight"
 
 def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
     """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    problems = _section_problems(where, config, NEEDED, TRANSFORMER)
+    problems = _section_problems(where, config, NEEDED, TRANSFORMER) + refused_keys(where, config)
     if (name := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
         remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
         problems.append(problem(where, "_class_name", name, remedy))
-    return problems
+    return problems or _building_problems(where, lambda: meta_transformer(config | {"num_layers": 1}))
+
+
+def _building_problems(where: str, build: Callable[[], Any]) -> list[str]:
+    """List the reason why a part cannot be built, on the meta device."""
+    try:
+        with torch.device("meta"):
+            build()
+    except UNFIT as error:
+        return [unfit(where, error)]
+    return []
+
+
+def vae_problems(where: str, config: dict[str, Any]) -> list[str]:
+    """List the reasons why no AutoencoderKLWan can be made of `config`."""
+    problems = _section_problems(where, config, ["latents_mean", "latents_std", "z_dim"], VAE)
+    problems += refused_keys(where, config)
+    if (name := config.get("_class_name", "AutoencoderKLWan")) != "AutoencoderKLWan":
+        problems.append(problem(where, "_class_name", name, "Give the VAE of Wan, AutoencoderKLWan."))
+    return problems or _building_problems(where, lambda: vae_of(config))
+
+
+def text_problems(where: str, config: dict[str, Any], text_dim: int) -> list[str]:
+    """List the reasons why `config` describes no text encoder for a transformer with text of this width."""
+    problems = _section_problems(where, config, ["d_model"], TEXT) + refused_keys(where, config)
+    named = config.get("architectures") or TEXT_CLASSES[:1]
+    if not (isinstance(named, list) and all(name in TEXT_CLASSES for name in named)):
+        remedy = f"Give the text encoder of Wan, {TEXT_CLASSES[0]}; no other class is loaded."
+        problems.append(problem(where, "architectures", named, remedy))
+    if (kind := config.get("model_type", "umt5")) != "umt5":
+        problems.append(problem(where, "model_type", kind, 'Give the text encoder of Wan, of type "umt5".'))
+    if not problems and config["d_model"] != text_dim:
+        remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
+        problems.append(problem(where, "d_model", config["d_model"], remedy))
+    return problems or _building_problems(where, lambda: text_encoder_of(config | {"num_layers": 1}))
 
 
 def pipeline_problems(
@@ -76,11 +119,12 @@ def pipeline_problems(
     """
     files = {folder: f"{name}/{folder}/config.json" for folder in (*experts, "vae")}
     problems = [p for folder, config in experts.items() for p in transformer_problems(files[folder], config)]
-    problems += _section_problems(files["vae"], vae, ["latents_mean", "latents_std", "z_dim"], VAE)
+    problems += vae_problems(files["vae"], vae)
     shifts = ("flow_shift", "shift")
     given = {key: value for key, value in scheduler.items() if value is not None or key not in shifts}
     scheduler_file = f"{name}/scheduler/scheduler_config.json"
     problems += _section_problems(scheduler_file, given, ["_class_name"], SCHEDULER)
+    problems += refused_keys(scheduler_file, scheduler)
     return problems or _unequal(files, experts) + _channel_problems(files, experts, vae)
 
 
@@ -126,47 +170,36 @@ def unfit(where: str | Path, error: Exception) -> str:
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 
 
-def part_problems(folder: Path, vae: dict[str, Any], text_dim: int) -> list[str]:
-    """List missing, truncated or misshapen tensors of VAE and text encoder, and a missing tokenizer.
+def part_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
+    """List missing, truncated or misshapen tensors of VAE and text encoder, and a tokenizer that fails."""
+    problems = _loaded_tokenizer_problems(folder)
+    with torch.device("meta"):
+        model = vae_of(vae)
+    problems += weight_problems(folder / "vae", model)
+    if (folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
+        remedy = "Delete it; a text encoder is loaded without adapters."
+        problems.append(f"{folder / 'text_encoder' / 'adapter_config.json'}: {remedy}")
+    if not (file := folder / "text_encoder" / "config.json").is_file():
+        return [*problems, f"{file}: no such file. Give the whole pipeline."]
+    with torch.device("meta"):
+        model = text_encoder_of(read_json(file))
+    return problems + weight_problems(folder / "text_encoder", model, "model")
 
-    Args:
-        text_dim: width of the transformer's text input.
-    """
-    problems = []
-    if not any((folder / "tokenizer" / name).is_file() for name in ("tokenizer.json", "spiece.model")):
-        problems.append(
-            f"{folder / 'tokenizer'}: no tokenizer.json or spiece.model in it. Give the whole pipeline."
-        )
-    elif (about := folder / "tokenizer" / "tokenizer_config.json").is_file():
-        try:
-            read_json(about)
-        except ConfigError as error:
-            problems += error.problems
+
+def _loaded_tokenizer_problems(folder: Path) -> list[str]:
+    where = folder / "tokenizer"
+    if not any((where / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+        return [f"{where}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
-        with torch.device("meta"):
-            model = vae_of(vae)
-        problems += weight_problems(folder / "vae", model)
-    except UNFIT as error:
-        problems.append(unfit(folder / "vae" / "config.json", error))
-    return problems + _text_problems(folder / "text_encoder", text_dim)
-
-
-def _text_problems(folder: Path, text_dim: int) -> list[str]:
-    file = folder / "config.json"
-    try:
-        config = read_json(file)
-        if config.get("d_model") != text_dim:
-            remedy = (
-                f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
-            )
-            return [problem(file, "d_model", config.get("d_model"), remedy)]
-        with torch.device("meta"):
-            model = text_encoder_of(config)
-        return weight_problems(folder, model, "model")
-    except ConfigError as error:
-        return error.problems
-    except UNFIT as error:
-        return [unfit(file, error)]
+        tokens = tokenize(load_tokenizer(where), "a red circle")
+    except Exception as error:  # tokenizers raises it bare
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return [f"{where}: it cannot be read: {why}. Fetch the folder again."]
+    vocabulary = UMT5Config.from_dict(text_config(folder)).vocab_size
+    if (largest := int(tokens.input_ids.max())) >= vocabulary:
+        remedy = f"has {vocabulary} tokens. Give the tokenizer that belongs to it."
+        return [f"{where}: it makes token {largest}, but the text encoder {remedy}"]
+    return []
 
 
 def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:

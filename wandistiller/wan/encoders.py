@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.components import text_encoder_of
+from wandistiller.wan.components import load_text_encoder, load_vae, text_encoder_of
+from wandistiller.wan.known import load_tokenizer, tokenize
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import TEXT_TOKENS
 
 log = logging.getLogger("wandistiller")
 
@@ -55,20 +55,18 @@ class Encoder:
         """Load them, the model with the result of `offload_kwargs`."""
         self._device, self._where, tokenizer = device, folder / "text_encoder", folder / "tokenizer"
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            self._tokenizer = load_tokenizer(tokenizer)
         except Exception as error:  # tokenizers raises it bare
             message = f"{tokenizer}: it cannot be read: {error}. Fetch the folder again."
             raise ConfigError(message) from None
-        self._model = UMT5EncoderModel.from_pretrained(self._where, dtype=dtype, **offload_kwargs).eval()
+        self._model = load_text_encoder(self._where, dtype, **offload_kwargs)
         if not offload_kwargs:
             self._model.to(device)
 
     @torch.no_grad()
     def encode(self, prompt: str) -> Tensor:
         """Return text_LD of the prompt's own tokens, without padding, on the CPU."""
-        padded = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True}
-        tokens = self._tokenizer([prompt], **padded, return_attention_mask=True, return_tensors="pt")
-        tokens = tokens.to(self._device)
+        tokens = tokenize(self._tokenizer, prompt).to(self._device)
         states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
         text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
         require_finite(text_LD, self._where)
@@ -91,8 +89,7 @@ class Vae:
 
     def __init__(self, folder: WanFolder, device: torch.device):
         self._where = folder.path / "vae"
-        vae = AutoencoderKLWan.from_pretrained(self._where, dtype=torch.float32)
-        self._vae = vae.eval().to(device)
+        self._vae = load_vae(self._where).to(device)
         self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
         self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
 

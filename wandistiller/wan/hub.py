@@ -1,5 +1,7 @@
 """Fetches a teacher from the Hugging Face hub: first the files that describe it, later its weights."""
 
+import shlex
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -17,16 +19,22 @@ from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
     *("model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json"),
-    *("transformer*/config.json", "README.md"),
+    *("transformer/config.json", "transformer_2/config.json", "README.md"),
+    *(f"tokenizer/{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")),
 ]
 """The files that `open_wan` reads, and the README for its licence, which is also the student's."""
 STEMS = {"text_encoder": "model"} | dict.fromkeys(("transformer", "transformer_2", "vae"), DIFFUSERS_STEM)
-WEIGHT_FILES = ["tokenizer/*", "text_encoder/*.json"] + [
+WEIGHT_FILES = ["tokenizer/tokenizer.json", "tokenizer/spiece.model"] + [
     f"{part}/{stem}{end}"
     for part, stem in STEMS.items()
     for end in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
 ]
-"""All weights in safetensors: no .bin, .pth, fp16 copies, videos."""
+"""All weights in safetensors: no .bin, .pth, fp16 copies, videos, code."""
+
+
+def is_used(file: str) -> bool:
+    """Tell whether a file of a pipeline, named FOLDER/NAME, is ever read; a student gets no others."""
+    return any(fnmatchcase(file, pattern) for pattern in CONFIG_FILES + WEIGHT_FILES)
 
 
 def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
@@ -34,17 +42,32 @@ def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
     except (HTTPError, HFValidationError, OSError) as error:
-        raise ConfigError(f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision)}") from None
+        raise ConfigError(
+            f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision, files)}"
+        ) from None
 
 
-def _why_not(error: Exception, hub_id: str, revision: str) -> str:
+def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
+    """Return the remedy for a machine without network: the command, where to run it, where its files go."""
+    patterns = ["*.json", "*.safetensors", "*spiece.model", "README.md"] if weights else ["*.json"]
+    wanted = [word for pattern in patterns for word in ("--include", pattern)]
+    command = ["hf", "download", hub_id, "--revision", revision, *wanted, "--cache-dir", "hub"]
+    enough = "" if weights else " (the JSON files are enough for plan and dry runs)"
+    return (
+        f"Where there is a network, run: {shlex.join(command)}{enough}; then copy what is in the folder "
+        f"hub/ into {constants.HF_HUB_CACHE} of this machine."
+    )
+
+
+def _why_not(error: Exception, hub_id: str, revision: str, files: list[str]) -> str:
     """The meaning of the hub's error, and the remedy."""
     endpoint = constants.ENDPOINT
     if isinstance(error, LocalEntryNotFoundError):
         offline = "this machine is offline (HF_HUB_OFFLINE)"
         cause = offline if constants.HF_HUB_OFFLINE else f"{endpoint} cannot be reached"
         lacking = f"revision `{revision}` of that hub id is not in {constants.HF_HUB_CACHE}"
-        return f"{lacking}, and {cause}. Fetch it elsewhere, or give a folder."
+        elsewhere = fetch_elsewhere(hub_id, revision, weights=files != CONFIG_FILES)
+        return f"{lacking}, and {cause}. {elsewhere}"
     if isinstance(error, GatedRepoError):
         return (
             f"that hub id is gated. Accept its terms at {endpoint}/{hub_id} and put your token into HF_TOKEN."

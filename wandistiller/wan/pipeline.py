@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants
@@ -15,9 +14,18 @@ from huggingface_hub import constants
 from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import read_json
-from wandistiller.wan.checks import UNFIT, part_problems, pipeline_problems, unfit, weight_problems
+from wandistiller.wan.checks import (
+    UNFIT,
+    part_problems,
+    pipeline_problems,
+    text_problems,
+    unfit,
+    weight_problems,
+)
+from wandistiller.wan.components import text_config
 from wandistiller.wan.defaults import EMBEDDED, WAN21, WAN22, Usual
-from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch
+from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
+from wandistiller.wan.known import index_problems, scheduler_class, tokenizer_problems
 from wandistiller.wan.transformer import meta_transformer
 
 TINY = Path(__file__).parent.parent / "tiny" / "pipeline"
@@ -101,8 +109,8 @@ def require_weights(folder: WanFolder) -> None:
     if folder.revision:
         fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
         if constants.HF_HUB_OFFLINE:
-            offline = "and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere."
-            remedy = f"It is not in {constants.HF_HUB_CACHE}, {offline}"
+            offline = f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE)."
+            remedy = f"{offline} {fetch_elsewhere(folder.name, folder.revision, weights=True)}"
     parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
     empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
     problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
@@ -110,7 +118,7 @@ def require_weights(folder: WanFolder) -> None:
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
     if not {"vae", "text_encoder"} & {*empty}:
-        problems += part_problems(folder.path, folder.vae, folder.config["text_dim"])
+        problems += part_problems(folder.path, folder.vae)
     if problems:
         raise ConfigError(*problems)
 
@@ -146,19 +154,24 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     vae = left_out | _read(path / "vae" / "config.json", name)
     scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
     boundary = index.get("boundary_ratio") if len(experts) == 2 else None
-    problems = pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    problems = index_problems(where, index, [e.value for e in experts])
+    problems += pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
         problems.append(problem(where, "boundary_ratio", boundary, remedy))
-    if problems := problems or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler):
+    problems = problems or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler)
+    if not problems and (path / "text_encoder" / "config.json").is_file():
+        encoder, width = text_config(path), configs[Expert.HIGH_NOISE]["text_dim"]
+        problems = text_problems(f"{name}/text_encoder/config.json", encoder, width)
+    if problems:
         raise ConfigError(*problems)
     shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
     return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
 
 
 def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
-    kind = getattr(diffusers, config["_class_name"], None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+    if not (kind := scheduler_class(config["_class_name"])):
         remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
         return [problem(where, "_class_name", config["_class_name"], remedy)]
     try:

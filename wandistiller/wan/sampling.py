@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import diffusers
 import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from wandistiller.batch import Batch
 from wandistiller.flow import TRAIN_TIMESTEPS, expert_at
 from wandistiller.utils.files import read_json
+from wandistiller.wan.known import scheduler_class
 from wandistiller.wan.pipeline import WanFolder
 
 
@@ -19,7 +19,7 @@ def _scheduler(
     """The pipeline's own scheduler, set to `steps`."""
     config = read_json(folder.path / "scheduler" / "scheduler_config.json")
     key = "shift" if "shift" in config else "flow_shift"
-    scheduler = getattr(diffusers, config["_class_name"]).from_config(config, **{key: shift})
+    scheduler = scheduler_class(config["_class_name"]).from_config(config, **{key: shift})
     scheduler.set_timesteps(steps, device=device)
     return scheduler
 

@@ -23,6 +23,7 @@ NEEDED_FIRST = {
     "text_encoder/config.json",
     "transformer/config.json",
     "vae/config.json",
+    "tokenizer/tokenizer_config.json",
     "README.md",
 }
 NOT_NEEDED = (
@@ -145,7 +146,10 @@ def problems_of(act: Callable[[], object]) -> list[str]:
 def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision: str | None) -> None:
     assert problems_of(lambda: open_wan(name, revision=revision)) == [
         f"{name}: no such folder here, and revision `{revision or 'main'}` of that hub id is not "
-        f"in {cached}, and this machine is offline (HF_HUB_OFFLINE). Fetch it elsewhere, or give a folder."
+        f"in {cached}, and this machine is offline (HF_HUB_OFFLINE). Where there is a network, run: "
+        f"hf download {name} --revision {revision or 'main'} --include '*.json' --cache-dir hub (the JSON "
+        "files are enough for plan and dry runs); then copy what is in the folder hub/ into "
+        f"{cached} of this machine."
     ]
 
 
@@ -154,7 +158,9 @@ def test_weights_that_an_offline_cache_lacks_are_named_by_their_part(cached: Pat
         file.unlink()
     assert problems_of(lambda: require_weights(open_wan(ID))) == [
         f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is offline "
-        "(HF_HUB_OFFLINE). Fetch it elsewhere."
+        f"(HF_HUB_OFFLINE). Where there is a network, run: hf download {ID} --revision {COMMIT} "
+        "--include '*.json' --include '*.safetensors' --include '*spiece.model' --include README.md "
+        f"--cache-dir hub; then copy what is in the folder hub/ into {cached} of this machine."
     ]
 
 

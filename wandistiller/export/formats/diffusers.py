@@ -1,7 +1,7 @@
 """`--format diffusers`: a pipeline folder for WanPipeline.from_pretrained."""
 
-import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.utils.errors import problem
-from wandistiller.utils.files import link_or_copy, write_json
+from wandistiller.utils.files import link_or_copy, read_json, write_json
+from wandistiller.wan.hub import is_used
+from wandistiller.wan.known import known_config, known_index
 from wandistiller.wan.pipeline import WanFolder
 
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
@@ -55,21 +57,33 @@ class DiffusersFormat(ExportFormat):
                 model.save_pretrained(folder / name, max_shard_size=self.max_shard_size)
                 del model  # before the next is read
             for part in ("vae", "text_encoder", "tokenizer"):
-                link_or_copy(teacher.path / part, folder / part)
+                _copy_part(teacher.path / part, folder / part)
             _write_scheduler(teacher, source.facts["shift"], folder / "scheduler")
             _write_index(teacher, source.experts, folder)
             write_pipeline_card(folder, source, self.repository)
         return [output]
 
 
+def _copy_part(source: Path, target: Path) -> None:
+    """Copy the files of a teacher's part that are ever read, its JSON files with known keys only."""
+    link_or_copy(source, target)
+    for file in target.iterdir():
+        if not is_used(f"{target.name}/{file.name}"):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        elif file.suffix == ".json" and file.name != "tokenizer.json":
+            given, known = read_json(file), known_config(file)
+            if given != known:
+                write_json(file, known)
+
+
 def _write_scheduler(teacher: WanFolder, shift: float, folder: Path) -> None:
-    config = json.loads((teacher.path / "scheduler" / "scheduler_config.json").read_text())
+    config = known_config(teacher.path / "scheduler" / "scheduler_config.json")
     config["shift" if "shift" in config else "flow_shift"] = shift
     write_json(folder / "scheduler_config.json", config)
 
 
 def _write_index(teacher: WanFolder, experts: list[str], folder: Path) -> None:
-    index = json.loads((teacher.path / "model_index.json").read_text())
+    index = known_index(read_json(teacher.path / "model_index.json"))
     if len(experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     write_json(folder / "model_index.json", index)

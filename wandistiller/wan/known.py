@@ -1,0 +1,145 @@
+"""The classes and keys of a pipeline's JSON files that are used; nothing else is loaded, run or copied."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers import AutoencoderKLWan, SchedulerMixin, WanTransformer3DModel
+from transformers import BatchEncoding, PreTrainedTokenizerFast, T5TokenizerFast, UMT5Config
+
+from wandistiller.utils.errors import problem
+from wandistiller.utils.files import read_json
+from wandistiller.wan.transformer import TEXT_TOKENS
+
+TOKENIZERS = {
+    "T5Tokenizer": T5TokenizerFast,
+    "T5TokenizerFast": T5TokenizerFast,
+    "PreTrainedTokenizerFast": PreTrainedTokenizerFast,
+    "TokenizersBackend": PreTrainedTokenizerFast,  # as transformers 5 names it
+}
+COMPONENTS = {
+    "text_encoder": ("transformers", ["UMT5EncoderModel"]),
+    "tokenizer": ("transformers", list(TOKENIZERS)),
+    "transformer": ("diffusers", ["WanTransformer3DModel"]),
+    "transformer_2": ("diffusers", ["WanTransformer3DModel"]),
+    "vae": ("diffusers", ["AutoencoderKLWan"]),
+}
+"""Library and classes of each component in model_index.json; a scheduler may be any of diffusers."""
+UNUSED = [None, None]
+"""What model_index.json has for a component that the pipeline does without."""
+TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
+REFUSED = {
+    "auto_map": "No code of a folder or hub id is ever run. Give an original pipeline, or delete this key.",
+    "quantization_config": "Give the weights without quantization.",
+}
+TOKENIZER_KEYS = """
+    add_prefix_space added_tokens_decoder additional_special_tokens backend clean_up_tokenization_spaces
+    extra_ids extra_special_tokens legacy model_max_length padding_side sp_model_kwargs
+    spaces_between_special_tokens split_special_tokens tokenizer_class truncation_side
+    bos_token cls_token eos_token mask_token pad_token sep_token unk_token
+""".split()
+VERSIONS = ["_class_name", "_diffusers_version"]
+
+
+def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
+    """List the keys that ask for code of the folder, or for another library."""
+    return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]
+
+
+def index_problems(where: str, index: dict[str, Any], experts: list[str]) -> list[str]:
+    """List the components in model_index.json that are missing, or not of the classes of Wan.
+
+    Args:
+        experts: folder names of the transformers that are here.
+    """
+    problems = refused_keys(where, index)
+    for part in (*COMPONENTS, "scheduler"):
+        optional = part == "transformer_2" and part not in experts
+        if (given := index.get(part)) not in _allowed(part, given) and not (optional and unused(given)):
+            library, names = COMPONENTS.get(part, ("diffusers", ["UniPCMultistepScheduler"]))
+            also = f' or "{names[1]}"' if part == "tokenizer" else ""
+            remedy = f'Write ["{library}", "{names[0]}"{also}]: no other class is loaded.'
+            problems.append(problem(where, part, given, remedy))
+        elif part == "transformer_2" and given and not unused(given) and part not in experts:
+            remedy = "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
+            problems.append(problem(where, part, given, remedy))
+    for key in sorted(index.keys() - COMPONENTS.keys() - {"scheduler"}):
+        if isinstance(index[key], (list, dict)) and index[key] != UNUSED and key not in REFUSED:
+            remedy = "A text-to-video Wan has no such component. Delete this key, or write [null, null]."
+            problems.append(problem(where, key, index[key], remedy))
+    return problems
+
+
+def unused(component: Any) -> bool:
+    """Tell whether an entry of model_index.json says that there is no such component."""
+    return component is None or component == UNUSED
+
+
+def _allowed(part: str, given: Any) -> list[list[str]]:
+    if part in COMPONENTS:
+        library, names = COMPONENTS[part]
+        return [[library, name] for name in names]
+    is_pair = isinstance(given, list) and len(given) == 2
+    return [["diffusers", given[1]]] if is_pair and scheduler_class(given[1]) else []
+
+
+def scheduler_class(name: Any) -> type[SchedulerMixin] | None:
+    """Return diffusers' scheduler of this name, if it has one."""
+    kind = getattr(diffusers.schedulers, name, None) if isinstance(name, str) else None
+    is_one = isinstance(kind, type) and issubclass(kind, SchedulerMixin) and kind is not SchedulerMixin
+    return kind if is_one else None
+
+
+def tokenizer_problems(where: str, folder: Path) -> list[str]:
+    """List what no tokenizer of Wan has in the JSON files that say how to make it, where they are here."""
+    problems = []
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            config = read_json(folder / name)
+            problems += refused_keys(f"{where}/{name}", config)
+            kind = config.get("tokenizer_class", "T5Tokenizer") if name == "tokenizer_config.json" else None
+            if kind is not None and not (isinstance(kind, str) and kind in TOKENIZERS):
+                remedy = f"Write one of: {', '.join(TOKENIZERS)}. No other class is loaded."
+                problems.append(problem(f"{where}/{name}", "tokenizer_class", kind, remedy))
+    return problems
+
+
+def load_tokenizer(folder: Path) -> T5TokenizerFast | PreTrainedTokenizerFast:
+    """Load the tokenizer in `folder` by its class in TOKENIZERS; a wrong one raises any exception."""
+    file = folder / "tokenizer_config.json"
+    name = read_json(file).get("tokenizer_class") if file.is_file() else None
+    return TOKENIZERS[name or "T5Tokenizer"].from_pretrained(folder, trust_remote_code=False)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str) -> BatchEncoding:
+    """Return ids and mask of a prompt, padded or cut to what the transformer takes, as WanPipeline does."""
+    padded = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True}
+    return tokenizer([prompt], **padded, return_attention_mask=True, return_tensors="pt")
+
+
+def known_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Keep the keys of UMT5, without the path of the machine that wrote the file."""
+    known = {*UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
+    return {key: value for key, value in config.items() if key in known}
+
+
+def known_config(file: Path) -> dict[str, Any]:
+    """Return a component's JSON file, named FOLDER/NAME.json, with the keys that its class knows."""
+    config, part, name = read_json(file), file.parent.name, file.name
+    if part == "text_encoder" and name == "config.json":
+        return known_text_config(config)
+    if part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
+        return {key: value for key, value in config.items() if key in TOKENIZER_KEYS}
+    kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
+    kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
+    if kind := kinds.get(part) if name in ("config.json", "scheduler_config.json") else None:
+        known = [*inspect.signature(kind.__init__).parameters, *VERSIONS]
+        return {key: value for key, value in config.items() if key in known}
+    return config
+
+
+def known_index(index: dict[str, Any]) -> dict[str, Any]:
+    """Keep the keys of model_index.json that a WanPipeline has."""
+    known = {*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS}
+    return {key: value for key, value in index.items() if key in known}
