@@ -44,6 +44,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         device,
         fps=job.run.video_fps,
         samples_per_file=job.run.prepare_batch,
+        background=job.background,
         teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
     )
     selection, samples = _select(job, latents)
