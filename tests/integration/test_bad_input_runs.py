@@ -89,7 +89,9 @@ def test_media_that_cannot_be_used_are_listed_with_the_reason(
 ) -> None:
     folder, reasons = media
     prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder)), 1))
-    listed = dict(line.split(": ", 1) for line in json.loads((tmp_path / "out" / "skipped.json").read_text()))
+    entries = json.loads((tmp_path / "out" / "skipped.json").read_text())
+    assert {entry["prompt"] for entry in entries} == {"a red circle"}
+    listed = {entry["file"]: entry["reason"] for entry in entries}
     assert listed.keys() == {str(folder / name) for name in reasons}
     assert {name: text for name, text in reasons.items() if text not in listed[str(folder / name)]} == {}
 

@@ -216,7 +216,7 @@ def _complete(
         num_epochs=None,
         sample_every=sample_every,
         sample_interval=None,
-        sample_prompts=run.sample_prompts or _spread(items),
+        sample_prompts=run.sample_prompts or (items.spread() if items else []),
         teacher_dtype=None,
         **dataclasses.asdict(EngineOverrides()),
     )
@@ -242,11 +242,6 @@ def block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
             "write 1."
         )
     return problems
-
-
-def _spread(items: PromptDataset | None) -> list[str]:
-    """Pick up to 8 prompts, evenly over the data."""
-    return [items[i].prompt for i in range(0, len(items), max(1, len(items) // 8))][:8] if items else []
 
 
 def _media_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:

@@ -83,6 +83,10 @@ class PromptDataset(Sequence[PromptItem]):
         numbers = np.flatnonzero(np.isin(self.kinds, kinds))
         return self[int(numbers[0])] if len(numbers) else None
 
+    def spread(self) -> list[str]:
+        """Pick up to 8 prompts, evenly over the data."""
+        return [self[i].prompt for i in range(0, len(self), max(1, len(self) // 8))][:8]
+
     def samples(self, per_prompt: int) -> int:
         """Count the samples in one epoch: media once, prompts without media `per_prompt` times."""
         return len(self) + int((self.kinds == MediaType.PROMPT).sum()) * (per_prompt - 1)
@@ -151,7 +155,7 @@ class _Index:
         number = self._file[row]
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
-            return PromptItem(caption(path), path)
+            return PromptItem(clean(_beside(path).read_text(encoding="utf-8-sig")), path)
         with path.open("rb") as stream:
             if table := self._tables.get(number):
                 _, _, fields = next(table.records(stream, self._offset[row]))
@@ -291,7 +295,7 @@ def _beside(media: Path) -> Path:
 
 
 def caption(media: Path) -> str:
-    """Read the prompt in the .txt beside a medium; empty if that cannot be read."""
+    """Read the prompt beside a file that is not used; empty if that cannot be read."""
     try:
         return clean(_beside(media).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError):

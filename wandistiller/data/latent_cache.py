@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch
-from wandistiller.data.dataset import PromptItem
 from wandistiller.data.colours import RGB, WHITE
+from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import MediaError, Size, file_fingerprint, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, collective_turns, own_share, until_stopped

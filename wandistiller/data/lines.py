@@ -23,7 +23,7 @@ def clean(prompt: str) -> str:
 
 
 def has_prompt(text: str) -> bool:
-    """Return whether anything visible is left after cleaning; mostly without ftfy, which takes 17 us a line."""
+    """Return whether cleaning leaves anything to see; mostly without ftfy, which takes 17 us a line."""
     if re.search("[0-9A-Za-z\u3041-\u3163\u3165-\ud7af]", text) and "&" not in text and text.isprintable():
         return True
     return any(unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp") for c in clean(text))
@@ -67,8 +67,8 @@ class Table:
         self._media = next((names.index(n) for n in MEDIA_COLUMNS if n in names), None)
         if self._prompt < 0:
             raise ValueError(
-                f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header such "
-                "as prompt,file, or write one prompt a line into a .txt."
+                f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header "
+                "such as prompt,file, or write one prompt a line into a .txt."
             )
 
     def records(
