@@ -11,7 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from wandistiller.data.lines import DIALECTS, LONGEST_LINE, Table, clean, has_prompt, parse_json
+from wandistiller.data.lines import (
+    DIALECTS,
+    LISTS,
+    LONGEST_LINE,
+    NO_MEDIA,
+    Table,
+    clean,
+    has_prompt,
+    parse_json,
+)
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError, is_text, readable
 
@@ -20,9 +29,6 @@ IMAGES = set(
 )
 VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
 EMBEDDED = {"tiny": shapes.seen_prompts, "tiny:held_out": shapes.held_out_prompts}
-LISTS = (".txt", ".jsonl", *DIALECTS)
-NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .sh .bak .npz .pt".split()}
-"""Endings of files that may lie beside a list of prompts of the same name."""
 SHOWN = 20
 """Greatest number of problems that are listed; the others are counted."""
 

@@ -13,6 +13,9 @@ import ftfy
 LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
 DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
+LISTS = (".txt", ".jsonl", *DIALECTS)
+NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .sh .bak .npz .pt".split()}
+"""Endings of files that may lie beside a list of prompts of the same name."""
 PROMPT_COLUMNS = ("prompt", "caption", "text")
 MEDIA_COLUMNS = ("file", "media", "image", "video", "file_name")
 
