@@ -17,6 +17,7 @@ from wandistiller.data.lines import (
     LONGEST_LINE,
     NO_MEDIA,
     Table,
+    beside,
     clean,
     has_prompt,
     parse_json,
@@ -161,7 +162,7 @@ class _Index:
         number = self._file[row]
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
-            return PromptItem(clean(_beside(path).read_text(encoding="utf-8-sig")), path)
+            return PromptItem(clean(beside(path).read_text(encoding="utf-8-sig")), path)
         with path.open("rb") as stream:
             if table := self._tables.get(number):
                 _, _, fields = next(table.records(stream, self._offset[row]))
@@ -187,14 +188,14 @@ class _Index:
                 if ending in media:
                     self._add_medium(name)
                 elif ending.lower() == ".txt" and not any(_holds(names, stem + e) for e in media):
-                    beside = [stem + e for e in unknown if _holds(names, stem + e)]
-                    self.unknown += [Path(folder, n) for n in beside]
-                    if not beside:
+                    unused = [stem + e for e in unknown if _holds(names, stem + e)]
+                    self.unknown += [Path(folder, n) for n in unused]
+                    if not unused:
                         self.add_lines(name)
 
     def _add_medium(self, name: str) -> None:
         media = self._root / name
-        text = _beside(media)
+        text = beside(media)
         if not is_text(name):
             return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
         if text.is_file() and text.stat().st_size > LONGEST_LINE:
@@ -292,17 +293,3 @@ def _holds(names: list[str], name: str) -> bool:
     """Return whether a sorted list holds `name`; a set would double the memory of a long list."""
     place = bisect_left(names, name)
     return place < len(names) and names[place] == name
-
-
-def _beside(media: Path) -> Path:
-    """Return the .txt of a medium; its ending may be in capitals."""
-    found = (path for e in (".txt", ".TXT", ".Txt") if (path := media.with_suffix(e)).is_file())
-    return next(found, media.with_suffix(".txt"))
-
-
-def caption(media: Path) -> str:
-    """Read the prompt beside a file that is not used; empty if that cannot be read."""
-    try:
-        return clean(_beside(media).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError):
-        return ""

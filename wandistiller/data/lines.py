@@ -6,6 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import ftfy
@@ -110,3 +111,17 @@ class Table:
         if not has_prompt(prompt):
             raise ValueError("no prompt. Fill its column, or take the line out.")
         return prompt, medium or None
+
+
+def beside(media: Path) -> Path:
+    """Return the .txt of a medium; its ending may be in capitals."""
+    found = (path for e in (".txt", ".TXT", ".Txt") if (path := media.with_suffix(e)).is_file())
+    return next(found, media.with_suffix(".txt"))
+
+
+def caption(media: Path) -> str:
+    """Read the prompt beside a file that is not used; empty if that cannot be read."""
+    try:
+        return clean(beside(media).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError):
+        return ""

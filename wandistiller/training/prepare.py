@@ -7,8 +7,9 @@ import numpy as np
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
-from wandistiller.data.dataset import SHOWN, MediaType, PromptItem, caption
+from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.lines import caption
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, caption, read_dataset
+from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
+from wandistiller.data.lines import caption
 from wandistiller.utils.errors import ConfigError
 
 
