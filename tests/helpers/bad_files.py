@@ -21,8 +21,16 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ("p.txt", "a red circle\n".encode("utf-16"), ", line 1: not UTF-8: ...Save it as UTF-8."),
     ("p.txt", b"a\nb\n\xff\n", ", line 3: not UTF-8: ...Save it as UTF-8."),
     ("p.txt", "red " * 2_500_000, ", line 1: over 65536 bytes. Write one prompt a line."),
-    ("p.csv", "a red circle\n", ": not a .txt, .jsonl or folder. Write prompts into a .txt"),
-    ("p.png", b"", ": not a .txt, .jsonl or folder. Write prompts into a .txt"),
+    ("p.csv", "a red circle\n", ", line 1: no column prompt, caption or text. Begin with a header"),
+    ("p.CSV", 'id,prompt\n1,"a\n', ", line 2: not valid CSV: "),
+    ("p.csv", 'prompt\na\n"' + "b\n" * 40_000, ", line 3: over 65536 bytes. Write one prompt a record"),
+    ("p.csv", "caption,id\na,1\n,2\n", ", line 3: no prompt. Fill its column, or take the line out."),
+    ("p.tsv", "file\tprompt\nnone.png\ta\n", ", line 2: no such file: "),
+    ("p.csv", "", ", line 1: no column prompt"),
+    ("p.csv", b"prompt\na\n\xff\n", ", line 3: not UTF-8: "),
+    ("p.txt", "\u200b\n\u2060\u00ad\ufeff \n", ": no prompt in it."),
+    ("p.jsonl", '{"prompt": "\u200b"}\n', ", line 1: no prompt."),
+    ("p.png", b"", ": not a .txt, .jsonl, .csv, .tsv or folder. Write prompts into a .txt"),
     ("p.jsonl", "", ": no prompt in it. Write one prompt a line."),
     ("p.jsonl", '{"prompt": "a"}\n[]\n', ', line 2: no prompt. Write {"prompt": "...'),
     ("p.jsonl", '{"prompt": "a", "id": ' + "9" * 5000 + "}\n", NO_OBJECT),
@@ -37,6 +45,8 @@ FOLDERS: list[tuple[dict[str, Any], str]] = [
     ({"d/a.png": b"", "d/a.txt": "\n"}, "{here}/d/a.png: no prompt. Write it into a.txt beside it."),
     ({"d/a.png": b"", "d/a.txt": b"\xff"}, "{here}/d/a.txt: not UTF-8: ...Save it as UTF-8."),
     ({"d/a.png": b"", "d/a.txt": "x" * 70_000}, "{here}/d/a.txt: over 65536 bytes. Write one prompt."),
+    ({"d/a.png": b"", "d/a.txt": "\u200b"}, "{here}/d/a.png: no prompt. Write it into a.txt beside it."),
+    ({"d/a.psd": b"", "d/a.txt": "red"}, "{here}/d: no file in it can be read: {here}/d/a.psd and 0 more"),
     ({"d/b.txt": b"\xff"}, "{here}/d/b.txt, line 1: not UTF-8: ...Save it as UTF-8."),
 ]
 
@@ -54,7 +64,7 @@ TRAPS = {"loop": circle, "pipe.txt": pipe}
 """Files beside the sound ones."""
 TOO_LONG = "is too long a name. Give a shorter path."
 NO_WAN = "...Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
-NO_DATA = "...no such file or folder. Give prompts (.txt, .jsonl), a folder of media, or `tiny`."
+NO_DATA = "...no such file or folder. Give prompts (.txt, .jsonl, .csv, .tsv), a folder of media, or `tiny`."
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
         ("{here}/loop", "its symbolic links lead in a circle. Name the file itself."),

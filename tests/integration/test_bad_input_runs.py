@@ -89,9 +89,47 @@ def test_media_that_cannot_be_used_are_listed_with_the_reason(
 ) -> None:
     folder, reasons = media
     prepare(read_job(a_run(tmp_path, wan1, data_path=str(folder)), 1))
-    listed = dict(line.split(": ", 1) for line in json.loads((tmp_path / "out" / "skipped.json").read_text()))
+    entries = json.loads((tmp_path / "out" / "skipped.json").read_text())
+    assert {entry["prompt"] for entry in entries} == {"a red circle"}
+    listed = {entry["file"]: entry["reason"] for entry in entries}
     assert listed.keys() == {str(folder / name) for name in reasons}
     assert {name: text for name, text in reasons.items() if text not in listed[str(folder / name)]} == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prompts(
+    tmp_path: Path, wan1: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("bad.png", "good.png", "raw.psd"):
+        noise(SIDE, SIDE).save(folder / name, "PNG")
+        (folder / name).with_suffix(".txt").write_text(f"a {name}")
+    halved(folder / "bad.png")
+    given = {"data_path": str(folder), "sample_prompts": None}
+    data, *_ = prepare(read_job(a_run(tmp_path, wan1, **given), 1))
+    entries = json.loads((tmp_path / "out" / "skipped.json").read_text())
+    assert [(Path(e["file"]).name, e["prompt"]) for e in entries] == [
+        ("bad.png", "a bad.png"),
+        ("raw.psd", "a raw.psd"),
+    ]
+    assert data.sample_prompts == ["a good.png"]
+    with pytest.raises(ConfigError, match=r"`strict` is true, and 1 file.*raw\.psd"):
+        read_job(a_run(tmp_path, wan1, **given, strict=True), 1)
+
+
+def test_a_background_changes_what_a_run_is_only_if_pictures_may_show_it(tmp_path: Path, wan1: Path) -> None:
+    prompts = read_job(a_run(tmp_path, wan1), 1).identity
+    assert read_job(a_run(tmp_path, wan1, background="blue"), 1).identity == prompts
+    noise(SIDE, SIDE).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a")
+    white, same, blue = (
+        read_job(a_run(tmp_path, wan1, data_path=str(tmp_path), background=name), 1).identity
+        for name in ("white", "#ffffff", "blue")
+    )
+    assert white == same != blue
+    with pytest.raises(ConfigError, match='`background` is "whit"'):
+        read_job(a_run(tmp_path, wan1, background="whit"), 1)
 
 
 @pytest.mark.usefixtures("one_rank")

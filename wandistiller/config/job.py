@@ -9,6 +9,7 @@ from typing import Any
 from wandistiller.batch import Expert
 from wandistiller.config.run_config import JSON_FILES, RunConfig
 from wandistiller.data.buckets import make_buckets
+from wandistiller.data.colours import RGB, WHITE, background_of
 from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
@@ -104,7 +105,10 @@ class Job:
             or fingerprint(self.folder.path / e.value for e in self.folder.configs),
             "student": digest(dataclasses.asdict(self.student), self.student_transformer),
             "data": digest(
-                self.items.digest, *map(str, (self.rollouts, self.size, self.buckets)), r.video_fps
+                self.items.digest,
+                *map(str, (self.rollouts, self.size, self.buckets)),
+                r.video_fps,
+                *self._other_background,
             ),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
@@ -118,6 +122,16 @@ class Job:
             "precision": dtype_name(self.student_ds),
             **self._tuning,
         }
+
+    @property
+    def background(self) -> RGB:
+        return background_of(self.run.background)
+
+    @property
+    def _other_background(self) -> list[RGB]:
+        """The background, if it is not the default and there are pictures that may show it."""
+        pictures = self.items.first(MediaType.IMAGE, MediaType.GIF)
+        return [self.background] if pictures and self.background != WHITE else []
 
     @property
     def _tuning(self) -> dict[str, Any]:
@@ -175,6 +189,7 @@ class Job:
         teacher = sum(count_parameters(c) for c in f.configs.values())
         student = count_parameters(self.student_transformer) * len(self.student_experts)
         b, media = self.batch, (self.items.kinds != MediaType.PROMPT).sum()
+        left_out = f", {self.items.duplicates} duplicates left out" if self.items.duplicates else ""
         return [
             f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
             f"{f.config['num_layers']} layers, {read_placement(self.teacher_ds).describe(self.teacher_ds)}, "
@@ -183,7 +198,7 @@ class Job:
             f"{layers} layers, from {self.student.init}, ZeRO stage {stage(self.student_ds)}, "
             f"{dtype_name(self.student_ds)}",
             f"data      {len(self.items)} prompts, {media} with media, "
-            f"{r.height}x{r.width}, {r.num_frames} frame(s)",
+            f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
             *(f"{key:<14} {value}" for key, value in self._tuning.items()),
             f"objective {self.objective}",
             f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",

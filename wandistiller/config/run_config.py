@@ -49,7 +49,9 @@ class RunConfig:
 
     teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
-    data_path: str = paths("", "prompts: .txt, .jsonl, a folder of media with .txt beside, or `tiny`")
+    data_path: str = paths(
+        "", "prompts: .txt, .jsonl, .csv, .tsv, a folder of media with .txt beside, or `tiny`"
+    )
     output_dir: str = paths("", "where the run is written")
     cache_dir: str | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
@@ -110,6 +112,7 @@ class RunConfig:
     video_fps: Annotated[float, Gt(0), Le(10**6)] | None = size(
         None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )
+    background: str = size("white", "colour below transparent parts of media: a name, or #rrggbb")
     strict: bool = size(
         False, "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
     )

@@ -13,6 +13,7 @@ from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
+from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import collectives
@@ -236,7 +237,7 @@ def _complete(
         num_epochs=None,
         sample_every=sample_every,
         sample_interval=None,
-        sample_prompts=run.sample_prompts or _spread(items),
+        sample_prompts=run.sample_prompts or (items.spread() if items else []),
         teacher_dtype=None,
         **dataclasses.asdict(EngineOverrides()),
     )
@@ -264,14 +265,14 @@ def block_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _spread(items: PromptDataset | None) -> list[str]:
-    """Pick up to 8 prompts, evenly over the data."""
-    return [items[i].prompt for i in range(0, len(items), max(1, len(items) // 8))][:8] if items else []
-
-
 def _media_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """List media that do not fit the run's frames or this machine, and buckets not fit for the teacher."""
-    problems = []
+    problems = background_problems(run.background)
+    if run.strict and "items" in parts and (unknown := parts["items"].unknown):
+        problems.append(
+            f"`strict` is true, and {len(unknown)} file(s) with a prompt beside them have an ending that is "
+            f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
+        )
     if run.num_frames > 1 and "items" in parts and (still := parts["items"].first(MediaType.IMAGE)):
         remedy = "Write 1, or give videos."
         problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from wandistiller.data.dataset import VIDEOS
-from wandistiller.data.media import UNREADABLE, WIDEST, file_fingerprint, media_frames
+from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, file_fingerprint, media_frames, opened
 from wandistiller.data.turns import own_share
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
@@ -91,9 +91,10 @@ def _dimensions(path: Path) -> tuple[int, int]:
         if path.suffix.lower() in VIDEOS:
             with closing(media_frames(path, 1.0)) as frames:
                 return next(frames).size[::-1]
-        with Image.open(path) as image:
-            # reads the header alone; a PNG's own getexif would decode it all (pillow 13)
-            turned = Image.Image.getexif(image).get(0x0112, 1) >= 5
+        with opened(path) as image:
+            # reads the header alone; a PNG's own getexif would decode it all, and a TIFF is
+            # turned by Pillow itself (pillow 13)
+            turned = image.format != "TIFF" and Image.Image.getexif(image).get(ORIENTATION, 1) >= 5
             return image.size if turned else image.size[::-1]
     except (*UNREADABLE, StopIteration):
         return 0, 0

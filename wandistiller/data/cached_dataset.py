@@ -100,9 +100,19 @@ class CachedData:
     """Clean latents and text in the order of training."""
 
     def __init__(
-        self, selection: SampleSelection, samples: dict[int, Sample], latents: LatentCache, text: TextCache
+        self,
+        selection: SampleSelection,
+        samples: dict[int, Sample],
+        latents: LatentCache,
+        text: TextCache,
+        sample_prompts: list[str],
     ):
-        """Serve `samples`, the run's own by number, from the caches that hold them."""
+        """Serve `samples`, the run's own by number, from the caches that hold them.
+
+        Args:
+            sample_prompts: prompts of the pictures that are drawn.
+        """
+        self.sample_prompts = sample_prompts
         self.selection, self._latents, self._text = selection, latents, text
         self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}

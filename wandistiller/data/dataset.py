@@ -1,10 +1,7 @@
 """Prompts and media by number, for millions of them: only positions in the files are in memory."""
 
 import hashlib
-import html
-import json
 import os
-import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -12,17 +9,27 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import ftfy
 import numpy as np
 
+from wandistiller.data.lines import (
+    DIALECTS,
+    LISTS,
+    LONGEST_LINE,
+    NO_MEDIA,
+    Table,
+    beside,
+    clean,
+    has_prompt,
+    parse_json,
+)
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError, is_text, readable
 
-IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+IMAGES = set(
+    ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
+)
 VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
 EMBEDDED = {"tiny": shapes.seen_prompts, "tiny:held_out": shapes.held_out_prompts}
-LONGEST_LINE = 2**16
-"""Bytes; only the first 512 tokens of a prompt are used."""
 SHOWN = 20
 """Greatest number of problems that are listed; the others are counted."""
 
@@ -45,31 +52,28 @@ class PromptItem:
     media: Path | None = None
 
 
-def clean(prompt: str) -> str:
-    """Clean a prompt as WanPipeline does before the tokenizer."""
-    return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()).strip()
-
-
-def _has_prompt(text: str) -> bool:
-    """Return whether anything is left after cleaning; mostly without ftfy, which takes 17 us a line."""
-    return bool(
-        re.search("[0-9A-Za-z\u3041-\ud7af]", text) and "&" not in text and text.isprintable() or clean(text)
-    )
-
-
 class PromptDataset(Sequence[PromptItem]):
     """The data by number, in the order given, without duplicates."""
 
-    def __init__(self, read: Callable[[int], PromptItem], kinds: Sequence[int], hashes: Sequence[int]):
+    def __init__(
+        self,
+        read: Callable[[int], PromptItem],
+        kinds: Sequence[int],
+        hashes: Sequence[int],
+        unknown: Sequence[Path] = (),
+    ):
         """Keep the rows that differ.
 
         Args:
             read: returns the item of a row of the source.
             kinds: `MediaType` of each row.
             hashes: 64-bit hash of each row's content.
+            unknown: files that have a prompt beside them and an ending that is not known.
         """
+        self.unknown = unknown
         self._read, hashes_N = read, np.asarray(hashes, dtype=np.uint64)
         self._rows = np.sort(np.unique(hashes_N, return_index=True)[1])
+        self.duplicates = len(hashes_N) - len(self._rows)
         self.kinds = np.asarray(kinds, dtype=np.uint8)[self._rows]
         """`MediaType` of each item."""
         self.digest = hashlib.blake2b(hashes_N[self._rows].tobytes(), digest_size=8).hexdigest()
@@ -86,6 +90,10 @@ class PromptDataset(Sequence[PromptItem]):
         numbers = np.flatnonzero(np.isin(self.kinds, kinds))
         return self[int(numbers[0])] if len(numbers) else None
 
+    def spread(self) -> list[str]:
+        """Pick up to 8 prompts, evenly over the data."""
+        return [self[i].prompt for i in range(0, len(self), max(1, len(self) // 8))][:8]
+
     def samples(self, per_prompt: int) -> int:
         """Count the samples in one epoch: media once, prompts without media `per_prompt` times."""
         return len(self) + int((self.kinds == MediaType.PROMPT).sum()) * (per_prompt - 1)
@@ -93,7 +101,7 @@ class PromptDataset(Sequence[PromptItem]):
 
 @readable()
 def read_dataset(data_path: str) -> PromptDataset:
-    """Index the data: `tiny`, `tiny:held_out`, a .txt of prompts, a .jsonl, or a folder.
+    """Index the data: `tiny`, `tiny:held_out`, a .txt of prompts, a .jsonl, a .csv, a .tsv, or a folder.
 
     In a folder, a .txt with the name of a medium is its prompt; any other .txt has one prompt per line. Blank
     lines and lines that start with # are skipped.
@@ -108,12 +116,13 @@ def read_dataset(data_path: str) -> PromptDataset:
         return PromptDataset(lambda row: PromptItem(prompts[row]), kinds, hashes)
     if not path.exists():
         raise ConfigError(
-            f"{data_path}: no such file or folder. Give prompts (.txt, .jsonl), a folder of media, or `tiny`."
+            f"{data_path}: no such file or folder. Give prompts ({', '.join(LISTS)}), a folder of media, or "
+            "`tiny`."
         )
-    if not (path.is_dir() or (path.is_file() and path.suffix in (".txt", ".jsonl"))):
+    if not (path.is_dir() or (path.is_file() and path.suffix.lower() in LISTS)):
         raise ConfigError(
-            f"{data_path}: not a .txt, .jsonl or folder. Write prompts into a .txt, one a line, or give a "
-            "folder."
+            f"{data_path}: not a {', '.join(LISTS)} or folder. Write prompts into a .txt, one a line, or "
+            "give a folder."
         )
     index = _Index(path if path.is_dir() else path.parent)
     if path.is_dir():
@@ -123,9 +132,15 @@ def read_dataset(data_path: str) -> PromptDataset:
     if index.problems:
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
+    if not index.hashes and index.unknown:
+        known = ", ".join(sorted(IMAGES | VIDEOS))
+        raise ConfigError(
+            f"{data_path}: no file in it can be read: {index.unknown[0]} and {len(index.unknown) - 1} more "
+            f"with a prompt beside them. Known endings: {known}."
+        )
     if not index.hashes:
         raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line.")
-    return PromptDataset(index.read, index.kinds, index.hashes)
+    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown)
 
 
 class _Index:
@@ -137,6 +152,8 @@ class _Index:
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes = array("B"), array("Q")
+        self._tables: dict[int, Table] = {}
+        self.unknown: list[Path] = []
         self.problems: list[str] = []
         """The first SHOWN of them; `wrong` counts all."""
         self.wrong = 0
@@ -145,11 +162,15 @@ class _Index:
         number = self._file[row]
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
-            return PromptItem(clean(path.with_suffix(".txt").read_text(encoding="utf-8-sig")), path)
+            return PromptItem(clean(beside(path).read_text(encoding="utf-8-sig")), path)
         with path.open("rb") as stream:
-            stream.seek(self._offset[row])
-            line = stream.readline().decode("utf-8-sig").strip()
-        prompt, medium = _parse(line) if path.suffix == ".jsonl" else (line, None)
+            if table := self._tables.get(number):
+                _, _, fields = next(table.records(stream, self._offset[row]))
+                prompt, medium = table.item(fields)
+            else:
+                stream.seek(self._offset[row])
+                line = stream.readline().decode("utf-8-sig").strip()
+                prompt, medium = parse_json(line) if path.suffix.lower() == ".jsonl" else (line, None)
         return PromptItem(clean(prompt), path.parent / medium if medium else None)
 
     def add_folder(self) -> None:
@@ -159,18 +180,22 @@ class _Index:
             names.sort()
             endings = {os.path.splitext(n)[1] for n in names}
             media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
+            unknown = sorted(e for e in endings if e.lower() not in IMAGES | VIDEOS | NO_MEDIA)
             inside = os.path.relpath(folder, self._root)
             for name in names:
                 stem, ending = os.path.splitext(name)
                 name = os.path.normpath(os.path.join(inside, name))
                 if ending in media:
                     self._add_medium(name)
-                elif ending == ".txt" and not any(_holds(names, stem + e) for e in media):
-                    self.add_lines(name)
+                elif ending.lower() == ".txt" and not any(_holds(names, stem + e) for e in media):
+                    unused = [stem + e for e in unknown if _holds(names, stem + e)]
+                    self.unknown += [Path(folder, n) for n in unused]
+                    if not unused:
+                        self.add_lines(name)
 
     def _add_medium(self, name: str) -> None:
         media = self._root / name
-        text = media.with_suffix(".txt")
+        text = beside(media)
         if not is_text(name):
             return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
         if text.is_file() and text.stat().st_size > LONGEST_LINE:
@@ -179,15 +204,17 @@ class _Index:
             prompt = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else ""
         except UnicodeDecodeError as error:
             return self._add_problem(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
-        if not _has_prompt(prompt):
+        if not has_prompt(prompt):
             return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it.")
         self._add_file(name)
         self._add(-1, prompt, name)
 
     def add_lines(self, name: str) -> None:
-        """Add the items of one .txt or .jsonl."""
+        """Add the items of one list of prompts."""
         path, offset = self._root / name, 0
         self._add_file(name)
+        if path.suffix.lower() in DIALECTS:
+            return self._add_table(path)
         with path.open("rb") as stream:
             # by b"\n": JSON strings may hold other characters that end a line for Python
             for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
@@ -205,14 +232,35 @@ class _Index:
                     self._add_problem(f"{path}, line {number}: {error}")
                 offset += len(raw)
 
+    def _add_table(self, path: Path) -> None:
+        line = 1
+        with path.open("rb") as stream:
+            try:
+                table = Table(stream, path.suffix.lower())
+                self._tables[len(self._ends) - 2] = table
+                line, offset = 1 + table.header_lines, table.start
+                for end, lines, fields in table.records(stream, offset):
+                    try:
+                        if any(field.strip() for field in fields):
+                            self._add_checked(offset, *table.item(fields), path)
+                    except ValueError as error:
+                        self._add_problem(f"{path}, line {line}: {error}")
+                    offset, line = end, line + lines
+            except UnicodeDecodeError as error:
+                self._add_problem(f"{path}, line {line}: not UTF-8: {error}. Save it as UTF-8.")
+            except ValueError as error:
+                self._add_problem(f"{path}, line {line}: {error}")
+
     def _add_line(self, offset: int, line: str, path: Path) -> None:
-        if path.suffix == ".jsonl":
-            prompt, medium = _parse(line)
-            if medium and not (path.parent / medium).is_file():
-                raise ValueError(f"no such file: {path.parent / medium}. Fix the name.")
-            self._add(offset, prompt, medium)
-        elif _has_prompt(line):
+        if path.suffix.lower() == ".jsonl":
+            self._add_checked(offset, *parse_json(line), path)
+        elif has_prompt(line):
             self._add(offset, line, None)
+
+    def _add_checked(self, offset: int, prompt: str, medium: str | None, path: Path) -> None:
+        if medium and not (path.parent / medium).is_file():
+            raise ValueError(f"no such file: {path.parent / medium}. Fix the name.")
+        self._add(offset, prompt, medium)
 
     def _add_file(self, name: str) -> None:
         self._names += os.fsencode(name)
@@ -245,29 +293,3 @@ def _holds(names: list[str], name: str) -> bool:
     """Return whether a sorted list holds `name`; a set would double the memory of a long list."""
     place = bisect_left(names, name)
     return place < len(names) and names[place] == name
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        raise ValueError("a key is given twice")
-    return entry
-
-
-def _parse(line: str) -> tuple[str, str | None]:
-    """Return the prompt and the medium's name of one line of a .jsonl. Raises ValueError with the reason."""
-    try:
-        entry = json.loads(line, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(prompt, str) or not _has_prompt(prompt):
-        raise ValueError(
-            'no prompt. Write {"prompt": "...", "image": "file.png"}; image, video and id may be left out.'
-        )
-    if unknown := sorted(set(entry) - {"prompt", "image", "video", "id"}):
-        raise ValueError(f"unknown key `{unknown[0]}`. Known keys: prompt, image, video, id.")
-    names = [entry[k] for k in ("image", "video") if entry.get(k) is not None]
-    if len(names) > 1 or any(not isinstance(n, str) for n in names):
-        raise ValueError("give one file name, as image or as video.")
-    return prompt.strip(), names[0] if names else None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch
+from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import MediaError, Size, file_fingerprint, load_media
+from wandistiller.data.media import MediaError, Size, file_fingerprint, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, collective_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
@@ -60,6 +61,7 @@ class LatentCache:
         fps: float,
         teacher_fingerprint: str,
         samples_per_file: int,
+        background: RGB = WHITE,
     ):
         """Name the cache's folders; nothing is read or written yet.
 
@@ -68,10 +70,11 @@ class LatentCache:
             fps: frames a second that videos are read at.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
             samples_per_file: samples per file and per teacher call.
+            background: colour below transparent parts of media.
         """
         self.device = device
         self._folder, self._rollouts = folder, rollouts
-        self._fps, self._samples_per_file = fps, samples_per_file
+        self._fps, self._samples_per_file, self._background = fps, samples_per_file, background
         making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making)))
         self._media = TensorCache(cache / "latents" / digest(fingerprint([folder.path / "vae"])))
@@ -81,7 +84,8 @@ class LatentCache:
         """Return the key of a sample."""
         item, size = sample.item, str(sample.size)
         if item.media:
-            return digest(file_fingerprint(item.media), size, self._fps)
+            more = pixels_depend_on(item.media, self._background)
+            return digest(file_fingerprint(item.media), size, self._fps, *more)
         return digest(item.prompt, sample.rollout_index, size)
 
     def __contains__(self, key: str) -> bool:
@@ -137,7 +141,7 @@ class LatentCache:
         tensors, unusable = {}, {}
         for key, sample in samples.items():
             try:
-                pixels_CFHW = load_media(sample.item.media, sample.size, self._fps)
+                pixels_CFHW = load_media(sample.item.media, sample.size, self._fps, self._background)
             except MediaError as error:
                 unusable[key] = f"{sample.item.media}: {error}."
             else:

@@ -12,7 +12,8 @@ from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from torch import Tensor
 
-from wandistiller.data.dataset import EMBEDDED, clean, read_dataset
+from wandistiller.data.dataset import EMBEDDED, read_dataset
+from wandistiller.data.lines import LISTS, has_prompt
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.progress import Progress
 from wandistiller.flow import TRAIN_TIMESTEPS
@@ -76,9 +77,9 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
-    if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix in (".txt", ".jsonl")):
+    if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix.lower() in LISTS):
         return [item.prompt for item in read_dataset(words[0])]
-    if empty := [prompt for prompt in words if not clean(prompt)]:
+    if empty := [prompt for prompt in words if not has_prompt(prompt)]:
         remedy = "Write some text, or name a .txt or .jsonl of prompts."
         raise ConfigError(problem("command line", "prompts", empty[0], remedy))
     return words

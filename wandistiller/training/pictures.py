@@ -38,20 +38,20 @@ class PictureDrawer:
         self._first = self._first or self._first_row(vae)
         rows = self._first | {"student": self._row(partial(self._sampled, self.student), vae)}
         if collectives.rank() == 0:
-            save_grid(job.picture(done), rows, job.run.sample_prompts)
+            save_grid(job.picture(done), rows, self.data.sample_prompts)
         return rows
 
     def _first_row(self, vae: Vae) -> dict[str, list[Tensor]]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher:
             return {"teacher": self._row(partial(self._sampled, self.teacher), vae)}
-        if self.data.has_rollouts(self.job.run.sample_prompts):
+        if self.data.has_rollouts(self.data.sample_prompts):
             return {"teacher": self._row(self.data.x0_of, vae)}
         return {}
 
     def _row(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
         """Return the middle frame of `make(prompts)` for each prompt, image_CHW in [0, 1] on the CPU."""
-        world, prompts, micro = collectives.world_size(), self.job.run.sample_prompts, self.job.batch.micro
+        world, prompts, micro = collectives.world_size(), self.data.sample_prompts, self.job.batch.micro
         # equal for all ranks, so that collectives match; the surplus is cut
         share = -(-len(prompts) // world)
         first = collectives.rank() * share

@@ -1,12 +1,15 @@
 """`wandistiller prepare`: fill the cache with encoded prompts and latents, as `train` does if need be."""
 
+from pathlib import Path
+
 import numpy as np
 
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
-from wandistiller.data.dataset import SHOWN, MediaType
+from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.lines import caption
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
@@ -17,6 +20,11 @@ from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.logging import set_activity
+
+Skipped = dict[str, str]
+"""Entry of skipped.json: file, reason and prompt."""
+NAMED = 3
+"""Greatest number of skipped media that are named in the log."""
 
 
 @within("prepare")
@@ -44,10 +52,12 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         device,
         fps=job.run.video_fps,
         samples_per_file=job.run.prepare_batch,
+        background=job.background,
         teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
     )
-    selection, samples = _select(job, latents)
-    prompts = [s.item.prompt for s in samples.values()] + job.run.sample_prompts + [job.run.negative_prompt]
+    selection, samples, skipped = _select(job, latents)
+    sample_prompts = _sample_prompts(job, samples, skipped)
+    prompts = [s.item.prompt for s in samples.values()] + sample_prompts + [job.run.negative_prompt]
     set_activity("encoding the prompts")
     text.fill(prompts)
     made = {latents.key(s): s for s in samples.values() if not s.item.media}
@@ -57,17 +67,17 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    return CachedData(selection, samples, latents, text), text, teacher
+    return CachedData(selection, samples, latents, text, sample_prompts), text, teacher
 
 
-def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample]]:
-    """Select the run's samples, encode their media, and replace unreadable ones. Collective."""
+def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
+    """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
     all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.run.max_steps
     )
     samples: dict[int, Sample] = {}
-    skipped: dict[str, str] = {}
+    skipped: dict[str, Skipped] = {}
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
@@ -75,20 +85,45 @@ def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, 
         unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(unusable.values())))
-        skipped |= unusable
+        skipped |= {k: _entry(samples[n].item, unusable[k]) for n, k in key.items() if k in unusable}
         new = selection.replace(n for n, k in key.items() if k in unusable)
+    found = sorted(skipped.values(), key=lambda entry: entry["file"])
     if collectives.rank() == 0:
-        _report(job, sorted(skipped.values()))
-    return selection, {n: samples[n] for n in selection.used()}
+        _report(job, found)
+    return selection, {n: samples[n] for n in selection.used()}, found
 
 
-def _report(job: Job, skipped: list[str]) -> None:
-    """Write the list of skipped media, or remove an earlier one."""
+def _entry(item: PromptItem, problem: str) -> Skipped:
+    return {
+        "file": str(item.media),
+        "reason": problem.removeprefix(f"{item.media}: "),
+        "prompt": item.prompt,
+    }
+
+
+def _report(job: Job, skipped: list[Skipped]) -> None:
+    """Write the list of skipped media and of files whose ending is not known, or remove an earlier one."""
     file = job.output / "skipped.json"
     file.unlink(missing_ok=True)
-    if skipped:
-        write_json(file, skipped)
-        collectives.log0("skipped   %d media that cannot be used, listed in %s", len(skipped), file)
+    unknown = "its ending is not known; save it as .png, .jpg or .mp4."
+    listed = skipped + [_entry(PromptItem(caption(f), f), unknown) for f in job.items.unknown]
+    if listed:
+        write_json(file, listed)
+        names = ", ".join(Path(entry["file"]).name for entry in listed[:NAMED])
+        more = ", ..." if len(listed) > NAMED else ""
+        collectives.log0(
+            "skipped   %d media that cannot be used: %s%s; see %s", len(listed), names, more, file
+        )
+
+
+def _sample_prompts(job: Job, samples: dict[int, Sample], skipped: list[Skipped]) -> list[str]:
+    """Return the prompts of pictures; those picked from the data are without captions of skipped media."""
+    prompts = job.run.sample_prompts
+    if not skipped or prompts != job.items.spread():
+        return prompts
+    out = {entry["prompt"] for entry in skipped}
+    used = list(dict.fromkeys(sample.item.prompt for sample in samples.values()))
+    return [p for p in prompts if p not in out or p in used] or used[:8]
 
 
 def _messages(problems: list[str]) -> list[str]:

@@ -53,7 +53,7 @@ def a_run(folder: Path, wan: Path, name: str = "out", **more: Any) -> dict[str, 
     return recipe(folder, wan, **(own | more))
 
 
-def skipped(folder: Path, name: str = "out") -> list[str]:
+def skipped(folder: Path, name: str = "out") -> list[dict[str, str]]:
     file = folder / name / "skipped.json"
     return json.loads(file.read_text()) if file.exists() else []
 
@@ -80,8 +80,8 @@ def test_each_medium_is_cut_to_the_bucket_of_its_shape_and_a_step_has_one_shape(
 
 
 def test_unreadable_media_are_listed_and_replaced_by_others(media: Path, on_one_rank: list) -> None:
-    assert [Path(line.split(":")[0]).name for line in skipped(media, "one")] == ["1.png", "3.png", "6.png"]
-    assert all("cannot be read" in line for line in skipped(media, "one"))
+    assert [Path(entry["file"]).name for entry in skipped(media, "one")] == ["1.png", "3.png", "6.png"]
+    assert all("cannot be read" in entry["reason"] for entry in skipped(media, "one"))
     assert not {1, 3, 6} & {number for step in on_one_rank for number, _, _ in step}
 
 

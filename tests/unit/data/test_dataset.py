@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
+from wandistiller.data.lines import caption
 from wandistiller.utils.errors import ConfigError
 
 
@@ -121,3 +122,37 @@ def test_200000_prompts_take_20_mib_at_most(tmp_path: Path, name: str) -> None:
     )
     number, last, mib = done.stdout.split("|")
     assert number == "200000" and last.endswith("take 199999") and float(mib) < 20, done.stderr
+
+
+@pytest.mark.parametrize(("name", "mark"), [("p.csv", ","), ("p.TSV", "\t"), ("p.csv", "\ufeff,")])
+def test_a_table_with_a_header_gives_prompts_of_several_lines_and_media_by_number(
+    tmp_path: Path, name: str, mark: str
+) -> None:
+    picture = image(tmp_path / "a b.png", "not this one")
+    rows = ["id|Caption|file", '1|"a ""red"" cat, 色\r\nand a dog"|a b.png', "", "2|two|", "3|three"]
+    items = items_of(tmp_path / name, mark[:-1] + "\r\n".join(rows).replace("|", mark[-1]))
+    first = PromptItem('a "red" cat, 色 and a dog', picture)
+    assert [items[i] for i in (2, 1, 0)] == [PromptItem("three"), PromptItem("two"), first]
+
+
+def test_endings_of_lists_and_captions_may_be_in_capitals(tmp_path: Path) -> None:
+    assert len(items_of(tmp_path / "P.TXT", "one\ntwo\n")) == 2
+    assert items_of(tmp_path / "P.JSONL", '{"prompt": "one"}')[0] == PromptItem("one")
+    photo = image(tmp_path / "photos" / "a.jpg", "")
+    photo.with_suffix(".txt").unlink()
+    photo.with_suffix(".TXT").write_text("a photo")
+    assert list(read_dataset(str(photo.parent))) == [PromptItem("a photo", photo)]
+
+
+def test_duplicates_are_counted(tmp_path: Path) -> None:
+    assert items_of(tmp_path / "p.txt", "a\nb\na\na\n").duplicates == 2
+
+
+def test_the_caption_of_a_file_whose_ending_is_not_known_is_no_list_of_prompts(tmp_path: Path) -> None:
+    for name in ("a.psd", "b.svg", "c.md", "d.CR2"):
+        (tmp_path / name).touch()
+        (tmp_path / name).with_suffix(".txt").write_text(f"one {name}\ntwo {name}")
+    items = read_dataset(str(tmp_path))
+    assert [item.prompt for item in items] == ["one c.md", "two c.md"]
+    assert [path.name for path in items.unknown] == ["a.psd", "b.svg", "d.CR2"]
+    assert caption(items.unknown[0]) == "one a.psd two a.psd"

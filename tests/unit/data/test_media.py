@@ -208,3 +208,40 @@ def test_dimensions_are_as_shown_cached_and_read_again_when_a_file_changes(
         assert media_dimensions(files[::-1].__getitem__, 4, table).tolist() == expected[::-1]
     picture(files[3], noise_HWC(7, 8))
     assert media_dimensions(files.__getitem__, 4, table).tolist() == [*expected[:3], [7, 8]]
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.heic", "pillow-heif"), ("a.JXL", "pillow-jxl-plugin")])
+def test_a_format_that_needs_a_plug_in_names_its_package(tmp_path: Path, name: str, package: str) -> None:
+    (tmp_path / name).write_bytes(bytes(100))
+    with pytest.raises(MediaError, match=f"needs: pip install {package}$"):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.tif", "a.jpg", "a.png", "a.webp", "a.avif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pixels_and_dimensions_are_as_shown_in_every_format_and_orientation(
+    tmp_path: Path, name: str, orientation: int
+) -> None:
+    file = save_turned(tmp_path / name, np.zeros((24, 40, 3), dtype=np.uint8), orientation)
+    expected = (40, 24) if orientation >= 5 else (24, 40)
+    assert next(media.media_frames(file, 1.0)).size[::-1] == expected == buckets._dimensions(file)
+
+
+def test_the_first_picture_of_a_camera_s_file_of_several_is_read(tmp_path: Path) -> None:
+    pictures = [Image.new("RGB", (16, 16), colour) for colour in ("white", "black")]
+    pictures[0].save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=pictures[1:])
+    assert load(tmp_path / "a.jpg").min() == 1
+
+
+def test_pages_and_moving_pictures_are_told_from_pictures(tmp_path: Path) -> None:
+    pictures = [Image.new("RGB", (16, 16), colour) for colour in ("white", "black")]
+    for name in ("a.tif", "a.avif", "a.webp"):
+        pictures[0].save(tmp_path / name, save_all=True, append_images=pictures[1:])
+        with pytest.raises(MediaError, match="is animated"):
+            load(tmp_path / name)
+
+
+def test_the_background_counts_where_a_picture_may_show_it() -> None:
+    for name, shows in {"a.png": True, "a.gif": True, "a.jpg": False, "a.mp4": False}.items():
+        white, blue = (media.pixels_depend_on(Path(name), c) for c in ((255,) * 3, (0, 0, 255)))
+        assert (white != blue) == shows

@@ -1,0 +1,153 @@
+"""Pictures of every mode and format become 8-bit sRGB: depth, profiles, alpha over a background."""
+
+import io
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from wandistiller.data.colours import background_problems, to_srgb
+from wandistiller.data.media import MediaError, Size, load_media
+
+SIDE = 16
+COLOUR = (200, 40, 90)
+GREY = 90  # = luma of COLOUR, below
+GREYS = {"1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N"}
+MODES = [*sorted(GREYS), *"P PA RGB RGBA RGBa RGBX CMYK YCbCr LAB HSV".split()]
+LOSS = {"JPEG": 12, "JPEG2000": 3, "AVIF": 14, "WEBP": 12}
+ENDINGS = dict(PNG="png", TIFF="tif", JPEG="jpg", WEBP="webp", BMP="bmp", GIF="gif", AVIF="avif", TGA="tga")
+ENDINGS |= {"PPM": "ppm", "JPEG2000": "jp2"}
+
+
+def plain(mode: str, side: int = SIDE) -> Image.Image:
+    """One colour in any mode: COLOUR, or GREY of as many bits, or white of one bit."""
+    if mode.startswith("I;16"):
+        return Image.new(mode, (side, side), GREY * 257)
+    if mode == "La":
+        return Image.new("LA", (side, side), (GREY, 255)).convert("La")
+    if mode == "LAB":
+        to_lab = ImageCms.buildTransform(
+            ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB"
+        )
+        return ImageCms.applyTransform(plain("RGB", side), to_lab)
+    if mode == "1":
+        return Image.new("1", (side, side), 1)
+    if mode in GREYS:
+        return Image.new("L", (side, side), GREY).convert(mode)
+    if mode == "RGBa":
+        return plain("RGBA", side).convert("RGBa")
+    if mode in ("P", "PA"):
+        return Image.new("RGB", (side, side), COLOUR).quantize(4).convert(mode)
+    return Image.new("RGB", (side, side), COLOUR).convert(mode)
+
+
+def expected(mode: str) -> tuple[int, int, int]:
+    return (255,) * 3 if mode == "1" else (GREY,) * 3 if mode in GREYS else COLOUR
+
+
+def assert_colour(image: Image.Image, colour: tuple[int, int, int], loss: int) -> None:
+    assert image.mode == "RGB"
+    off = np.abs(np.asarray(image).astype(int) - colour)
+    assert off.max() <= loss, (image.getpixel((3, 3)), colour)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_colour_in_any_mode_stays_that_colour(mode: str) -> None:
+    assert_colour(to_srgb(plain(mode)), expected(mode), 3)
+
+
+@pytest.mark.parametrize(("mode", "kind"), list(product(MODES, ENDINGS)))
+def test_what_a_format_saves_of_a_mode_comes_back_or_has_a_reason(
+    tmp_path: Path, mode: str, kind: str
+) -> None:
+    file = tmp_path / f"a.{ENDINGS[kind]}"
+    try:
+        plain(mode).save(file, kind)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the format has no such mode
+    with Image.open(file) as image:
+        if mode.startswith("I;16") and image.mode in ("L", "RGB", "P"):
+            return  # Pillow has cut the values when it saved them
+        seen = expected(image.mode) if image.mode == "LAB" else expected(mode)
+        assert_colour(to_srgb(image), seen, 3 + LOSS.get(kind, 0))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_16_bits_of_grey_are_divided_by_257(tmp_path: Path, kind: str) -> None:
+    values = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
+    Image.fromarray(values).save(tmp_path / "a", kind)
+    with Image.open(tmp_path / "a") as image:
+        assert np.asarray(to_srgb(image))[..., 0].ravel().tolist() == list(range(256))
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_numbers_whose_white_is_not_known_are_passed_over_with_the_reason(tmp_path: Path, mode: str) -> None:
+    Image.new(mode, (SIDE, SIDE), 100).save(tmp_path / "a.tif")
+    with pytest.raises(MediaError, match=r"numbers, whose white is not known; save it with 8 or 16 bits"):
+        load_media(tmp_path / "a.tif", Size(SIDE, SIDE, 1), 16.0)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGBa", "La"])
+@pytest.mark.parametrize("background", [(255, 255, 255), (0, 0, 255)])
+def test_a_half_transparent_colour_is_the_mean_with_the_background(
+    mode: str, background: tuple[int, int, int]
+) -> None:
+    grey = mode in GREYS
+    own, base = ((GREY,) * 3, "LA") if grey else (COLOUR, "RGBA")
+    image = Image.new(base, (4, 4), (*(own[:1] if grey else own), 128))
+    if mode == "PA":
+        alpha, image = image.getchannel("A"), plain("PA", 4)
+        image.putalpha(alpha)
+    mean = tuple(round((a * 128 + b * 127) / 255) for a, b in zip(own, background, strict=True))
+    assert_colour(to_srgb(image if mode == "PA" else image.convert(mode), background), mean, 2)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.gif", "bytes.png", "colour.png", "a.webp"])
+def test_hidden_colour_does_not_show(tmp_path: Path, name: str) -> None:
+    file, more = tmp_path / name, {}
+    image = Image.new("RGBA", (SIDE, SIDE), (*COLOUR, 0))
+    if name == "bytes.png":
+        image, more = plain("RGB").quantize(4), {"transparency": bytes(4)}
+    elif name == "colour.png":
+        image, more = plain("RGB"), {"transparency": COLOUR}
+    image.save(file, **more)
+    pixels_CFHW = load_media(file, Size(SIDE, SIDE, 1), 16.0, (255, 0, 0))
+    assert pixels_CFHW[:, 0, 5, 5].tolist() == [1, -1, -1]
+
+
+def test_an_image_without_profile_or_with_that_of_srgb_keeps_its_bits(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for more in ({}, {"icc_profile": srgb}, {"icc_profile": srgb[:200]}, {"icc_profile": b"none"}):
+        noise.save(tmp_path / "a.png", **more)
+        with Image.open(tmp_path / "a.png") as image:
+            assert to_srgb(image).tobytes() == noise.tobytes()
+
+
+def swapped_profile() -> bytes:
+    """sRGB's profile with the tags of red and blue exchanged: RGB files with it have BGR pixels."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    return profile.replace(b"rXYZ", b"tmp0").replace(b"bXYZ", b"rXYZ").replace(b"tmp0", b"bXYZ")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+def test_colours_of_a_profile_become_those_of_srgb(mode: str) -> None:
+    file = io.BytesIO()
+    plain(mode).save(file, "PNG", icc_profile=swapped_profile())
+    with Image.open(file) as image:
+        assert_colour(to_srgb(image), COLOUR[::-1], 2)
+
+
+def test_a_profile_for_another_mode_is_ignored() -> None:
+    image = plain("CMYK")
+    image.info["icc_profile"] = swapped_profile()
+    assert_colour(to_srgb(image), COLOUR, 2)
+
+
+def test_a_background_is_a_colour_without_alpha() -> None:
+    assert background_problems("white") == background_problems("#102030") == []
+    for wrong in ("", "whit", "#1020304f", "12"):
+        (text,) = background_problems(wrong)
+        assert text.startswith(f'recipe: `background` is "{wrong}". Write a colour')
