@@ -26,6 +26,10 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 for name, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
     os.environ.setdefault(name, value)
 
+from wandistiller.utils import allocators
+
+allocators.set_defaults()
+
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor

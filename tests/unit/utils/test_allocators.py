@@ -1,6 +1,7 @@
-"""Settings of torch's memory allocators."""
+"""Settings of torch's memory allocators and of the C library's."""
 
 import os
+import resource
 
 import pytest
 import torch
@@ -32,3 +33,14 @@ def test_torch_knows_each_setting(key: str) -> None:
     torch._C._accelerator_setAllocatorSettings(allocators.SETTINGS)
     with pytest.raises((ValueError, RuntimeError)):  # torch ignores a key that it does not know
         torch._C._accelerator_setAllocatorSettings(f"{key}:none of its values")
+
+
+def test_memory_that_a_step_frees_is_not_taken_from_the_system_again() -> None:
+    allocators.set_defaults()
+    faults = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        step = [torch.ones(2 * 2**20) for _ in range(20)]  # 160 MiB, 40,000 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        del step
+    assert min(faults[1:]) < 1000
