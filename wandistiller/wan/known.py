@@ -47,41 +47,51 @@ def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
     return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]
 
 
-def index_problems(where: str, index: dict[str, Any], experts: list[str]) -> list[str]:
+def index_problems(where: str, index: dict[str, Any], experts: list[str], scheduler: Any) -> list[str]:
     """List the components in model_index.json that are missing, or not of the classes of Wan.
 
     Args:
         experts: folder names of the transformers that are here.
+        scheduler: class in the scheduler's own file.
     """
-    problems = refused_keys(where, index)
+    problems, remedies = refused_keys(where, index), {}
     for part in (*COMPONENTS, "scheduler"):
-        optional = part == "transformer_2" and part not in experts
-        if (given := index.get(part)) not in _allowed(part, given) and not (optional and unused(given)):
-            library, names = COMPONENTS.get(part, ("diffusers", ["UniPCMultistepScheduler"]))
-            also = f' or "{names[1]}"' if part == "tokenizer" else ""
-            remedy = f'Write ["{library}", "{names[0]}"{also}]: no other class is loaded.'
-            problems.append(problem(where, part, given, remedy))
-        elif part == "transformer_2" and given and not unused(given) and part not in experts:
-            remedy = "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
-            problems.append(problem(where, part, given, remedy))
-    for key in sorted(index.keys() - COMPONENTS.keys() - {"scheduler"}):
-        if isinstance(index[key], (list, dict)) and index[key] != UNUSED and key not in REFUSED:
-            remedy = "A text-to-video Wan has no such component. Delete this key, or write [null, null]."
-            problems.append(problem(where, key, index[key], remedy))
-    return problems
+        here = part != "transformer_2" or part in experts
+        if remedy := _remedy(part, index.get(part), here=here, scheduler=scheduler):
+            remedies[part] = remedy
+    for key in sorted(index.keys() - COMPONENTS.keys() - {"scheduler"} - REFUSED.keys()):
+        if isinstance(index[key], (list, dict)) and index[key] != UNUSED:
+            remedies[key] = (
+                "A text-to-video Wan has no such component. Delete this key, or write [null, null]."
+            )
+    return problems + [problem(where, key, index.get(key), remedy) for key, remedy in remedies.items()]
+
+
+def _remedy(part: str, given: Any, *, here: bool, scheduler: Any) -> str | None:
+    """Return what to write for a component instead of `given`; None if that is right."""
+    if not here:
+        remedy = "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
+        return None if unused(given) else remedy
+    library, name = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    only = "no other class is loaded."
+    if part == "scheduler":
+        if library != "diffusers" or not scheduler_class(name):
+            return (
+                f'Write ["diffusers", "UniPCMultistepScheduler"], or another scheduler of diffusers: {only}'
+            )
+        same = name == scheduler or not scheduler_class(scheduler)  # else reported where that is read
+        return None if same else f"scheduler_config.json has the class {scheduler}. Write the same in both."
+    right, names = COMPONENTS[part]
+    if library == right and name in names:
+        return None
+    also = f' or "{names[1]}"' if part == "tokenizer" else ""
+    is_there = "transformer_2/config.json is there. " if part == "transformer_2" else ""
+    return f'{is_there}Write ["{right}", "{names[0]}"{also}]: {only}'
 
 
 def unused(component: Any) -> bool:
     """Tell whether an entry of model_index.json says that there is no such component."""
     return component is None or component == UNUSED
-
-
-def _allowed(part: str, given: Any) -> list[list[str]]:
-    if part in COMPONENTS:
-        library, names = COMPONENTS[part]
-        return [[library, name] for name in names]
-    is_pair = isinstance(given, list) and len(given) == 2
-    return [["diffusers", given[1]]] if is_pair and scheduler_class(given[1]) else []
 
 
 def scheduler_class(name: Any) -> type[SchedulerMixin] | None:

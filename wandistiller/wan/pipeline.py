@@ -154,7 +154,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     vae = left_out | _read(path / "vae" / "config.json", name)
     scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
     boundary = index.get("boundary_ratio") if len(experts) == 2 else None
-    problems = index_problems(where, index, [e.value for e in experts])
+    problems = index_problems(where, index, [e.value for e in experts], scheduler.get("_class_name"))
     problems += pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):

@@ -1,12 +1,16 @@
 """Nothing in a teacher's folder runs: only known classes and keys of its JSON files are used."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import edit_json
 
+from wandistiller.cli.failures import Failures
+from wandistiller.cli.parser import parser
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.components import load_pipeline
@@ -34,6 +38,72 @@ def test_a_class_or_code_that_is_not_of_wan_is_refused_before_anything_is_loaded
     edit_json(folder / file, **{key: value})
     with pytest.raises(ConfigError, match=f"{file}: `{key}` is "):
         open_wan(str(folder))
+
+
+def test_a_second_transformer_that_the_index_leaves_out_is_refused(
+    wan2: Path, copy_of: Callable[..., Path]
+) -> None:
+    folder = copy_of(wan2)
+    edit_json(folder / "model_index.json", transformer_2=[None, None])
+    with pytest.raises(ConfigError, match=r"`transformer_2` is .*transformer_2/config.json is there"):
+        open_wan(str(folder))
+
+
+def test_index_and_file_name_one_scheduler(wan1: Path, copy_of: Callable[..., Path]) -> None:
+    """Stock diffusers takes the class of the index, with the settings of the file."""
+    folder = copy_of(wan1)
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
+    with pytest.raises(ConfigError, match=r"`scheduler` is .*Write the same in both"):
+        open_wan(str(folder))
+
+
+def test_weights_in_pickles_alone_are_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
+    folder = copy_of(wan1)
+    for part, name in {"vae": "diffusion_pytorch_model", "text_encoder": "pytorch_model"}.items():
+        torch.save({}, folder / part / f"{name}.bin")
+    with pytest.raises(ConfigError, match=r"no .safetensors file in vae/"):
+        require_weights(open_wan(str(folder)))
+
+
+def test_an_adapter_of_the_text_encoder_is_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
+    folder = copy_of(wan1, weights=True)
+    (folder / "text_encoder" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter_config.json: Delete it"):
+        require_weights(open_wan(str(folder)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--teacher_path={}", "--data_path=tiny", "--output_dir={}/../out"),
+        ("train", "--teacher_path={}", "--data_path=tiny", "--output_dir={}/../out", "--dry_run"),
+        ("sample", "--model={}", "--prompts", "a cat", "--output={}/../out"),
+        ("evaluate", "--student={}", "--teacher_path=tiny", "--output={}/../out"),
+        ("evaluate", "--student=tiny", "--teacher_path={}", "--output={}/../out"),
+    ],
+    ids=lambda words: f"{words[0]} {words[1].partition('=')[0]}",
+)
+def test_every_command_refuses_a_tokenizer_that_brings_code(
+    words: tuple[str, ...],
+    wan1: Path,
+    copy_of: Callable[..., Path],
+    tmp_path: Path,
+    one_rank: torch.device,
+) -> None:
+    folder, marker = copy_of(wan1, weights=True), tmp_path / "ran"
+    (folder / "tokenizer" / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass")
+    about = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    edit_json(folder / "tokenizer" / "tokenizer_config.json", **about)
+    command, *flags = words
+    given = vars(parser().parse_args([command, *(flag.format(folder) for flag in flags)]))
+    with pytest.raises(ConfigError, match="No code of a folder or hub id is ever run"):
+        run(command, {k: v for k, v in given.items() if k not in ("command", "ignored")})
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+def run(command: str, flags: dict[str, Any]) -> None:
+    module = import_module(f"wandistiller.cli.{command}")
+    module.run(command, flags, Failures()) if command == "train" else module.run(flags)
 
 
 def test_python_files_in_a_folder_are_never_run(
