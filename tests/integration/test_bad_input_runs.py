@@ -121,10 +121,11 @@ def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prom
 def test_a_background_changes_what_a_run_is_only_if_pictures_may_show_it(tmp_path: Path, wan1: Path) -> None:
     prompts = read_job(a_run(tmp_path, wan1), 1).identity
     assert read_job(a_run(tmp_path, wan1, background="blue"), 1).identity == prompts
-    noise(SIDE, SIDE).save(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_text("a")
+    (data := tmp_path / "data").mkdir()
+    noise(SIDE, SIDE).save(data / "a.png")
+    (data / "a.txt").write_text("a")
     white, same, blue = (
-        read_job(a_run(tmp_path, wan1, data_path=str(tmp_path), background=name), 1).identity
+        read_job(a_run(tmp_path, wan1, data_path=str(data), background=name), 1).identity
         for name in ("white", "#ffffff", "blue")
     )
     assert white == same != blue
