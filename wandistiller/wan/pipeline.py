@@ -176,8 +176,9 @@ def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
         return [problem(where, "_class_name", config["_class_name"], remedy)]
     try:
         scheduler, nothing = kind.from_config(config), torch.zeros(1, 1, 1, 1, 1)
-        scheduler.set_timesteps(2)
-        scheduler.step(nothing, scheduler.timesteps[0], nothing)
+        scheduler.set_timesteps(3)
+        for t in scheduler.timesteps:  # some settings are used from the second step on
+            scheduler.step(nothing, t, nothing)
     except UNFIT as error:
         return [unfit(where, error)]
     return []
