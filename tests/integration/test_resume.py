@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from cases import slow_but
 from checkpointed import equal, exported
-from ranks import losses, metrics, wandistiller
-from recipes import recipe_file, student_engine, train
+from ranks import losses, metrics, wandistiller, write_json
+from recipes import ADAM, recipe_file, student_engine, train
 
 from wandistiller.cli.main import main
 
@@ -37,7 +37,8 @@ def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(
     tmp_path: Path, wan2: Path
 ) -> None:
     output, file = train(tmp_path, wan2, ranks=1, max_steps=2), tmp_path / "run.json"
-    more = ("--max_steps", "4", "--lr", "5e-4")
+    engine = student_engine(2, optimizer=ADAM | {"params": ADAM["params"] | {"lr": 5e-4}})
+    more = ("--max_steps", "4", "--deepspeed_config", write_json(tmp_path / "slower.json", engine))
     error = wandistiller("train", "--recipe", file, *more, code=2).stderr
     assert "another optimizer: " in error and "--allow_changed optimizer to go on all the same" in error
     wandistiller("train", "--recipe", file, *more, "--allow_changed", "optimizer")

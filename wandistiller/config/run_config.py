@@ -154,9 +154,7 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     Raises:
         ConfigError: with all unknown keys, wrong types and wrong values at once.
     """
-    values, types = dict(values), types_of(RunConfig)
-    if ("max_steps" in flags) != ("num_epochs" in flags):  # the flag replaces the recipe's other key
-        values.pop("num_epochs" if "max_steps" in flags else "max_steps", None)
+    types = types_of(RunConfig)
     possible = {key: value for key, value in flags.items() if not impossible_values("", {key: value})}
     problems, good = check(where, values, types)
     flag_problems, good_flags = check("command line", possible, types)

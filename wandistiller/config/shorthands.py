@@ -1,4 +1,8 @@
-"""Short flags of older command lines; each is replaced by the setting that it stands for."""
+"""One rule for settings that are given twice, and short flags of older command lines.
+
+A flag replaces the recipe's setting for the same thing; neither replaces a value that a named DeepSpeed JSON
+fixes: two that differ are an error that names both.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -11,6 +15,20 @@ from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 
+FLAGS = "command line"
+STRATEGY, TEACHER_JSON = "teacher_device_strategy", "teacher_deepspeed_config"
+ONE_THING = [
+    {"max_steps", "num_steps", "num_epochs"},
+    {"sample_every", "sample_interval"},
+    {STRATEGY, TEACHER_JSON, "teacher_on_cpu"},
+]
+"""Settings with several names."""
+NEEDS = {
+    "ema_start": ("ema", "an average of the weights"),
+    "nonfinite_limit": ("on_nonfinite", 'steps that may be skipped: "skip"'),
+}
+"""Setting -> the one without which it says nothing, and what that is."""
+
 
 def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
     """Read a recipe's file and merge the flags; see `merged`."""
@@ -18,21 +36,26 @@ def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
 
 
 def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) -> RunConfig:
-    """Replace shorthands by their settings, then call `read_run_config`; flags win over the recipe.
+    """Replace shorthands by their settings, let flags replace the recipe's, then call `read_run_config`.
 
     Args:
         values: the recipe's.
         recipe: its name, if there is one.
 
     Raises:
-        ConfigError: with all problems, among them shorthands that contradict a JSON.
+        ConfigError: with all problems, among them two settings that cannot both hold.
     """
-    values, flags = dict(values), dict(flags)
-    if "teacher_deepspeed_config" in flags:  # it replaces the precision of the recipe's too
+    values, flags, where = dict(values), dict(flags), recipe or "recipe"
+    for names in ONE_THING:
+        if names & flags.keys():
+            values = {key: value for key, value in values.items() if key in flags or key not in names}
+    if TEACHER_JSON in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
-    problems = _expand(recipe or "recipe", values) + _expand("command line", flags)
+    given, origin = values | flags, dict.fromkeys(values, where) | dict.fromkeys(flags, FLAGS)
+    problems = _student_problems(given, origin) + _dtype_problems(given, origin) + _unneeded(given, origin)
+    problems += _expand(where, values) + _expand(FLAGS, flags)
     with collecting(problems):
-        run = read_run_config(values, flags, recipe or "command line")
+        run = read_run_config(values, flags, recipe or FLAGS)
     if problems:
         raise ConfigError(*problems)
     return run
@@ -40,44 +63,65 @@ def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) ->
 
 def _expand(where: str, given: dict[str, Any]) -> list[str]:
     """Replace shorthands in `given`; return the problems of those that contradict another setting there."""
-    key, problems = "teacher_device_strategy", _student_problems(where, given)
+    problems = []
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
         problems.append(problem(where, "num_steps", steps, remedy))
+    if {"sample_every", "sample_interval"} <= given.keys():
+        problems.append(f"{where}: `sample_every` and `sample_interval` are both given. Keep one.")
+    name = STRATEGY
     if type(given.get("teacher_on_cpu")) is bool and given.pop("teacher_on_cpu"):
-        if given.setdefault(key, "cpu") != "cpu":
+        name = name if STRATEGY in given else "teacher_on_cpu"
+        if given.setdefault(STRATEGY, "cpu") != "cpu":
             remedy = "`teacher_on_cpu` is given too and means `cpu`. Keep one."
-            problems.append(problem(where, key, given[key], remedy))
-    named, strategy = given.get("teacher_deepspeed_config"), given.get(key)
+            problems.append(problem(where, STRATEGY, given[STRATEGY], remedy))
+    named, strategy = given.get(TEACHER_JSON), given.get(STRATEGY)
     if isinstance(strategy, str) and strategy in strategies():
-        del given[key]
+        del given[STRATEGY]
         file = f"ds_configs/teacher/{strategies()[strategy]}.json"
         if named not in (None, file):
             problems.append(
-                f"{where}: `{key}` is {strategy}, which means {file}, but `teacher_deepspeed_config` "
-                f"is {named}. Keep one."
+                f"{where}: `{name}` is {strategy if name == STRATEGY else 'true'}, which means {file}, but "
+                f"`{TEACHER_JSON}` is {named}. Keep one."
             )
-        given["teacher_deepspeed_config"] = file
-    return problems + (_dtype_problems(where, named, given.get("teacher_dtype")) if named else [])
+        given[TEACHER_JSON] = file
+    return problems
 
 
-def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list[str]:
-    """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
-    try:
-        file, ds = ds_config.load(named)
-    except (ConfigError, TypeError):
-        return []  # reported when the JSON is read
-    its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
-    if dtype is None or dtype == its_dtype:
-        return []
+def _unneeded(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """List the settings that say nothing without another."""
+    default = {f.name: f.default for f in fields(RunConfig)}
+    lacking = {"ema": given.get("ema") is None, "on_nonfinite": given.get("on_nonfinite", "stop") == "stop"}
     return [
-        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, where the "
-        f"precision is {its_dtype}. Keep one."
+        problem(
+            origin[key], key, given[key], f"It says nothing without `{other}`, {what}. Give both, or none."
+        )
+        for key, (other, what) in NEEDS.items()
+        if given.get(key, default[key]) != default[key] and lacking[other]
     ]
 
 
-def _student_problems(where: str, given: dict[str, Any]) -> list[str]:
-    """List the flags of the student's engine that contradict its JSON."""
+def _dtype_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """List the problem of a `teacher_dtype` that contradicts a teacher's JSON that the user names.
+
+    A strategy names none: its precision may be changed.
+    """
+    dtype = given.get("teacher_dtype")
+    try:
+        file, ds = ds_config.load(given[TEACHER_JSON])
+        its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
+    except (ConfigError, TypeError, AttributeError, KeyError):
+        return []  # reported when the JSON is read
+    if dtype is None or dtype == its_dtype:
+        return []
+    return [
+        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{TEACHER_JSON}` names {file}, where "
+        f"the precision is {its_dtype}. Keep one."
+    ]
+
+
+def _student_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """List the settings of the student's engine that contradict a JSON that the user names."""
     if not (named := given.get("deepspeed_config")):
         return []
     try:
@@ -87,7 +131,7 @@ def _student_problems(where: str, given: dict[str, Any]) -> list[str]:
     except (ConfigError, TypeError, AttributeError, KeyError, StopIteration):
         return []  # reported when the JSON is read
     return [
-        f"{where}: `{flag}` is {value}, but `deepspeed_config` names {file}, where `{key}` is {other}. "
-        "Keep one."
+        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where `{key}` is "
+        f"{other}. Keep one."
         for flag, value, key, other in contradicted
     ]

@@ -38,11 +38,10 @@ def contradictions(ds: dict[str, Any], overrides: EngineOverrides) -> list[tuple
 
 
 def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str, Any]:
-    """`ds` with the flags applied; a given micro-batch size makes the global one follow from it."""
+    """`ds` with the flags applied; a global batch that it fixes stays, and accumulation follows."""
     ds = copy.deepcopy(ds)
     if overrides.batch_size is not None:
         ds[MICRO] = overrides.batch_size
-        ds.pop(TOTAL, None)
     if overrides.lr is not None:
         ds.setdefault("optimizer", {"type": "AdamW"})
         section_of(ds, "optimizer").setdefault("params", {})

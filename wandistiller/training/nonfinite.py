@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.config.job import Job
+from wandistiller.config.run_config import DEFAULT_ENGINE
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
@@ -90,10 +91,10 @@ class NonFiniteStep(NamedTuple):
         params: dict[str, Any] = job.student_ds["optimizer"].get("params", {})
         named = job.run.deepspeed_config
         changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
-        where = f', or "lr" in {named} where the command names it,' if isinstance(named, str) else ""
-        lower = "a lower learning rate"
+        lower, rate = "a lower learning rate", f"{params.get('lr', 0) / 3:.1g}"
         if "lr" in params:
-            lower += f" (--lr {params['lr'] / 3:.1g}{where} --allow_changed {changed})"
+            how = f'"lr": {rate} in {named}' if isinstance(named, str) else f'"lr": {rate} in its engine'
+            lower += f" ({f'--lr {rate}' if named == DEFAULT_ENGINE else how}, --allow_changed {changed})"
         limit = job.run.nonfinite_limit
         skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
         if job.run.on_nonfinite == "stop":

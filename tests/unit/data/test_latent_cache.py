@@ -118,6 +118,7 @@ def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
         config.write_text(
             '{"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}'
         )
+        edit_json(folder / "model_index.json", scheduler=["diffusers", kind])
     x0, noise = torch.full_like(start(), 0.25), start()
     actual, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
     torch.testing.assert_close(

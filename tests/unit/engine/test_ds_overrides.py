@@ -128,13 +128,6 @@ def test_a_short_flag_beside_a_json_with_another_value_is_refused(
     assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
 
 
-def test_a_short_flag_on_the_command_line_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
-    ds = str(write_json(tmp_path / "ds.json", FIXED))
-    recipe = PATHS | {"output_dir": str(tmp_path), "deepspeed_config": ds}
-    run = read_run(str(write_json(tmp_path / "recipe.json", recipe)), {"lr": 2e-3})
-    assert read_job(run, 1).student_ds["optimizer"]["params"]["lr"] == 2e-3
-
-
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
     first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
     first.write_resolved()
