@@ -23,11 +23,6 @@ ONE_THING = [
     {STRATEGY, TEACHER_JSON, "teacher_on_cpu"},
 ]
 """Settings with several names."""
-NEEDS = {
-    "ema_start": ("ema", "an average of the weights"),
-    "nonfinite_limit": ("on_nonfinite", 'steps that may be skipped: "skip"'),
-}
-"""Setting -> the one without which it says nothing, and what that is."""
 
 
 def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
@@ -67,7 +62,7 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
         problems.append(problem(where, "num_steps", steps, remedy))
-    if {"sample_every", "sample_interval"} <= given.keys():
+    if "sample_every" in given and given.get("sample_interval") is not None:
         problems.append(f"{where}: `sample_every` and `sample_interval` are both given. Keep one.")
     name = STRATEGY
     if type(given.get("teacher_on_cpu")) is bool and given.pop("teacher_on_cpu"):
@@ -89,16 +84,11 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
 
 
 def _unneeded(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
-    """List the settings that say nothing without another."""
-    default = {f.name: f.default for f in fields(RunConfig)}
-    lacking = {"ema": given.get("ema") is None, "on_nonfinite": given.get("on_nonfinite", "stop") == "stop"}
-    return [
-        problem(
-            origin[key], key, given[key], f"It says nothing without `{other}`, {what}. Give both, or none."
-        )
-        for key, (other, what) in NEEDS.items()
-        if given.get(key, default[key]) != default[key] and lacking[other]
-    ]
+    """List the problem of a limit of skipped steps where none is skipped."""
+    key, default = "nonfinite_limit", RunConfig().nonfinite_limit
+    if given.get(key, default) == default or given.get("on_nonfinite", "stop") != "stop":
+        return []
+    return [problem(origin[key], key, given[key], 'It needs `on_nonfinite`: "skip". Give both, or none.')]
 
 
 def _dtype_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
