@@ -14,7 +14,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11,<3.14",  # for which diffusers and torch have releases
     packages=[*find_packages(include=["wandistiller", "wandistiller.*"]), "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
     package_data={

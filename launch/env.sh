@@ -2,6 +2,19 @@
 # PYTHON=python3.12 picks an interpreter. Needs a C++ compiler (Debian: apt install g++).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+if [ -z "${PYTHON-}" ] && .venv/bin/python -V >/dev/null 2>&1; then python=.venv/bin/python; fi
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
+fits "$python" || {
+  is=$("$python" -V 2>/dev/null || echo "no interpreter here")
+  echo "error: $python is $is. Python 3.11 to 3.13 is needed, as the pinned libraries have releases for these alone." >&2
+  for other in python3.{13,12,11} "$HOME"/.pyenv/versions/3.1[123].*/bin/python /opt/*/bin/python3; do
+    if fits "$other"; then echo "Type: PYTHON=$other bash $0" >&2; exit 2; fi
+  done
+  echo "Install one (Debian, Ubuntu: apt install python3.12 python3.12-venv), then type: PYTHON=python3.12 bash $0" >&2
+  exit 2
+}
 command -v g++ >/dev/null || { echo "A C++ compiler is missing; on Debian or Ubuntu: apt install g++" >&2; exit 2; }
 
 if nvidia-smi -L >/dev/null 2>&1; then
@@ -11,10 +24,10 @@ else
   export DS_ACCELERATOR=cpu OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
 fi
 
-wanted=$(cat setup.py launch/requirements.txt | cksum)
+wanted="$(cat setup.py launch/requirements.txt | cksum) $("$python" -V)"
 if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
-  echo "installing into .venv (a few minutes, once)"
-  "${PYTHON:-python3}" -m venv .venv
+  echo "installing into .venv with $("$python" -V) (a few minutes, once)"
+  if [ "$python" != .venv/bin/python ]; then "$python" -m venv --clear .venv; fi
   .venv/bin/pip install -q --upgrade pip
   # torch first and alone: anything else would pull another build of it
   .venv/bin/pip install -q --retries 2 --no-deps torch==2.13.0 "${torch_index[@]}"

@@ -154,3 +154,16 @@ def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp
     run(["mpirun", "--oversubscribe", "-n", "2", *train_words(file)], cwd=ROOT, **root)
     assert losses(tmp_path / "mpi") == losses(train(tmp_path, wan1, "plain", max_steps=2))
     assert len(json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"]) == 2
+
+
+def test_an_interpreter_that_the_libraries_have_no_release_for_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "env.sh", tmp_path / "launch")
+    old = tmp_path / "old_python"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.10.13 && exit\nexit 1\n')
+    old.chmod(0o755)
+    done = run(["bash", "launch/env.sh"], cwd=tmp_path, code=2, PYTHON=str(old))
+    first, then = done.stderr.strip().splitlines()
+    assert first.startswith(f"error: {old} is Python 3.10.13. Python 3.11 to 3.13 is needed")
+    assert then.startswith("Type: PYTHON=") or "apt install" in then
+    assert not (tmp_path / ".venv").exists()
