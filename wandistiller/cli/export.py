@@ -7,7 +7,7 @@ import torch
 from wandistiller.export import hub
 from wandistiller.export.formats.base import flag_problems, formats
 from wandistiller.export.source import read_source
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, inside_problems
 
 
 def run(flags: dict[str, Any]) -> None:
@@ -18,6 +18,9 @@ def run(flags: dict[str, Any]) -> None:
     repository = hub.check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
     settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}
     source = read_source(flags["checkpoint"], flags["ema"])
+    inputs = {"checkpoint": source.folder, "the teacher": source.facts["teacher_path"]}
+    if problems := inside_problems("output", flags["output"], inputs):
+        raise ConfigError(*problems)
     exported = formats()[name].from_flags(settings).write(source, flags["output"])
     for path in exported:
         print(path)

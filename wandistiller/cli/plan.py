@@ -19,7 +19,7 @@ from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import Choice, choices, chosen, left_open
+from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
@@ -99,10 +99,7 @@ def _recommend(
         ConfigError: nothing fits.
     """
     if not best:
-        raise ConfigError(
-            "Nothing fits that could be recommended. What helps: a smaller student, more GPUs or nodes, "
-            "more CPU memory, fewer frames, or a teacher in bfloat16."
-        )
+        raise ConfigError(f"Nothing fits that could be recommended. {HELPS}, or a teacher in bfloat16.")
     if collectives.rank() == 0:
         given = {"output_dir": f"runs/{Path(file).stem}"} | given
         write_json(file, _without_engines(config, given) | best[0].settings)
@@ -146,6 +143,8 @@ def _problems(own: dict[str, Any]) -> list[str]:
         for key in ("gpu_memory", "host_memory", "disk"):
             if own[key] is not None and not 0 < own[key] < 1e7:
                 yield key, "Write GiB over 0."
+        if own["recommend"] and own["recommend"].exists():
+            yield "recommend", "It is there already, and is not overwritten. Name a new file, or delete it."
 
     return [problem("command line", key, own[key], remedy) for key, remedy in wrong()]
 

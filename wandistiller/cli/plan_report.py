@@ -5,15 +5,15 @@ from collections.abc import Iterable
 from wandistiller.config.job import Job
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.disk import DiskUse, on_disk_of, swap_folder, to_come, written
+from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
-from wandistiller.planner.machine import Demand, Machine, demands
+from wandistiller.planner.machine import Machine, demands
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.teacher_json import read_placement
-from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
+from wandistiller.utils.system_memory import GIB
 
 KINDS = {
     "GPU": lambda b: b.device + b.transient,
@@ -135,7 +135,7 @@ def _verdict(
     """State for each kind of memory that the run needs whether it fits."""
     *memory, one = demands(most(phases), machine)
     swapped = machine.ranks_on_node * most(phases).disk
-    disks = _disks(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
+    disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
     needed = [d for d in (*memory, *disks) if d.need]
     if short := [d for d in needed if not d.is_met]:
         fewer = (files.checkpoints - 2) * files.checkpoint
@@ -153,14 +153,3 @@ def _verdict(
             "when it loads them; neither they nor their way to it are counted",
         ]
     return [f"fits: {d.need / GIB:.1f} of {d.supply}" for d in needed]
-
-
-def _disks(job: Job, machine: Machine, swapped: int) -> list[Demand]:
-    """Bytes still to be written to each disk of this machine."""
-    places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
-    places[swap] = places.get(swap, 0) + swapped
-    several, demanded = {disk(place): place for place in reversed(places)}, []
-    for place in several.values():
-        name = f"of the disk of {place}" if len(several) > 1 else "of disk"
-        demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
-    return demanded

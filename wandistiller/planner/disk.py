@@ -12,11 +12,11 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.zero_memory import offload_section
-from wandistiller.planner.machine import Machine
+from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
-from wandistiller.utils.system_memory import GIB, disk, disk_free
+from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
 from wandistiller.wan.transformer import TEXT_TOKENS, count_parameters
 
@@ -125,6 +125,21 @@ def _present(folder: Path) -> int:
 def on_disk_of(folder: Path, files: dict[Path, int]) -> int:
     """Bytes of `files`, by folder, that go to the disk of `folder`."""
     return sum(nbytes for place, nbytes in files.items() if disk(place) == disk(folder))
+
+
+def disk_demands(job: Job, machine: Machine, swapped: int) -> list[Demand]:
+    """Bytes still to be written to each disk of this machine.
+
+    Args:
+        swapped: bytes that its ranks swap.
+    """
+    places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
+    places[swap] = places.get(swap, 0) + swapped
+    several, demanded = {disk(place): place for place in reversed(places)}, []
+    for place in several.values():
+        name = f"of the disk of {place}" if len(several) > 1 else "of disk"
+        demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
+    return demanded
 
 
 def log_disk_use(job: Job) -> None:

@@ -71,11 +71,12 @@ def this_machine(swap_path: Path) -> Machine:
 def machine_now() -> Machine:
     """Measure this rank's machine without communication; the launcher says how many ranks it has."""
     device = collectives.device()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's, deepspeed's
     counted = (os.environ.get(name) for name in names)
     here = int(next(filter(None, counted), collectives.world_size()))
-    return Machine(free, host_free(), disk_free(Path()), collectives.world_size(), here)
+    ranks = collectives.world_size()
+    return Machine(free, host_free(), disk_free(Path()), ranks, here, device_total=total)
 
 
 def memory_line(rank: int, root: Path = Path("/")) -> str:

@@ -42,6 +42,10 @@ OWN = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
 """Number of combinations in the error message."""
+HELPS = (
+    "What helps: a smaller student, fewer frames, more GPUs or nodes, more CPU memory, "
+    "a larger disk for the swap folder"
+)
 
 
 class Choice(NamedTuple):
@@ -225,7 +229,5 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     free = ", ".join(d.supply for d in near[0].demands(machine))
     half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""
     raise ConfigError(
-        f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. What helps: a smaller "
-        "student, fewer frames, more GPUs or nodes, more CPU memory, a larger disk for the swap folder"
-        f"{half}."
+        f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}{half}."
     )

@@ -23,7 +23,7 @@ CPU_MEMORY = {
 
 @pytest.mark.parametrize("name", CPU_MEMORY)
 @pytest.mark.usefixtures("quiet_logging")
-def test_a_shipped_recipe_fits_its_machine_and_can_be_trained(
+def test_a_shipped_recipe_fits_its_machine(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
 ) -> None:
     recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
@@ -35,7 +35,6 @@ def test_a_shipped_recipe_fits_its_machine_and_can_be_trained(
     assert main(["plan", *flags, *machine.split()]) == 0
     output = capsys.readouterr().err
     assert "\nfits: " in output and "NOT fit" not in output and " 64 a step" in output
-    assert main(["train", *flags, "--dry_run"]) == 0
 
 
 def test_every_shipped_recipe_is_checked() -> None:

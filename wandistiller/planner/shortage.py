@@ -1,0 +1,24 @@
+"""What a run needs more of than this machine has free, before anything is loaded."""
+
+from wandistiller.config.job import Job
+from wandistiller.distributed import collectives
+from wandistiller.planner.disk import disk_demands
+from wandistiller.planner.machine import demands, machine_now
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.phase_peak import most
+from wandistiller.utils.system_memory import GIB
+
+
+def shortages(job: Job) -> list[str]:
+    """List on the first rank of each node each memory and disk of which the plan needs more than is free.
+
+    The reserve that `plan` and `auto` leave is not counted: such a run may still succeed.
+    """
+    if collectives.local_rank() != 0:
+        return []
+    machine = machine_now()
+    takes = most(plan(job, machine))
+    *memory, _ = demands(takes, machine)
+    short = [d for d in memory if d.need > d.free]
+    short += [d for d in disk_demands(job, machine, machine.ranks_on_node * takes.disk) if d.need > d.free]
+    return [f"The run needs {d} by its plan, and {d.free / GIB:.1f} GiB are free." for d in short]
