@@ -56,6 +56,12 @@ def test_output_folder_holds_what_is_promised_and_its_recipe_can_be_passed_back_
     assert "dry run: nothing was loaded or written" in done.stderr
 
 
+def test_an_export_into_a_checkpoint_is_refused(finished: Path, capsys: pytest.CaptureFixture) -> None:
+    inside = finished / "checkpoints" / "step_00000002" / "export"
+    assert main(["export", "--checkpoint", str(finished), "--output", str(inside)]) == 2
+    assert "which lies in `checkpoint`" in capsys.readouterr().err and not inside.exists()
+
+
 def test_a_network_is_only_there_in_the_precision_it_is_written_in(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

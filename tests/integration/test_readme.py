@@ -19,6 +19,7 @@ from recipes import PROMPTS
 
 from wandistiller.cli.main import main
 from wandistiller.cli.parser import parser
+from wandistiller.cli.plan import MACHINE
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.files import shipped
 
@@ -33,6 +34,7 @@ SHORT = {  # flags that make a command on the embedded teacher take seconds
     "sample": "--steps 2",
     "evaluate": "--steps 2 --num_prompts 2",
 }
+MISSING_HERE = re.compile(r"no \.safetensors file|by its plan, and .* are free|describe it there")
 AFTERWARDS = [
     p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
 ]
@@ -56,12 +58,16 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
 
 @pytest.mark.usefixtures("folder", "quiet_logging")
 @pytest.mark.parametrize("command", DRY, ids=named)
-def test_a_training_command_passes_its_dry_run(command: Command) -> None:
+def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
+    command: Command, capsys: pytest.CaptureFixture
+) -> None:
     if "disk" in command.words and not has_async_io():
         pytest.skip("no libaio here")
     if file := re.search(r"echo '(.*)' > (\S+)", text("docs/export.md")):  # a student config that one names
         Path(file[2]).write_text(file[1])
-    assert main([*(word for word in command.ours if word != "--dry_run"), "--dry_run"]) == 0
+    code = main([*(word for word in command.ours if word != "--dry_run"), "--dry_run"])
+    problems = re.findall(r"^error: (.*)", capsys.readouterr().err, re.MULTILINE)
+    assert [p for p in problems if not MISSING_HERE.search(p)] == [] and code == (2 if problems else 0)
 
 
 def recipe_of(row: list[str]) -> str:
@@ -110,9 +116,17 @@ def test_a_row_of_the_readme_is_what_plan_prints(
 @pytest.mark.parametrize(
     "command", slow_but([c for c in RECOMMENDING if "1.3B" in c.line], RECOMMENDING), ids=named
 )
-def test_plan_recommends_what_the_next_dry_run_takes(command: Command, folder: Path) -> None:
+def test_what_plan_recommends_fits_the_same_machine(
+    command: Command, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert main([*command.ours]) == 0
-    assert main(["train", "--recipe", command.value("--recommend"), "--dry_run"]) == 0
+    capsys.readouterr()
+    machine = [
+        w for key in MACHINE for w in (f"--{key}", command.value(f"--{key}")) if command.value(f"--{key}")
+    ]
+    assert main(["plan", "--recipe", command.value("--recommend"), *machine]) == 0
+    printed = capsys.readouterr().err
+    assert "\nfits: " in printed and "NOT fit" not in printed
 
 
 @pytest.fixture(scope="module")

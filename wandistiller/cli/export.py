@@ -18,7 +18,8 @@ def run(flags: dict[str, Any]) -> None:
     repository = hub.check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
     settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}
     source = read_source(flags["checkpoint"], flags["ema"])
-    inputs = {"checkpoint": source.folder, "the teacher": source.facts["teacher_path"]}
+    teacher = source.facts["teacher_path"]
+    inputs = {"checkpoint": source.folder} | ({} if teacher == "tiny" else {"the teacher": teacher})
     if problems := inside_problems("output", flags["output"], inputs):
         raise ConfigError(*problems)
     exported = formats()[name].from_flags(settings).write(source, flags["output"])

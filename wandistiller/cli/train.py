@@ -18,8 +18,8 @@ from wandistiller.utils.logging import add_log_file, setup_logging
 from wandistiller.wan.pipeline import require_weights
 
 ELSEWHERE = (
-    "What helps: `wandistiller plan` says what takes how much; for another machine than this one, describe it "
-    "there (`--gpus`, `--gpu_memory`, `--host_memory`, `--disk`)."
+    "What helps: `wandistiller plan` says what takes how much; if the run is for another machine, "
+    "describe it there (`--gpus`, `--gpu_memory`, `--host_memory`, `--disk`)."
 )
 
 
