@@ -34,7 +34,7 @@ def test_a_dry_run_ends_with_an_error_if_its_plan_takes_more_memory_than_is_free
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     ds = read_json("ds_configs/student/zero2.json") | {
-        TOTAL: 10**6,
+        TOTAL: 8 * 10**6,
         MICRO: 10**6,
     }  # activations of a million images
     file = write_json(tmp_path / "large.json", ds)
