@@ -33,10 +33,7 @@ def test_a_dry_run_names_missing_weights_and_too_small_a_disk_at_once(
 def test_a_dry_run_ends_with_an_error_if_its_plan_takes_more_memory_than_is_free(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    ds = read_json("ds_configs/student/zero2.json") | {
-        TOTAL: 8 * 10**6,
-        MICRO: 10**6,
-    }  # activations of a million images
+    ds = read_json("ds_configs/student/zero2.json") | {TOTAL: 8 * 10**6, MICRO: 10**6}
     file = write_json(tmp_path / "large.json", ds)
     flags = f"--teacher_path tiny --data_path tiny --output_dir {tmp_path}/run --deepspeed_config {file}"
     assert main(["train", *flags.split(), "--dry_run"]) == 2
