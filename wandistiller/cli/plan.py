@@ -63,7 +63,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     values = read_json(recipe) if recipe else {}
     machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    config = merged(values, defaults | flags | {"resume": "never"}, recipe)
+    config = merged(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
     job, lines = read_job(config, machine.ranks, here=here), []
 
     def with_disk(job: Job, shipped: bool) -> Machine:

@@ -5,32 +5,45 @@ from typing import Any
 
 from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import collecting
+from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import types_of, value_problems
+
+NAMED = "teacher_deepspeed_config"
 
 
-def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
+def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> RunConfig:
     """Read a recipe's file and merge the flags; see `merged`."""
-    return merged(read_json(recipe) if recipe else {}, flags, recipe)
+    return merged(read_json(recipe) if recipe else {}, flags, recipe, world)
 
 
-def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) -> RunConfig:
+def merged(
+    values: dict[str, Any], flags: dict[str, Any], recipe: str | None, world: int | None = None
+) -> RunConfig:
     """Replace shorthands by their settings, then call `read_run_config`; flags win over the recipe.
 
     Args:
         values: the recipe's.
         recipe: its name, if there is one.
+        world: number of ranks; default those of this launch.
 
     Raises:
-        ConfigError: with all problems, among them shorthands that contradict a JSON.
+        ConfigError: with all problems, among them settings that contradict a JSON, wherever each is given.
     """
-    values, flags = dict(values), dict(flags)
+    values, flags, where = dict(values), dict(flags), recipe or "recipe"
     if "teacher_deepspeed_config" in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
-    problems = _expand(recipe or "recipe", values) + _expand("command line", flags)
+    place = flags if flags.keys() & {NAMED, "teacher_device_strategy", "teacher_on_cpu"} else values
+    named = place.get(NAMED)  # before a short name takes its place
+    problems = _expand(where, values) + _expand("command line", flags)
+    origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
+    given = values | flags
+    problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
+    problems += _student_problems(origin, given, collectives.world_size() if world is None else world)
     with collecting(problems):
         run = read_run_config(values, flags, recipe or "command line")
     if problems:
@@ -40,7 +53,7 @@ def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) ->
 
 def _expand(where: str, given: dict[str, Any]) -> list[str]:
     """Replace shorthands in `given`; return the problems of those that contradict another setting there."""
-    key, problems = "teacher_device_strategy", _student_problems(where, given)
+    key, problems = "teacher_device_strategy", []
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
         problems.append(problem(where, "num_steps", steps, remedy))
@@ -48,7 +61,7 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
         if given.setdefault(key, "cpu") != "cpu":
             remedy = "`teacher_on_cpu` is given too and means `cpu`. Keep one."
             problems.append(problem(where, key, given[key], remedy))
-    named, strategy = given.get("teacher_deepspeed_config"), given.get(key)
+    named, strategy = given.get(NAMED), given.get(key)
     if isinstance(strategy, str) and strategy in strategies():
         del given[key]
         file = f"ds_configs/teacher/{strategies()[strategy]}.json"
@@ -57,11 +70,11 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
                 f"{where}: `{key}` is {strategy}, which means {file}, but `teacher_deepspeed_config` "
                 f"is {named}. Keep one."
             )
-        given["teacher_deepspeed_config"] = file
-    return problems + (_dtype_problems(where, named, given.get("teacher_dtype")) if named else [])
+        given[NAMED] = file
+    return problems
 
 
-def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list[str]:
+def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: Any) -> list[str]:
     """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
     try:
         file, ds = ds_config.load(named)
@@ -71,23 +84,24 @@ def _dtype_problems(where: str, named: str | dict[str, Any], dtype: Any) -> list
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{where}: `teacher_dtype` is {dtype}, but `teacher_deepspeed_config` names {file}, where the "
-        f"precision is {its_dtype}. Keep one."
+        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{NAMED}` names {file}, where "
+        f"the precision is {its_dtype}. Keep one."
     ]
 
 
-def _student_problems(where: str, given: dict[str, Any]) -> list[str]:
-    """List the flags of the student's engine that contradict its JSON."""
+def _student_problems(origin: dict[str, str], given: dict[str, Any], world: int) -> list[str]:
+    """List the settings of the student's engine that contradict the JSON that the user named."""
     if not (named := given.get("deepspeed_config")):
-        return []
+        return []  # the default JSON: its values are defaults
+    types = types_of(RunConfig)
+    keys = [f.name for f in fields(EngineOverrides) if f.name in given]
+    sound = {key: given[key] for key in keys if not value_problems("", {key: given[key]}, types)}
     try:
         file, ds = ds_config.load(named)
-        overrides = {f.name: given[f.name] for f in fields(EngineOverrides) if f.name in given}
-        contradicted = contradictions(ds, EngineOverrides(**overrides))
-    except (ConfigError, TypeError, AttributeError, KeyError, StopIteration):
+        contradicted = contradictions(ds, EngineOverrides(**sound), world)
+    except (ConfigError, TypeError):
         return []  # reported when the JSON is read
     return [
-        f"{where}: `{flag}` is {value}, but `deepspeed_config` names {file}, where `{key}` is {other}. "
-        "Keep one."
-        for flag, value, key, other in contradicted
+        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where {what}. {remedy}"
+        for flag, value, what, remedy in contradicted
     ]

@@ -55,7 +55,7 @@ def job(folder: Path, ds: dict[str, Any] | None = None, world: int = 1, **settin
     given = PATHS | {"output_dir": str(folder / "out")} | settings
     if ds is not None:
         given["deepspeed_config"] = str(write_json(folder / "ds.json", ds))
-    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), world)
+    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}, world), world)
 
 
 def test_a_json_full_of_auto_runs_unchanged(tmp_path: Path) -> None:
@@ -126,13 +126,6 @@ def test_a_short_flag_beside_a_json_with_another_value_is_refused(
         job(tmp_path, FIXED, **{flag: value})
     expected = f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}."
     assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
-
-
-def test_a_short_flag_on_the_command_line_wins_over_the_recipe_s_json(tmp_path: Path) -> None:
-    ds = str(write_json(tmp_path / "ds.json", FIXED))
-    recipe = PATHS | {"output_dir": str(tmp_path), "deepspeed_config": ds}
-    run = read_run(str(write_json(tmp_path / "recipe.json", recipe)), {"lr": 2e-3})
-    assert read_job(run, 1).student_ds["optimizer"]["params"]["lr"] == 2e-3
 
 
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
