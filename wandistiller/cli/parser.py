@@ -72,7 +72,8 @@ def _json(text: str) -> Any:
 
 
 def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
-    command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; it wins over the recipe, not over a named JSON]"
+    rule = "it wins over the recipe, not over a named DeepSpeed JSON"
+    command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; {rule}]"
     recipe = "a whole run in one JSON; its keys are the flags below"
     command.add_argument("--recipe", metavar="FILE", help=recipe)
     ignored: dict[str, Any] = {"dest": IGNORED, "help": argparse.SUPPRESS}  # of older command lines
