@@ -213,7 +213,15 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
     [
         (["--adapter"], "its student differs from", 1),
         (["--format", "original"], "is there, and no earlier export", 1),
-        (["--dtype", "float8_e4m3fn", "--energy", "0", "--rank", "0", "--max_shard_size", "much"], "", 4),
+        (["--dtype", "float8_e4m3fn", "--adapter", "--energy", "0", "--rank", "0"], "", 3),
+        (["--max_shard_size", "much"], "Write a size such as 5GB", 1),
+        (["--energy", "0.9", "--rank", "8", "--private"], "and --format is diffusers; remove it", 3),
+        (
+            ["--adapter", "--max_shard_size", "5GB"],
+            "It belongs to --format diffusers, and --format is lora",
+            1,
+        ),
+        (["--private"], "`private` is given without `push_to_hub`", 1),
     ],
 )
 def test_an_export_that_cannot_be_is_refused(

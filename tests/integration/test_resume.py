@@ -36,9 +36,9 @@ def test_checkpoint_of_another_run_is_refused_by_name(trained: Path) -> None:
 def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(
     tmp_path: Path, wan2: Path
 ) -> None:
-    output, file = train(tmp_path, wan2, ranks=1, max_steps=2), tmp_path / "run.json"
-    engine = student_engine(2, optimizer=ADAM | {"params": ADAM["params"] | {"lr": 5e-4}})
-    more = ("--max_steps", "4", "--deepspeed_config", write_json(tmp_path / "slower.json", engine))
+    engine = student_engine(2, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    output = train(tmp_path, wan2, ranks=1, max_steps=2, deepspeed_config=engine, lr=1e-3)
+    file, more = tmp_path / "run.json", ("--max_steps", "4", "--lr", "5e-4")
     error = wandistiller("train", "--recipe", file, *more, code=2).stderr
     assert "another optimizer: " in error and "--allow_changed optimizer to go on all the same" in error
     wandistiller("train", "--recipe", file, *more, "--allow_changed", "optimizer")

@@ -13,7 +13,10 @@ from wandistiller.utils.errors import ConfigError, inside_problems
 def run(flags: dict[str, Any]) -> None:
     """Write the files, print their paths, and upload them."""
     name = "lora" if flags["adapter"] else flags["format"]
-    if problems := flag_problems(name, flags):
+    problems = flag_problems(name, flags)
+    if flags["private"] and not flags["push_to_hub"]:
+        problems.append("command line: `private` is given without `push_to_hub`. Give both, or remove it.")
+    if problems:
         raise ConfigError(*problems)
     repository = hub.check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
     settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}

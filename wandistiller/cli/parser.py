@@ -72,7 +72,8 @@ def _json(text: str) -> Any:
 
 
 def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
-    command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; it replaces the recipe's]"
+    rule = "it wins over the recipe, not over a named DeepSpeed JSON"
+    command.usage = f"wandistiller {name} [--recipe FILE] [any flag below; {rule}]"
     recipe = "a whole run in one JSON; its keys are the flags below"
     command.add_argument("--recipe", metavar="FILE", help=recipe)
     ignored: dict[str, Any] = {"dest": IGNORED, "help": argparse.SUPPRESS}  # of older command lines
@@ -117,11 +118,11 @@ def _add_export_flags(command: argparse.ArgumentParser) -> None:
     add("--ema", action=argparse.BooleanOptionalAction, help=text)
     text = "a LoRA: the run's own, or the difference to its teacher; with --format original for ComfyUI"
     add("--adapter", action="store_true", help=text)
-    add("--energy", type=float, default=0.99, metavar="F", help="share of its square to keep; 0.99")
-    add("--rank", type=int, default=128, metavar="N", help="the largest rank to keep it with; 128")
+    add("--energy", type=float, metavar="F", help="share of its square to keep; 0.99")
+    add("--rank", type=int, metavar="N", help="the largest rank to keep it with; 128")
     text = "float8_e4m3fn: with --format original, the blocks' matrices with a scale each"
     add("--dtype", default="bfloat16", choices=(*DTYPES, "float8_e4m3fn"), help=text)
-    add("--max_shard_size", default="10GB", metavar="SIZE", help="largest file of a pipeline; 10GB")
+    add("--max_shard_size", metavar="SIZE", help="largest file of a pipeline; 10GB")
     add("--push_to_hub", metavar="ORG/NAME", help="upload it too; needs HF_TOKEN")
     add("--private", action="store_true", help="make a new repository private")
 

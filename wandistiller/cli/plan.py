@@ -63,7 +63,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     values = read_json(recipe) if recipe else {}
     machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    config = merged(values, defaults | flags | {"resume": "never"}, recipe)
+    config = merged(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
     job, lines = read_job(config, machine.ranks, here=here), []
 
     def with_disk(job: Job, shipped: bool) -> Machine:
@@ -75,7 +75,8 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     rates = hardware_rates.override_rates(hardware_rates.default_rates(machine.device_size), own["rates"])
     if own["measure"]:
         dtype = getattr(torch, dtype_name(job.student_ds))
-        rates = replace(rates, **hardware_rates.measure_rates(swap_folder(job), dtype))
+        measured = replace(rates, **hardware_rates.measure_rates(swap_folder(job), dtype))
+        rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
         lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
     machine = with_disk(job, False)
     lines += [*report(job, machine, rates, here, own["price_per_gpu_hour"]), ""]

@@ -23,6 +23,8 @@ Scale = Annotated[float, Ge(-1000), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
 JSON_FILES = ("student_config", "deepspeed_config", "teacher_deepspeed_config")
+EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
+"""Pairs of settings of which a run takes one."""
 JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
 Objectives = Annotated[
     str | dict | list[str | dict], write('a name, an object with a "name", or a list of these')
@@ -68,7 +70,7 @@ class RunConfig:
     mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(
         None, "bf16, fp16 or no, written into the student's JSON", metavar="P"
     )
-    gradient_checkpointing: bool = engines(False, "adds activation_checkpointing to the student's JSON")
+    gradient_checkpointing: bool | None = engines(None, "adds activation_checkpointing to the student's JSON")
     teacher_device_strategy: Literal[tuple(strategies())] | None = engines(
         None, "a shipped teacher JSON, or its short name; see ds_configs/README.md", metavar="NAME"
     )
@@ -154,7 +156,10 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     Raises:
         ConfigError: with all unknown keys, wrong types and wrong values at once.
     """
-    types = types_of(RunConfig)
+    values, types = dict(values), types_of(RunConfig)
+    for pair in EITHER:  # a flag replaces the recipe's other key
+        for key in pair if any(key in flags for key in pair) else ():
+            values.pop(key, None)
     possible = {key: value for key, value in flags.items() if not impossible_values("", {key: value})}
     problems, good = check(where, values, types)
     flag_problems, good_flags = check("command line", possible, types)
@@ -163,8 +168,9 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     missing = [key for key in PATHS if given.get(key, "") == ""]
     wrong = {key: f"`{key}` is missing. Give --{key} or the recipe key." for key in missing}
     wrong |= {key: f"`{key}` is empty. Name a JSON file." for key in JSON_FILES if given.get(key) == ""}
-    if run.max_steps is not None and run.num_epochs is not None:
-        wrong["max_steps"] = "`max_steps` and `num_epochs` are both given. Keep one."
+    for one, other in EITHER:
+        if given.get(one) is not None and given.get(other) is not None:
+            wrong[one] = f"`{one}` and `{other}` are both given. Keep one."
     for key, text in wrong.items():
         problems.append(f"{where if key in values and key not in flags else 'command line'}: {text}")
     if problems:

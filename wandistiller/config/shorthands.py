@@ -9,11 +9,15 @@ from typing import Any
 
 from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import collecting
+from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import types_of, value_problems
+
+NAMED = "teacher_deepspeed_config"
 
 FLAGS = "command line"
 STRATEGY, TEACHER_JSON = "teacher_device_strategy", "teacher_deepspeed_config"
@@ -25,30 +29,34 @@ ONE_THING = [
 """Settings with several names."""
 
 
-def read_run(recipe: str | None, flags: dict[str, Any]) -> RunConfig:
+def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> RunConfig:
     """Read a recipe's file and merge the flags; see `merged`."""
-    return merged(read_json(recipe) if recipe else {}, flags, recipe)
+    return merged(read_json(recipe) if recipe else {}, flags, recipe, world)
 
 
-def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) -> RunConfig:
-    """Replace shorthands by their settings, let flags replace the recipe's, then call `read_run_config`.
+def merged(
+    values: dict[str, Any], flags: dict[str, Any], recipe: str | None, world: int | None = None
+) -> RunConfig:
+    """Replace shorthands by their settings, then call `read_run_config`; flags win over the recipe.
 
     Args:
         values: the recipe's.
         recipe: its name, if there is one.
+        world: number of ranks; default those of this launch.
 
     Raises:
-        ConfigError: with all problems, among them two settings that cannot both hold.
+        ConfigError: with all problems, among them settings that contradict a JSON, wherever each is given.
     """
     values, flags, where = dict(values), dict(flags), recipe or "recipe"
-    for names in ONE_THING:
-        if names & flags.keys():
-            values = {key: value for key, value in values.items() if key in flags or key not in names}
-    if TEACHER_JSON in flags:  # it replaces the precision of the recipe's too
+    if "teacher_deepspeed_config" in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
-    given, origin = values | flags, dict.fromkeys(values, where) | dict.fromkeys(flags, FLAGS)
-    problems = _student_problems(given, origin) + _dtype_problems(given, origin) + _unneeded(given, origin)
-    problems += _expand(where, values) + _expand(FLAGS, flags)
+    place = flags if flags.keys() & {NAMED, "teacher_device_strategy", "teacher_on_cpu"} else values
+    named = place.get(NAMED)  # before a short name takes its place
+    problems = _expand(where, values) + _expand("command line", flags)
+    origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
+    given = values | flags
+    problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
+    problems += _student_problems(origin, given, collectives.world_size() if world is None else world)
     with collecting(problems):
         run = read_run_config(values, flags, recipe or FLAGS)
     if problems:
@@ -58,7 +66,7 @@ def merged(values: dict[str, Any], flags: dict[str, Any], recipe: str | None) ->
 
 def _expand(where: str, given: dict[str, Any]) -> list[str]:
     """Replace shorthands in `given`; return the problems of those that contradict another setting there."""
-    problems = []
+    key, problems = "teacher_device_strategy", []
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
         problems.append(problem(where, "num_steps", steps, remedy))
@@ -69,8 +77,8 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
         name = name if STRATEGY in given else "teacher_on_cpu"
         if given.setdefault(STRATEGY, "cpu") != "cpu":
             remedy = "`teacher_on_cpu` is given too and means `cpu`. Keep one."
-            problems.append(problem(where, STRATEGY, given[STRATEGY], remedy))
-    named, strategy = given.get(TEACHER_JSON), given.get(STRATEGY)
+            problems.append(problem(where, key, given[key], remedy))
+    named, strategy = given.get(NAMED), given.get(key)
     if isinstance(strategy, str) and strategy in strategies():
         del given[STRATEGY]
         file = f"ds_configs/teacher/{strategies()[strategy]}.json"
@@ -79,24 +87,12 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
                 f"{where}: `{name}` is {strategy if name == STRATEGY else 'true'}, which means {file}, but "
                 f"`{TEACHER_JSON}` is {named}. Keep one."
             )
-        given[TEACHER_JSON] = file
+        given[NAMED] = file
     return problems
 
 
-def _unneeded(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
-    """List the problem of a limit of skipped steps where none is skipped."""
-    key, default = "nonfinite_limit", RunConfig().nonfinite_limit
-    if given.get(key, default) == default or given.get("on_nonfinite", "stop") != "stop":
-        return []
-    return [problem(origin[key], key, given[key], 'It needs `on_nonfinite`: "skip". Give both, or none.')]
-
-
-def _dtype_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
-    """List the problem of a `teacher_dtype` that contradicts a teacher's JSON that the user names.
-
-    A strategy names none: its precision may be changed.
-    """
-    dtype = given.get("teacher_dtype")
+def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: Any) -> list[str]:
+    """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
     try:
         file, ds = ds_config.load(given[TEACHER_JSON])
         its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
@@ -105,23 +101,24 @@ def _dtype_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{TEACHER_JSON}` names {file}, where "
+        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{NAMED}` names {file}, where "
         f"the precision is {its_dtype}. Keep one."
     ]
 
 
-def _student_problems(given: dict[str, Any], origin: dict[str, str]) -> list[str]:
-    """List the settings of the student's engine that contradict a JSON that the user names."""
+def _student_problems(origin: dict[str, str], given: dict[str, Any], world: int) -> list[str]:
+    """List the settings of the student's engine that contradict the JSON that the user named."""
     if not (named := given.get("deepspeed_config")):
-        return []
+        return []  # the default JSON: its values are defaults
+    types = types_of(RunConfig)
+    keys = [f.name for f in fields(EngineOverrides) if f.name in given]
+    sound = {key: given[key] for key in keys if not value_problems("", {key: given[key]}, types)}
     try:
         file, ds = ds_config.load(named)
-        overrides = {f.name: given[f.name] for f in fields(EngineOverrides) if f.name in given}
-        contradicted = contradictions(ds, EngineOverrides(**overrides))
-    except (ConfigError, TypeError, AttributeError, KeyError, StopIteration):
+        contradicted = contradictions(ds, EngineOverrides(**sound), world)
+    except (ConfigError, TypeError):
         return []  # reported when the JSON is read
     return [
-        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where `{key}` is "
-        f"{other}. Keep one."
-        for flag, value, key, other in contradicted
+        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where {what}. {remedy}"
+        for flag, value, what, remedy in contradicted
     ]

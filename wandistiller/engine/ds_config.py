@@ -125,12 +125,12 @@ def dtype_name(ds: dict[str, Any]) -> str:
 
 
 def with_dtype(ds: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """`ds` in another precision, if one is given."""
+    """`ds` in another precision, if one is given; a section of it keeps its other keys, as the loss scale."""
     if dtype is None:
         return ds
     section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     rest = {k: v for k, v in ds.items() if k not in ("bf16", "fp16")}
-    return rest | ({section: {"enabled": True}} if section else {})
+    return rest | ({section: section_of(ds, section) | {"enabled": True}} if section else {})
 
 
 def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:

@@ -1,44 +1,97 @@
 """The student's DeepSpeed JSON before its checks: short flags written into it, and "auto" filled."""
 
 import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from wandistiller.engine.ds_config import dtype_name, with_dtype
+from wandistiller.engine.ds_config import with_dtype
 from wandistiller.engine.ds_schema import BATCH_KEYS, section_of
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
+OPEN = (None, "auto")
+"""Values of a JSON's key that leave it to a flag."""
+PEAKS = {
+    "warmuplr": "warmup_max_lr",
+    "warmupdecaylr": "warmup_max_lr",
+    "onecycle": "cycle_max_lr",
+    "lrrangetest": "lr_range_test_min_lr",
+}
+"""Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOverrides:
-    """Short flags for the student's engine; None and False change nothing."""
+    """Short flags for the student's engine; None changes nothing."""
 
     batch_size: int | None = None
     """Samples per rank and micro-step."""
     lr: float | None = None
     mixed_precision: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
 
 
-def contradictions(ds: dict[str, Any], overrides: EngineOverrides) -> list[tuple[str, object, str, object]]:
-    """(flag, its value, key, the JSON's value) of each flag that differs from the JSON."""
-    params = _params(ds, "optimizer")
-    pairs = [
-        ("batch_size", overrides.batch_size, MICRO, ds.get(MICRO)),
-        ("lr", overrides.lr, "optimizer.params.lr", params.get("lr")),
-    ]
-    fixed = {s: ds[s] for s in ("bf16", "fp16") if section_of(ds, s).get("enabled") not in (None, "auto")}
-    if fixed:
-        precision = next(flag for flag, dtype in PRECISIONS.items() if dtype == dtype_name(fixed))
-        pairs.append(("mixed_precision", overrides.mixed_precision, "bf16 and fp16", precision))
-    return [p for p in pairs if p[1] is not None and p[3] not in (None, "auto") and p[1] != p[3]]
+def contradictions(
+    ds: dict[str, Any], overrides: EngineOverrides, world: int
+) -> list[tuple[str, object, str, str]]:
+    """(flag, its value, what the JSON fixes against it, remedy) of each flag that differs from the JSON."""
+    found, batch, lr = [], overrides.batch_size, overrides.lr
+    if batch is not None and (wrong := _batch_contradiction(ds, batch, world)):
+        found.append(("batch_size", batch, *wrong))
+    rates = {"optimizer.params.lr": _params(ds, "optimizer").get("lr")}
+    rates |= {f"scheduler.params.{key}": _params(ds, "scheduler").get(key) for key in set(PEAKS.values())}
+    if lr is not None and (others := {k: v for k, v in rates.items() if v not in (*OPEN, lr)}):
+        found.append(("lr", lr, _listed(others), "Keep one."))
+    precision, wanted = _fixed_precision(ds, overrides.mixed_precision), overrides.mixed_precision
+    if precision not in (None, wanted):
+        found.append(("mixed_precision", wanted, f"`bf16 and fp16` is {precision}", "Keep one."))
+    if overrides.gradient_checkpointing is False and "activation_checkpointing" in ds:
+        section = _listed({"activation_checkpointing": ds["activation_checkpointing"]})
+        found.append(("gradient_checkpointing", False, section, "Remove one of the two."))
+    return found
+
+
+def _batch_contradiction(ds: dict[str, Any], micro: int, world: int) -> tuple[str, str] | None:
+    """What the JSON fixes so that micro-batches of `micro` samples cannot make its batch; the remedy."""
+    fixed = {key: ds[key] for key in BATCH_KEYS if ds.get(key) not in OPEN}
+    if any(type(value) is not int or value < 1 for value in fixed.values()):
+        return None  # reported when the engine is checked
+    if fixed.get(MICRO, micro) != micro:
+        return _listed({MICRO: fixed[MICRO]}), "Keep one."
+    total, accumulation = fixed.get(TOTAL), fixed.get(ACCUMULATION, 1)
+    if total is None or MICRO in fixed:
+        return None
+    share, rest = divmod(total, world * accumulation)
+    if not rest and (share == micro or (ACCUMULATION not in fixed and share % micro == 0)):
+        return None
+    needed = f"{share}" if ACCUMULATION in fixed else f"a divisor of {share}"
+    write = f"Write `batch_size` {needed}, or" if share and not rest else "Either"
+    text = f"{_listed(fixed)}; {micro} x {accumulation if ACCUMULATION in fixed else 'accumulation'}"
+    return (
+        f"{text} x {world} rank(s) cannot be {total}",
+        f"{write} leave `batch_size` out, or change the JSON.",
+    )
+
+
+def _fixed_precision(ds: dict[str, Any], wanted: str | None) -> str | None:
+    """The flag's value for the precision that the JSON fixes; None if it leaves open the `wanted` one."""
+    enabled = {name: section_of(ds, name).get("enabled") for name in ("bf16", "fp16")}
+    if wanted is None:
+        return None
+    if on := [name for name, value in enabled.items() if value is True]:
+        return wanted if wanted in on else on[0]
+    is_open = "auto" in enabled.values() or False not in enabled.values()
+    return None if is_open and enabled.get(wanted) is not False else "no"
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return " and ".join(f"`{key}` is {json.dumps(value)}" for key, value in values.items())
 
 
 def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str, Any]:
-    """`ds` with the flags applied; a global batch that it fixes stays, and accumulation follows."""
+    """`ds` with the flags applied; `contradictions` has none, or `ds` is the default."""
     ds = copy.deepcopy(ds)
     if overrides.batch_size is not None:
         ds[MICRO] = overrides.batch_size
@@ -47,12 +100,16 @@ def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str,
         section_of(ds, "optimizer").setdefault("params", {})
         # into nothing, if they are no objects: reported when the engine is checked
         section_of(ds, "optimizer.params")["lr"] = overrides.lr
-        if "warmup_max_lr" in _params(ds, "scheduler"):
-            ds["scheduler"]["params"]["warmup_max_lr"] = overrides.lr
+        # deepspeed 0.19.8 trains with the schedule's rate, 0.001 where it is left out
+        if key := PEAKS.get(str(section_of(ds, "scheduler").get("type")).lower()):
+            section_of(ds, "scheduler").setdefault("params", {})
+            section_of(ds, "scheduler.params")[key] = overrides.lr
     if overrides.mixed_precision is not None:
         ds = with_dtype(ds, PRECISIONS[overrides.mixed_precision])
     if overrides.gradient_checkpointing:
         ds.setdefault("activation_checkpointing", {"partition_activations": False})
+    if overrides.gradient_checkpointing is False:
+        ds.pop("activation_checkpointing", None)
     return ds
 
 

@@ -59,6 +59,11 @@ def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any
     if all(any_names(run.frozen or (), name) for name in names):
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
     problems += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
+    for part in run.learning_rates if run.frozen and run.learning_rates else ():
+        named = [name for name in names if part != "*" and any_names([part], name)]
+        if named and all(any_names(run.frozen, name) for name in named):
+            remedy = f"`frozen` is {run.frozen} and names all of it. Keep one."
+            problems.append(problem("recipe", "learning_rates", part, remedy))
     optimizer = ds.get("optimizer", {})
     if run.learning_rates and "lr" not in optimizer.get("params", {}):
         lacking = "which the student's JSON lacks. Write it."

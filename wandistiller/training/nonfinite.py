@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import DEFAULT_ENGINE
+from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
@@ -89,12 +89,12 @@ class NonFiniteStep(NamedTuple):
     def suggestions(self, job: Job) -> list[str]:
         """Suggest remedies."""
         params: dict[str, Any] = job.student_ds["optimizer"].get("params", {})
-        named = job.run.deepspeed_config
         changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
-        lower, rate = "a lower learning rate", f"{params.get('lr', 0) / 3:.1g}"
+        lower, named = "a lower learning rate", job.run.deepspeed_config
         if "lr" in params:
-            how = f'"lr": {rate} in {named}' if isinstance(named, str) else f'"lr": {rate} in its engine'
-            lower += f" ({f'--lr {rate}' if named == DEFAULT_ENGINE else how}, --allow_changed {changed})"
+            less, file = f"{params['lr'] / 3:.1g}", named if isinstance(named, str) else "the recipe"
+            flag = f'"lr" {less} in {file}, and' if named not in (AUTO, DEFAULT_ENGINE) else f"--lr {less}"
+            lower += f" ({flag} --allow_changed {changed})"
         limit = job.run.nonfinite_limit
         skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
         if job.run.on_nonfinite == "stop":

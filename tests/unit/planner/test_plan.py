@@ -143,8 +143,9 @@ def test_what_this_machine_lacks_is_no_fault_of_another(output: Callable[..., st
     assert "a step takes" in output(machine, "--deepspeed_config", str(file))
 
 
-def test_rates_are_measured_on_the_swap_folder_s_disk_and_the_others_named(
-    output: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("given", "disk"), [([], 7), (["--rates", '{"disk": 3}'], 3)])
+def test_rates_are_measured_on_the_swap_folder_s_disk_unless_given_and_the_others_named(
+    given: list[str], disk: int, output: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
     monkeypatch.setattr(hardware_rates, "_reads", lambda folder: read.append(folder) or 7.0)
@@ -152,9 +153,9 @@ def test_rates_are_measured_on_the_swap_folder_s_disk_and_the_others_named(
     for section in ("offload_param", "offload_optimizer"):
         ds["zero_optimization"][section]["nvme_path"] = str(tmp_path / "swap")
     file = write_json(tmp_path / "nvme.json", ds)
-    text = output("--host_memory 500 --measure", "--deepspeed_config", str(file))
+    text = output("--host_memory 500 --measure", "--deepspeed_config", str(file), *given)
     assert read == [tmp_path / "swap"] and "not measured: link and network" in text
-    assert "from and to disk at 7 GB/s" in text
+    assert f"from and to disk at {disk} GB/s" in text
 
 
 def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:

@@ -25,12 +25,12 @@ class ExportFormat(ABC):
 
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> "ExportFormat":
-        """Take this format's settings out of the command's flags."""
-        return cls(**{field.name: flags[field.name] for field in fields(cls)})
+        """Take this format's settings out of the command's flags; None is the default."""
+        return cls(**{f.name: flags[f.name] for f in fields(cls) if flags[f.name] is not None})
 
     @classmethod
     def check(cls, flags: dict[str, Any]) -> list[str]:
-        """Problems with this format's own flags, found before anything is read, even if it is not chosen."""
+        """Problems with this format's own flags, found before anything is read; none of them is None."""
         return []
 
     @abstractmethod
@@ -55,4 +55,12 @@ def flag_problems(name: str, flags: dict[str, Any]) -> list[str]:
         stored = " or ".join(known[name].DTYPES)
         remedy = f"Only {others} stores it, without --adapter; --format {name} stores {stored}."
         problems.append(problem("command line", "dtype", dtype, remedy))
-    return problems + [p for one in known.values() for p in one.check(flags)]
+    own = {field.name: field.default for field in fields(known[name])}
+    for other, its in known.items():
+        keys = [field.name for field in fields(its) if field.name not in (*own, "format")]
+        for key in (key for key in keys if flags[key] is not None):
+            how = "--adapter" if other == "lora" else f"--format {other}"
+            remedy = f"It belongs to {how}, and --format is {name}; remove it."
+            problems.append(problem("command line", key, flags[key], remedy))
+    given = {key: value for key, value in flags.items() if value is not None}
+    return problems + known[name].check(own | given)
