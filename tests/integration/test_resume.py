@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from cases import slow_but
 from checkpointed import equal, exported
-from ranks import losses, metrics, wandistiller, write_json
-from recipes import ADAM, recipe_file, student_engine, train
+from ranks import losses, metrics, wandistiller
+from recipes import recipe_file, student_engine, train
 
 from wandistiller.cli.main import main
 

@@ -1,8 +1,4 @@
-"""One rule for settings that are given twice, and short flags of older command lines.
-
-A flag replaces the recipe's setting for the same thing; neither replaces a value that a named DeepSpeed JSON
-fixes: two that differ are an error that names both.
-"""
+"""Short flags of older command lines; each is replaced by the setting that it stands for."""
 
 from dataclasses import fields
 from typing import Any
@@ -18,15 +14,6 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import types_of, value_problems
 
 NAMED = "teacher_deepspeed_config"
-
-FLAGS = "command line"
-STRATEGY, TEACHER_JSON = "teacher_device_strategy", "teacher_deepspeed_config"
-ONE_THING = [
-    {"max_steps", "num_steps", "num_epochs"},
-    {"sample_every", "sample_interval"},
-    {STRATEGY, TEACHER_JSON, "teacher_on_cpu"},
-]
-"""Settings with several names."""
 
 
 def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> RunConfig:
@@ -58,7 +45,7 @@ def merged(
     problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
     problems += _student_problems(origin, given, collectives.world_size() if world is None else world)
     with collecting(problems):
-        run = read_run_config(values, flags, recipe or FLAGS)
+        run = read_run_config(values, flags, recipe or "command line")
     if problems:
         raise ConfigError(*problems)
     return run
@@ -70,22 +57,18 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
     if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
         remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
         problems.append(problem(where, "num_steps", steps, remedy))
-    if "sample_every" in given and given.get("sample_interval") is not None:
-        problems.append(f"{where}: `sample_every` and `sample_interval` are both given. Keep one.")
-    name = STRATEGY
     if type(given.get("teacher_on_cpu")) is bool and given.pop("teacher_on_cpu"):
-        name = name if STRATEGY in given else "teacher_on_cpu"
-        if given.setdefault(STRATEGY, "cpu") != "cpu":
+        if given.setdefault(key, "cpu") != "cpu":
             remedy = "`teacher_on_cpu` is given too and means `cpu`. Keep one."
             problems.append(problem(where, key, given[key], remedy))
     named, strategy = given.get(NAMED), given.get(key)
     if isinstance(strategy, str) and strategy in strategies():
-        del given[STRATEGY]
+        del given[key]
         file = f"ds_configs/teacher/{strategies()[strategy]}.json"
         if named not in (None, file):
             problems.append(
-                f"{where}: `{name}` is {strategy if name == STRATEGY else 'true'}, which means {file}, but "
-                f"`{TEACHER_JSON}` is {named}. Keep one."
+                f"{where}: `{key}` is {strategy}, which means {file}, but `teacher_deepspeed_config` "
+                f"is {named}. Keep one."
             )
         given[NAMED] = file
     return problems
@@ -94,10 +77,10 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
 def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: Any) -> list[str]:
     """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
     try:
-        file, ds = ds_config.load(given[TEACHER_JSON])
-        its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
-    except (ConfigError, TypeError, AttributeError, KeyError):
+        file, ds = ds_config.load(named)
+    except (ConfigError, TypeError):
         return []  # reported when the JSON is read
+    its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
     if dtype is None or dtype == its_dtype:
         return []
     return [

@@ -176,9 +176,8 @@ def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[st
     ds = fill_auto(apply_overrides(ds, overrides), width(config))
     try:
         total = ds_config.batch_size(where, ds, world).total
-    except ConfigError:  # reported when the engine is checked
-        where = f"{where} with `batch_size` {run.batch_size}" if run.batch_size else where
-        return where, fill_steps(ds, 1)
+    except ConfigError:
+        return where, fill_steps(ds, 1)  # reported when the engine is checked
     if isinstance(ds.get(SECTION), dict) and not recompute_problems(where, ds):
         ds = with_number(ds, config["num_layers"])
     return where, fill_steps(ds, _max_steps(run, parts.get("items"), total))
