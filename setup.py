@@ -36,6 +36,7 @@ setup(
         "pillow",
         "pyyaml",
         "py-cpuinfo",
+        "tqdm",
     ],
     extras_require={
         "video": ["imageio", "imageio-ffmpeg"],

@@ -44,7 +44,7 @@ def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(logged: tu
     assert "doing:" not in stderr
 
 
-def test_there_is_one_line_a_step_with_loss_speed_memory_and_time_left_and_no_warning(
+def test_each_of_the_first_steps_has_a_line_with_loss_speed_memory_and_time_left_and_no_warning(
     logged: tuple[Path, str],
 ) -> None:
     assert "WARNING" not in logged[1] and "Warning" not in logged[1] and "it/s]" not in logged[1]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.distributed.collectives import log0, rank
-from wandistiller.distributed.progress import clock
+from wandistiller.distributed.progress import bar, clock
 from wandistiller.monitoring.memory_usage import Usage, in_gib, worst
 from wandistiller.utils.files import atomic, flush
+from wandistiller.utils.logging import log_to_file
 from wandistiller.utils.system_memory import GIB
 
 
@@ -58,20 +59,26 @@ def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
         temporary.write_text("".join(map(_line, entries)), encoding="utf-8")
 
 
+EACH = 10
+"""Steps at the start of a run, or where it goes on, that each have a log line; then every tenth has."""
+
+
 class Metrics:
-    """metrics.jsonl and one log line a step. Only rank 0 writes."""
+    """metrics.jsonl with a line a step, on rank 0; a bar in a terminal, or log lines."""
 
     def __init__(self, file: Path, *, start: int, max_steps: int, global_batch: int):
         """Drop the lines after step `start` from the file; a resumed run writes them again."""
         self._file, self._max_steps, self._global_batch = file, max_steps, global_batch
-        self._start, self._began = start, time.monotonic()
+        self._start, self._began, self._logged = start, time.monotonic(), (start, time.monotonic())
+        self._bar = bar("train", max_steps, start)
+        self._log = log0 if self._bar.disable else log_to_file
         if rank() == 0:
             write_lines(file, read_lines(file, start) if start else [])
 
     def step(
         self, step: int, values: dict[str, Any], memory: dict[str, list[Usage]], seconds: float
     ) -> dict[str, Any]:
-        """Log a finished optimizer step, counted from 1, and return its line; non-finite numbers become null.
+        """Record a finished optimizer step, counted from 1; return its line, non-finite numbers as null.
 
         Args:
             values: loss, grad_norm, lr and whatever else is logged of the step, by name.
@@ -89,13 +96,28 @@ class Metrics:
         }
         if rank() == 0:
             append_line(self._file, finite_or_none(entry))
-        largest, most = worst(memory["train"])
-        skipped = "SKIPPED  " if values.get("skipped") else ""
-        log0(
-            f"step {step}/{self._max_steps}  {skipped}loss {values['loss']:.5f}  lr {values['lr']:.2e}  "
-            f"{rate:.1f} samples/s  {most / GIB:.2f} GiB on rank {largest}  {clock(left)} left"
-        )
+        self._show(step, values, f"{rate:.1f} samples/s", worst(memory["train"]), left)
         return entry
+
+    def _show(
+        self, step: int, values: dict[str, Any], rate: str, worst_rank: tuple[int, int], left: float
+    ) -> None:
+        """Advance the bar; log the step if it is due, to the file alone where the bar is shown."""
+        skipped = "SKIPPED  " if values.get("skipped") else ""
+        text = f"{skipped}loss {values['loss']:.5f}  lr {values['lr']:.2e}  {rate}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+        if step == self._max_steps:
+            self._bar.close()
+        if not (skipped or step - self._start <= EACH or step % 10 == 0 or step == self._max_steps):
+            return
+        (last, at), now = self._logged, time.monotonic()
+        self._logged = step, now
+        since = f"  {now - at:.1f} s since step {last}" if step > last + 1 else ""
+        largest, most = worst_rank
+        memory = f"{most / GIB:.2f} GiB on rank {largest}"
+        text = f"step {step}/{self._max_steps}  {text}  {memory}  {clock(left)} left{since}"
+        self._log(text)
 
     def flush(self) -> None:
         """Put all lines on the disk."""

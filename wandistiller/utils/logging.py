@@ -18,9 +18,19 @@ NOISE = "before it has started"
 """Part of a warning in every run: deepspeed 0.19.8 reads its schedules' rate before the first step."""
 
 
+class _AboveBars(logging.StreamHandler):
+    """Lines on stderr, above the progress bar if one is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm  # here, as it reads its environment when it is imported, which `main` sets
+
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def setup_logging(level: str) -> None:
     """Log to stderr from `level` on; DeepSpeed's lines only from warning on, unless `level` is debug."""
-    logging.basicConfig(format="%(message)s", force=True)
+    logging.basicConfig(format="%(message)s", force=True, handlers=[_AboveBars()])
     logging.root.handlers[0].setLevel(level.upper())
     log.setLevel(min(logging.INFO, getattr(logging, level.upper())))  # files get info too
     _deepspeed.setLevel(logging.INFO if level == "debug" else logging.WARNING)

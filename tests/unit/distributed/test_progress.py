@@ -1,0 +1,94 @@
+"""Progress on a terminal and in a log."""
+
+import fcntl
+import logging
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from select import select
+from unittest.mock import patch
+
+import pytest
+
+from wandistiller.distributed.progress import Progress
+from wandistiller.monitoring.memory_usage import Usage
+from wandistiller.monitoring.metrics import EACH, Metrics, read_lines
+from wandistiller.utils.logging import log, setup_logging
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def on_a_terminal(run: Callable[[], object], columns: int = 120) -> str:
+    """What `run` writes to stderr, which is a pseudo-terminal."""
+    above, below = pty.openpty()
+    fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    with os.fdopen(below, "w") as stderr, patch.object(sys, "stderr", stderr):
+        run()
+        stderr.flush()
+        text = os.read(above, 2**16).decode() if select([above], [], [], 5)[0] else ""
+    os.close(above)
+    return text
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before() -> Iterator[None]:
+    before = logging.root.handlers[:]
+    yield
+    logging.root.handlers[:] = before
+
+
+def train(file: Path, steps: int, **values: object) -> None:
+    metrics = Metrics(file, start=0, max_steps=steps, global_batch=4)
+    for step in range(1, steps + 1):
+        metrics.step(step, {"loss": 0.5, "lr": 1e-3} | values, {"train": [Usage(1, 1)]}, 0.25)
+
+
+def advance(steps: int) -> None:
+    progress = Progress("samples", steps)
+    for _ in range(steps):
+        progress.advance()
+
+
+@pytest.mark.parametrize("columns", [120, 0], ids=["", "of a size that is not known"])
+def test_a_terminal_has_one_line_that_rewrites_itself(columns: int) -> None:
+    text = on_a_terminal(lambda: advance(3), columns)
+    assert text.count("\n") == 1 and "\r" in text and "samples: 100%" in text and "3/3" in text
+
+
+def test_lines_of_the_log_stand_above_the_bar() -> None:
+    def run() -> None:
+        setup_logging("info")
+        progress = Progress("samples", 2)
+        progress.advance()
+        log.warning("ALARM")
+        progress.advance()
+
+    assert "\rALARM\r\n" in on_a_terminal(run)
+
+
+def test_the_bar_of_training_has_loss_and_speed(tmp_path: Path) -> None:
+    text = on_a_terminal(lambda: train(tmp_path / "metrics.jsonl", 30))
+    assert text.count("\n") == 1 and "train: 100%" in text
+    assert "loss 0.50000" in text and "16.0 samples/s" in text
+
+
+def test_without_a_terminal_each_of_the_first_steps_then_every_tenth_and_the_last_has_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "metrics.jsonl", 34)
+    steps = [int(m.split("/")[0].split()[1]) for m in caplog.messages if m.startswith("step ")]
+    assert steps == [*range(1, EACH + 1), 20, 30, 34]
+    assert "s since step 20" in caplog.messages[-2] and "since" not in caplog.messages[3]
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 34
+    assert "\r" not in capsys.readouterr().err
+
+
+def test_a_skipped_step_always_has_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "metrics.jsonl", 34, skipped=True)
+    assert sum("SKIPPED" in m for m in caplog.messages) == 34
