@@ -14,6 +14,7 @@ from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import allocators
 
 DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin on a busy CPU made a start of 2 s last 76 s
     "TQDM_DISABLE": "1",  # the libraries' progress bars for each small file; read when tqdm is imported
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings of a lost connection are 30 lines of C++ each
     "COMET_DISABLE_AUTO_LOGGING": "1",  # it would have to be imported before torch
