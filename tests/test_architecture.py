@@ -230,5 +230,4 @@ def test_nothing_but_a_stamp_for_people_reads_the_wall_clock() -> None:
     assert offenders(clocks) == {
         "distributed.watchdog": ["time.time"],
         "data.media": ["st_mtime_ns"],
-        "utils.extension_locks": ["st_mtime", "time.time"],  # torch's locks have no other age
     }

@@ -17,6 +17,7 @@ from deepspeed.ops.op_builder.builder import (
 
 from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import MONITORS
+from wandistiller.engine.workarounds import load_extension
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
@@ -87,7 +88,7 @@ def built(name: str, builder: Any, why: str) -> str:
     try:
         if not builder.is_compatible(verbose=False):
             return f"missing    {name}: {why}"
-        builder.load(verbose=False)
+        load_extension(builder)
     except BUILD_ERRORS as error:
         return f"missing    {name} does not build: {str(error).strip().splitlines()[-1]}"
     return f"built      {name}"

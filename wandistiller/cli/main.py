@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import MutableMapping
 from importlib import import_module
+from pathlib import Path
 
 from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
@@ -28,6 +29,10 @@ def set_process_defaults(env: MutableMapping[str, str]) -> None:
         env["CUDA_VISIBLE_DEVICES"] = ""
     launchers.share_cores(env, len(os.sched_getaffinity(0)))
     allocators.set_defaults()
+    if sys.prefix != sys.base_prefix and os.access(
+        sys.prefix, os.W_OK
+    ):  # as launch/env.sh: built once for both
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     for name, value in DEFAULTS.items():
         env.setdefault(name, value)
 

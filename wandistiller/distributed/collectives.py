@@ -19,7 +19,6 @@ from torch.distributed import TCPStore
 
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
-from wandistiller.utils import extension_locks
 from wandistiller.utils.errors import ConfigError, Problems
 from wandistiller.utils.logging import log, log_to_file, set_activity, setup_logging
 
@@ -83,8 +82,6 @@ def init(log_level: str = "info") -> None:
         if torch.cuda.device_count() == 1:  # srun may show each task only its own GPU; DeepSpeed reads it too
             os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(local_rank())
-    if local_rank() == 0:
-        extension_locks.remove_stale_locks()
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         set_activity(f"waiting for all {world_size()} ranks at {address}")

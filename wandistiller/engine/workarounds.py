@@ -11,6 +11,7 @@ import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.profiling.flops_profiler import profiler
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -21,9 +22,29 @@ from torch import nn
 
 from wandistiller.engine.ds_config import stage
 from wandistiller.engine.optimizer_state import is_plain
+from wandistiller.utils.extension_locks import sole_builder
 
 # a second each; deepspeed 0.19.8 calls it three times while it starts CPU Adam
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+
+
+def build_one_at_a_time() -> None:
+    """Let every build of an extension by DeepSpeed (0.19.8) go through `sole_builder`."""
+    load = OpBuilder.jit_load
+
+    def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
+        with sole_builder(builder.name):
+            return load(builder, verbose)
+
+    OpBuilder.jit_load = jit_load
+
+
+build_one_at_a_time()
+
+
+def load_extension(builder: OpBuilder) -> None:
+    """Load an extension of DeepSpeed, and build it first if it is not there."""
+    builder.load(verbose=False)
 
 
 @contextmanager

@@ -1,30 +1,46 @@
-"""Stale locks of DeepSpeed's C++ extensions, which torch compiles when they are first used."""
+"""Builds of DeepSpeed's C++ extensions, which torch compiles at their first use: one process at a time."""
 
-import os
+import fcntl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torch.utils.cpp_extension import get_default_build_root
+from torch.utils.cpp_extension import _get_build_directory
 
-from wandistiller.utils.logging import log
+from wandistiller.utils.logging import heartbeat, log
 
-STALE = 900.0
-"""Seconds after which no compiler can still be at work behind a lock; the longest part takes some minutes."""
+WAIT = 1.0
+"""Seconds between looks at a build of another process."""
 
 
-def remove_stale_locks() -> None:
-    """Remove locks of killed builds, on which torch 2.13 waits for ever; log those that may still go on."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    pattern = "*/lock" if given else "*/*/lock"  # the default folder has one for each Python
-    for lock in sorted(Path(given or get_default_build_root()).glob(pattern)):
+@contextmanager
+def sole_builder(name: str) -> Iterator[None]:
+    """Wait until no other process of ours builds or loads the extension `name`; log a build and its seconds.
+
+    The lock is the kernel's, which frees it when a process is killed. torch's own is a file that a killed
+    build leaves, and on which the next waits for ever (torch 2.13): whoever holds ours may remove it.
+    """
+    folder = Path(_get_build_directory(name, False))
+    with (folder.parent / f".{name}.lock").open("a") as file:
+        _wait_for(file.fileno(), name)
+        (folder / "lock").unlink(missing_ok=True)
+        began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()
+        if not is_built:
+            log.warning("build     DeepSpeed's %s is compiled into %s: minutes, once", name, folder)
+        yield
+        if not is_built:
+            log.warning("build     %s took %.0f s", name, time.monotonic() - began)
+
+
+def _wait_for(descriptor: int, name: str) -> None:
+    waits = False
+    while True:
         try:
-            age = time.time() - lock.stat().st_mtime
-            if age > STALE:
-                lock.unlink()
-                log.warning("build     %s was left by a build that was killed; it is removed", lock)
-            else:
-                name = lock.parent.name
-                text = "build     %s is built by another process, since %.0f s; if there is none, remove %s"
-                log.warning(text, name, age, lock)
-        except OSError:  # it has just ended
-            continue
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waits:
+                log.info("build     waiting for the process that builds or loads %s", name)
+            waits = True
+            heartbeat()
+            time.sleep(WAIT)

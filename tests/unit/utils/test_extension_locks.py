@@ -1,36 +1,52 @@
-"""Locks of builds."""
+"""One process builds an extension at a time, whatever a killed build has left."""
 
-import logging
-import os
+import fcntl
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from wandistiller.utils import extension_locks
+from wandistiller.utils.extension_locks import sole_builder
 
 
-@pytest.fixture(params=["given folder", "default folder"])
-def lock(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A build's lock in the folder that the environment names, or in torch's own for this Python."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path) if request.param == "given folder" else "")
-    monkeypatch.setattr(extension_locks, "get_default_build_root", lambda: str(tmp_path))
-    folder = tmp_path / ("cpu_adam" if request.param == "given folder" else "py310_cpu/cpu_adam")
-    folder.mkdir(parents=True)
-    (folder / "lock").touch()
-    return folder / "lock"
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(extension_locks, "WAIT", 0.05)
+    return tmp_path
 
 
-def test_the_lock_of_a_killed_build_is_removed(lock: Path) -> None:
-    os.utime(lock, (time.time() - extension_locks.STALE - 1,) * 2)
-    extension_locks.remove_stale_locks()
-    assert not lock.exists()
+def test_the_lock_file_of_a_killed_build_is_removed_at_once(folder: Path) -> None:
+    (folder / "cpu_adam").mkdir()
+    (folder / "cpu_adam" / "lock").touch()
+    with sole_builder("cpu_adam"):
+        assert not (folder / "cpu_adam" / "lock").exists()
 
 
-def test_the_lock_of_a_build_that_may_still_run_stays_and_is_named(
-    lock: Path, caplog: pytest.LogCaptureFixture
+def test_a_process_waits_while_another_builds(folder: Path) -> None:
+    seen = []
+    with (folder / ".cpu_adam.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: _build(seen))
+        waiting.start()
+        time.sleep(0.2)
+        seen.append("the other has built")
+    waiting.join()
+    assert seen == ["the other has built", "built"]
+
+
+def _build(seen: list[str]) -> None:
+    with sole_builder("cpu_adam"):
+        seen.append("built")
+
+
+def test_a_build_says_so_and_how_long_it_took_and_a_second_one_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("wandistiller").propagate = True
-    with caplog.at_level("WARNING"):
-        extension_locks.remove_stale_locks()
-    assert lock.exists() and f"remove {lock}" in caplog.text
+    for _ in range(2):
+        with sole_builder("cpu_adam"):
+            (folder / "cpu_adam" / "cpu_adam.so").touch()
+    first, last = caplog.messages
+    assert "cpu_adam is compiled into" in first and "cpu_adam took 0 s" in last
