@@ -9,6 +9,7 @@ from typing import Any
 
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
+from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import headline, read_if_exists
 from wandistiller.monitoring.metrics import read_lines
@@ -63,10 +64,11 @@ def report(output: Path) -> Path:
         f"<h1>{name}</h1>",
         _headline(output, lines),
         _summary(output, lines),
-        *_alarms(output),
+        *_alarms(output, "Alarms", hints=False),
         f'<div class="charts">{"".join(charts)}</div>',
         *_pictures(output),
         *_evaluation(output),
+        *_alarms(output, "Hints", hints=True),
         *_machine(output),
         _memory_by_phase(output),
         *_settings(output),
@@ -172,9 +174,10 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
     return _table(rows.items())
 
 
-def _alarms(output: Path) -> list[str]:
-    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in read_lines(output / "alarms.jsonl")]
-    return ["<h2>Alarms</h2>", _table(raised)] if raised else []
+def _alarms(output: Path, title: str, *, hints: bool) -> list[str]:
+    entries = [entry for entry in read_lines(output / FILE) if (entry["kind"] in HINTS) is hints]
+    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in entries]
+    return [f"<h2>{title}</h2>", _table(raised)] if raised else []
 
 
 def _pictures(output: Path) -> list[str]:
