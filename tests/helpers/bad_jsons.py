@@ -57,9 +57,11 @@ def of_commands() -> Iterator[Case]:
     """Wrong flags of `train`, and wrong command lines of the other commands."""
     for flags, message in [*table("flags", shlex.split), *LONG_FLAGS]:
         yield Case(f"flags: {' '.join(flags)[:60]!a}", (message,), flags=tuple(flags))
-    for text, message in table("commands", str):
+    for text, messages in table("commands", str):
         first, _, more = text.partition(" ")
         words = [*shlex.split(WORDS.get(first, first)), *shlex.split(more)]
-        yield Case(f"command: {text}", (message,), argv=tuple(words) or ("--local_rank", "0"))
+        yield Case(
+            f"command: {text}", tuple(messages.split(" AND ")), argv=tuple(words) or ("--local_rank", "0")
+        )
     too_long = (*shlex.split(WORDS["EXPORT"]), "--checkpoint", "{here}/" + "x" * 300)
     yield Case("command: a long path", ("is too long a name. Give a shorter path.",), argv=too_long)

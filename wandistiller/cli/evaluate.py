@@ -10,7 +10,13 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
-from wandistiller.evaluation.draw_samples import Sampling, number_problems, read_prompts, resolve_dtype
+from wandistiller.evaluation.draw_samples import (
+    Sampling,
+    number_problems,
+    read_prompts,
+    resolve_dtype,
+    size_problems,
+)
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
@@ -169,7 +175,7 @@ def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str,
 def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder) -> list[str]:
     """Problems that keep the two from being run at the same settings."""
     size = flags["height"], flags["width"], flags["num_frames"]
-    problems = list(dict.fromkeys(teacher.size_problems(*size) + student.size_problems(*size)))
+    problems = list(dict.fromkeys(size_problems(teacher, *size) + size_problems(student, *size)))
     if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
         problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):

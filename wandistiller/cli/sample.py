@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.evaluation.draw_samples import (
     Sampling,
@@ -9,23 +10,32 @@ from wandistiller.evaluation.draw_samples import (
     read_prompts,
     resolve_dtype,
     sample,
+    sampling_problems,
 )
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
+from wandistiller.wan.defaults import Usual
 from wandistiller.wan.pipeline import open_wan, usual_for
 
 
 def run(flags: dict[str, Any]) -> None:
     """Check the flags, sample, print the files' paths."""
     collectives.init()
-    folder = open_wan(flags["model"])
-    usual = usual_for(folder)
-    height, width = flags["height"] or usual.height, flags["width"] or usual.width
-    keys = ("num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")
-    settings = Sampling(height=height, width=width, **{key: flags[key] for key in keys})
     problems = number_problems("sample", flags) + folder_problems("output", flags["output"])
-    problems += inside_problems("output", flags["output"], {"model": folder.path})
-    if problems := problems or folder.size_problems(height, width, flags["num_frames"]):
+    with collecting(problems):
+        prompts = read_prompts(flags["prompts"])
+    with collecting(problems):
+        folder = open_wan(flags["model"])
+        settings = _settings(flags, usual_for(folder))
+        problems += sampling_problems(folder, settings)
+        problems += inside_problems("output", flags["output"], {"model": folder.path})
+    if problems:
         raise ConfigError(*problems)
-    prompts, dtype = read_prompts(flags["prompts"]), resolve_dtype(flags["dtype"])
+    dtype = resolve_dtype(flags["dtype"])
     for file in sample(flags["model"], prompts, flags["output"], settings, flags["seed"], dtype):
         print(file)
+
+
+def _settings(flags: dict[str, Any], usual: Usual) -> Sampling:
+    height, width = flags["height"] or usual.height, flags["width"] or usual.width
+    keys = ("num_frames", "steps", "guidance_scale", "guidance_scale_2", "negative_prompt")
+    return Sampling(height=height, width=width, **{key: flags[key] for key in keys})

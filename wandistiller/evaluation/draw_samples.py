@@ -57,6 +57,12 @@ def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
     return problems
 
 
+def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -> list[str]:
+    """Problems with sizes for a pipeline; none of sizes that are `number_problems` for all."""
+    sizes = {"height": height, "width": width, "num_frames": num_frames}
+    return [] if number_problems("", sizes) else folder.size_problems(**sizes)
+
+
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
     """Load a WanPipeline, its VAE in float32; on a GPU its parts are offloaded if accelerate is installed."""
     pipeline = load_pipeline(folder, dtype)
@@ -109,7 +115,7 @@ def sample(
         ConfigError: `model` or `sampling` is wrong, before anything is loaded.
     """
     folder = open_wan(model, weights=True)
-    if problems := _problems(folder, sampling):
+    if problems := sampling_problems(folder, sampling):
         raise ConfigError(*problems)
     require_weights(folder)
     pipeline = open_pipeline(folder.path, dtype)
@@ -123,8 +129,9 @@ def sample(
     return [*files, output / "grid.png"]
 
 
-def _problems(folder: WanFolder, sampling: Sampling) -> list[str]:
-    problems = []
+def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
+    """Reasons why a pipeline cannot sample with settings whose numbers alone are possible."""
+    problems = size_problems(folder, sampling.height, sampling.width, sampling.num_frames)
     if (second := sampling.guidance_scale_2) is not None and folder.boundary is None:
         problems.append(problem(folder.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if sampling.num_frames > 1 and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):

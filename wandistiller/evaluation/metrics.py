@@ -65,11 +65,14 @@ def ratio_of_sums(top_N: Tensor, bottom_N: Tensor, seed: int) -> Estimate:
 def frechet(a_ND: Tensor, b_ND: Tensor) -> float:
     """Fréchet distance (squared) between the Gaussians fitted to two sets of features, in float64.
 
+    At least 0, where rounding would put it below; NaN if a feature is not finite.
     Too large for finite N, by an amount that depends on N, D and both covariances: a set that varies less is
     punished less.
     Source: Heusel et al. 2017, arXiv:1706.08500; the bias: Chong and Forsyth 2020, arXiv:1911.07023.
     """
     a_ND, b_ND = a_ND.double(), b_ND.double()
+    if not (a_ND.isfinite().all() and b_ND.isfinite().all()):
+        return math.nan
     covariances = (torch.atleast_2d(x_ND.T.cov()) for x_ND in (a_ND, b_ND))
     return frechet_of_gaussians(a_ND.mean(0), b_ND.mean(0), *covariances)
 

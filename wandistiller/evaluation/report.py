@@ -22,7 +22,9 @@ NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's 
   deviation of each channel of the VAE's latents, and CLIP's image embedding where a CLIP folder was given. It
   comes out too large for few samples, so read the student's together with its floor: the teacher against
   itself drawn from other seeds. A student that is the teacher has 0 from the same seeds and exactly the floor
-  from others. Compare only distances of one set of features at one number of prompts.
+  from others; one below its floor is so by chance. No distance is below 0: what rounding puts there is 0.
+  "-" stands for samples that are not finite. Compare only distances of one set of features at one number of
+  prompts.
 - *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
 - *Peak memory*: of loading and drawing, on one rank, above what the process held before. *Seconds*: of one
   rank, with text encoder and VAE{placed}."""

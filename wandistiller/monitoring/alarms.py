@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
-from wandistiller.distributed.progress import clock
 from wandistiller.monitoring.metrics import append_line, read_lines, write_lines
 
 SHORT_WINDOW = 10
@@ -25,10 +24,14 @@ LARGE, SMALL = 20.0, 1e-3
 """Times the usual gradient norm."""
 STARVED = 0.2
 """Share of a step spent reading data."""
+WAITING = 10
+"""Means of SHORT_WINDOW steps that all must be above it: a machine that others use too is slow at times."""
 PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
 """Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
 REPEAT_AFTER = 500
 """Steps before an alarm of the same kind is repeated."""
+HINTS = {"data"}
+"""Kinds of alarms that cost time and harm no student."""
 FILE = "alarms.jsonl"
 
 
@@ -64,7 +67,7 @@ class Alarms:
         self._file = output / FILE
         self._losses: deque[float] = deque(maxlen=2 * LONG_WINDOW)
         self._norms: deque[float] = deque(maxlen=LONG_WINDOW)
-        self._seconds: deque[list[Seconds]] = deque(maxlen=SHORT_WINDOW)
+        self._slowest: deque[Seconds] = deque(maxlen=WAITING * SHORT_WINDOW)
         self._least = (math.inf, 0)
         self._images: dict[str, ImageStats] = {}
         self._raised: dict[str, int] = {}
@@ -80,14 +83,14 @@ class Alarms:
         self, step: int, loss: float, grad_norm: float | None, lr: float, seconds: list[Seconds]
     ) -> None:
         """Check optimizer step `step`, counted from 1; `seconds` are those of each rank."""
-        self._seconds.append(seconds)
+        self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
         if math.isfinite(loss):
             self._losses.append(loss)
             self._loss(step, lr)
         if grad_norm is not None:
             self._gradient(step, grad_norm)
             self._norms.append(grad_norm)
-        if len(self._seconds) == SHORT_WINDOW:
+        if len(self._slowest) == self._slowest.maxlen and step % SHORT_WINDOW == 0:
             self._time(step)
 
     def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:
@@ -140,14 +143,18 @@ class Alarms:
             self._alarm("no gradient", step, text)
 
     def _time(self, step: int) -> None:
-        """Compare the time for reading data with all of the last SHORT_WINDOW steps."""
-        by_rank = list(zip(*self._seconds, strict=True))
-        whole = max(sum(seconds.step for seconds in steps) for steps in by_rank)
-        data = max(sum(seconds.data for seconds in steps) for steps in by_rank)
-        if data > STARVED * whole:
+        """Compare the time for reading data with all of it, in each of the last SHORT_WINDOWs.
+
+        Each step takes as long as its slowest rank, for which the others wait.
+        """
+        slowest = list(self._slowest)
+        windows = [slowest[i : i + SHORT_WINDOW] for i in range(0, len(slowest), SHORT_WINDOW)]
+        sums = [Seconds(*map(sum, zip(*window, strict=True))) for window in windows]
+        if all(seconds.data > STARVED * seconds.step for seconds in sums):
+            data, whole = map(sum, zip(*sums, strict=True))
             remedy = "Put --cache_dir on a faster disk, or one of the node's own."
             text = f"{data / whole:.0%} of each step is spent reading data"
-            self._alarm("data", step, f"{text}, {clock(data / SHORT_WINDOW)} a step. {remedy}")
+            self._alarm("data", step, f"{text}, {data / len(slowest):.2g} s a step. {remedy}")
 
     def _alarm(self, kind: str, step: int, text: str) -> None:
         if step - self._raised.get(kind, -REPEAT_AFTER) < REPEAT_AFTER:

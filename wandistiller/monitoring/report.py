@@ -9,10 +9,12 @@ from typing import Any
 
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
+from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
+from wandistiller.monitoring.headline import headline, read_if_exists
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.utils.errors import ConfigError, readable
-from wandistiller.utils.files import atomic, read_json
+from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
 
 MOST_GRIDS = 6
@@ -39,6 +41,9 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; }
 body { max-width: 75rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.headline { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin-bottom: 1.5rem; }
+.headline > div { max-width: 22rem; } .headline b { display: block; font-size: 2.2rem; line-height: 1.2; }
+.headline small { display: block; color: #555; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 .wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { width: max(100%, 44rem); height: auto; }
 pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
@@ -57,11 +62,13 @@ def report(output: Path) -> Path:
     charts = (_image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
     body = [
         f"<h1>{name}</h1>",
+        _headline(output, lines),
         _summary(output, lines),
-        *_alarms(output),
+        *_alarms(output, "Alarms", hints=False),
         f'<div class="charts">{"".join(charts)}</div>',
         *_pictures(output),
         *_evaluation(output),
+        *_alarms(output, "Hints", hints=True),
         *_machine(output),
         _memory_by_phase(output),
         *_settings(output),
@@ -112,8 +119,8 @@ def _memory_lines(values: list[tuple[int, dict[str, Any]]]) -> list[Line]:
 
 def _errors(output: Path) -> list[Line]:
     """Return the squared velocity errors before training, whose file has the roots, and as evaluated."""
-    start = _read_if_exists(output / "student_start.json").get("relative_velocity_error_by_sigma", {})
-    end = _read_if_exists(output / "evaluation.json").get("relative_velocity_error", {}).get("bands", {})
+    start = read_if_exists(output / "student_start.json").get("relative_velocity_error_by_sigma", {})
+    end = read_if_exists(output / "evaluation.json").get("relative_velocity_error", {}).get("bands", {})
     squares = {band: error**2 for band, error in start.items()}
     evaluated = {band: estimate["value"] for band, estimate in end.items() if estimate["value"] is not None}
     return [
@@ -130,14 +137,9 @@ def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
 
 def _importance(output: Path) -> list[Line]:
     """Return the teacher's velocity error without each of its blocks, in the rounds that chose the layers."""
-    rounds = _read_if_exists(output / "importance.json").get("relative_error_without", [])
+    rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
     curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
     return [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
-
-
-def _read_if_exists(file: Path) -> dict[str, Any]:
-    """Read a JSON file; {} if there is none."""
-    return read_json(file) if file.is_file() else {}
 
 
 def _metrics(output: Path) -> list[dict[str, Any]]:
@@ -153,8 +155,14 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def _headline(output: Path, lines: list[dict[str, Any]]) -> str:
+    figures = [[escape(text) for text in figure] for figure in headline(output, lines)]
+    boxes = (f"<div><b>{value}</b>{label}<small>{detail}</small></div>" for value, label, detail in figures)
+    return f'<div class="headline">{"".join(boxes)}</div>'
+
+
 def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
-    last, run = lines[-1], _read_if_exists(output / "resolved" / "run.json")
+    last, run = lines[-1], read_if_exists(output / "resolved" / "run.json")
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
     rows = {
         "steps": f"{last['step']} {done}",
@@ -166,9 +174,10 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
     return _table(rows.items())
 
 
-def _alarms(output: Path) -> list[str]:
-    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in read_lines(output / "alarms.jsonl")]
-    return ["<h2>Alarms</h2>", _table(raised)] if raised else []
+def _alarms(output: Path, title: str, *, hints: bool) -> list[str]:
+    entries = [entry for entry in read_lines(output / FILE) if (entry["kind"] in HINTS) is hints]
+    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in entries]
+    return [f"<h2>{title}</h2>", _table(raised)] if raised else []
 
 
 def _pictures(output: Path) -> list[str]:
@@ -183,8 +192,7 @@ def _evaluation(output: Path) -> list[str]:
     """Format the tables of evaluation.md, and its picture."""
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
-        command = "<code>wandistiller evaluate --student OUTPUT/student</code>"
-        return [f"<p>No evaluation yet: {command} adds it here.</p>"]
+        return []
     tables = []
     for block in file.read_text(encoding="utf-8").split("\n\n"):
         if block.startswith("|"):
@@ -195,12 +203,12 @@ def _evaluation(output: Path) -> list[str]:
 
 def _machine(output: Path) -> list[str]:
     """Describe the machine on which the run was last started."""
-    machine = _read_if_exists(output / "resolved" / "machine.json")
+    machine = read_if_exists(output / "resolved" / "machine.json")
     return [f"<h2>Machine</h2>{_wide(_table(environment.rows(machine)))}"] if machine else []
 
 
 def _memory_by_phase(output: Path) -> str:
-    memory = _read_if_exists(output / "memory.json")
+    memory = read_if_exists(output / "memory.json")
     ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
     shown = [kind for kind in MEMORY if any(kind in kinds for kinds in memory.values())]
     rows = [

@@ -1,5 +1,7 @@
 """Intervals and distances on values known beforehand: closed forms, textbook figures, counted coverage."""
 
+import math
+
 import pytest
 import torch
 
@@ -107,3 +109,16 @@ def test_the_distance_of_many_samples_is_that_of_their_gaussians() -> None:
 def test_fewer_samples_of_one_source_lie_further_apart() -> None:
     few, many = (frechet(normal(n, 8, 0), normal(n, 8, 1)) for n in (20, 2000))
     assert few > 20 * many > 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 40])
+def test_a_distance_that_rounding_puts_below_0_is_0(n: int) -> None:
+    x_ND = 1e6 + normal(n, 8, 0)
+    assert 0.0 <= frechet(x_ND, x_ND.flip(0)) < 1e-6
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_samples_that_are_not_finite_have_no_distance(value: float) -> None:
+    x_ND = normal(9, 3, 0)
+    broken_ND = x_ND.index_fill(1, torch.tensor([1]), value)
+    assert Estimate(frechet(broken_ND, x_ND)).as_dict()["value"] is None

@@ -80,6 +80,14 @@ def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_lines(begun: Path) 
     assert text.count("<th>step ") == 1
 
 
+def test_alarms_stand_above_the_curves_and_what_only_costs_time_below(begun: Path) -> None:
+    lines = [{"step": 1, "kind": kind, "alarm": f"about {kind}"} for kind in ("data", "plateau")]
+    (begun / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report(begun).read_text()
+    order = ["Alarms", "about plateau", 'class="charts"', "Hints", "about data"]
+    assert sorted(order, key=text.index) == order
+
+
 def test_pictures_are_read_from_the_run_s_sample_dir(begun: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "pictures"
     elsewhere.mkdir()

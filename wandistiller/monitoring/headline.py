@@ -1,0 +1,112 @@
+"""The three figures above a run's report: how right the student is, how small and how fast."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from wandistiller.utils.files import read_json
+
+SCORES = {"fully_right": "prompts fully right", "clip_score": "CLIP score"}
+"""Scores of evaluation.json, the one that says most first, and their names for people."""
+SHARE_OF_LOSS = 20
+"""The first and the last of so many equal parts of the losses are compared."""
+SIDES = ("student", "teacher")
+
+
+class Figure(NamedTuple):
+    """A figure, what it is of, and the numbers that it comes from."""
+
+    value: str
+    label: str
+    detail: str
+
+
+def headline(output: Path, lines: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Return the student's score, parameters and seconds as shares of the teacher's.
+
+    What was not evaluated is replaced by what the run knows: its loss, and the command that measures.
+
+    Args:
+        lines: of metrics.jsonl.
+    """
+    evaluated = read_if_exists(output / "evaluation.json")
+    known = evaluated or {
+        side: {"parameters": number}
+        for side, number in read_if_exists(output / "student_start.json").get("parameters", {}).items()
+    }
+    right = _score(evaluated) or _error(evaluated) or _loss(lines)
+    return [right, *_small(known), _seconds(evaluated) or _not_measured(output)]
+
+
+def read_if_exists(file: Path) -> dict[str, Any]:
+    """Read a JSON file; {} if there is none."""
+    return read_json(file) if file.is_file() else {}
+
+
+def _value(side: dict[str, Any], key: str) -> float | None:
+    """Return a figure, whether it is a number or an estimate."""
+    found = side.get(key)
+    return found.get("value") if isinstance(found, dict) else found
+
+
+def _sides(known: dict[str, Any], key: str) -> tuple[float, float] | None:
+    """Return a figure of student and teacher; None if either lacks it, or the teacher's is 0."""
+    student, teacher = (_value(known.get(side, {}), key) for side in SIDES)
+    return (student, teacher) if student is not None and teacher else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _score(evaluated: dict[str, Any]) -> Figure | None:
+    for key, name in SCORES.items():
+        if both := _sides(evaluated, key):
+            its, theirs = (
+                evaluated[side][key].get("count", f"{both[i]:.3g}") for i, side in enumerate(SIDES)
+            )
+            detail = f"{name}: {its}, teacher {theirs}, of {evaluated['prompts']} prompts"
+            return Figure(_percent(both[0] / both[1]), "of the teacher's score", detail)
+    return None
+
+
+def _error(evaluated: dict[str, Any]) -> Figure | None:
+    error = _value(evaluated.get("relative_velocity_error", {}), "all")
+    detail = "squared, over the teacher's squared: 0 is the teacher, 100 % an output of zeros"
+    return None if error is None else Figure(_percent(error), "velocity error", detail)
+
+
+def _loss(lines: Sequence[dict[str, Any]]) -> Figure:
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    part = -(-len(losses) // SHARE_OF_LOSS)
+    if not losses:
+        return Figure("not finite", "loss", "in every step")
+    first, last = mean(losses[:part]), mean(losses[-part:])
+    steps = f"mean of the last {part} steps; {first:.3g} in the first {part}"
+    detail = steps if part > 1 else f"last step; {first:.3g} in the first"
+    return Figure(f"{last:.3g}", "loss, not evaluated", detail)
+
+
+def _small(known: dict[str, Any]) -> list[Figure]:
+    if not (both := _sides(known, "parameters")):
+        return []
+    unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
+    detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
+    return [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
+
+
+def _seconds(evaluated: dict[str, Any]) -> Figure | None:
+    if not (both := _sides(evaluated, "seconds_per_sample")):
+        return None
+    student, teacher = (f"{seconds:.3g} s" for seconds in both)
+    detail = f"{student} a sample, teacher {teacher}, {evaluated['steps']} steps"
+    return Figure(_percent(both[0] / both[1]), "of the teacher's seconds", detail)
+
+
+def _not_measured(output: Path) -> Figure:
+    student = shlex.quote(str(output / "student"))
+    return Figure(
+        "?", "No evaluation yet", f"when the run is done: wandistiller evaluate --student {student}"
+    )
