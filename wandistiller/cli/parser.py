@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from wandistiller import __version__
 from wandistiller.config.run_config import RunConfig
+from wandistiller.utils.errors import nearest
 from wandistiller.utils.registry import names_in
 
 COMMANDS = {
@@ -34,13 +35,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def parser() -> argparse.ArgumentParser:
     """Build the whole command line; every flag of prepare and train is a field of RunConfig."""
-    top = _Parser("wandistiller", description="Distil a large Wan into a small student.")
-    # the deepspeed launcher puts it before the command
-    top.add_argument("--local_rank", dest=IGNORED, help=argparse.SUPPRESS)
+    top = _Parser("wandistiller", description="Distil a large Wan into a small student.", allow_abbrev=False)
+    _ignore_local_rank(top)
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, formatter_class=_Wide)
+        how: dict[str, Any] = {"help": text, "description": text, "formatter_class": _Wide}
+        command = commands.add_parser(name, allow_abbrev=False, **how)
+        _ignore_local_rank(command)
         if name in ("prepare", "train", "plan"):
             _add_run_flags(command, name)
         if add := OF_COMMAND.get(name):
@@ -48,12 +50,29 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _ignore_local_rank(command: argparse.ArgumentParser) -> None:
+    """Accept the flag of launchers, before the command (deepspeed) or after; the environment has it too."""
+    command.add_argument(
+        "--local_rank", "--local-rank", dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
 class _Parser(argparse.ArgumentParser):
     """Print an error once for all ranks."""
 
+    def parse_known_args(self, *given: Any, **more: Any) -> tuple[argparse.Namespace, list[str]]:
+        """Raise an error at an unknown flag, with the nearest that there is."""
+        known, extras = super().parse_known_args(*given, **more)
+        for word in extras:
+            flag = word.partition("=")[0]
+            near = nearest(flag, [f for f in self._option_string_actions if f.startswith("--")])
+            self.error(f"unrecognized arguments: {' '.join(extras)}.{near}".removesuffix("."))
+        return known, extras
+
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
-            super().error(f"{message}. See {self.prog} --help.")
+            end = "" if message.endswith("?") else "."
+            super().error(f"{message}{end} See {self.prog} --help.")
         self.exit(2)
 
 
