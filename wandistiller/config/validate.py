@@ -197,7 +197,7 @@ def _objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     objective, folder, problems = parts["objective"], parts["folder"], []
     if "student_transformer" in parts:
         layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
-        problems += [p for term in objective.terms for p in term.block_problems(*layers)]
+        problems += objective.block_problems(*layers)
     if on_path := ", ".join(term.name for term in objective.terms if term.states == PATH):
         media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
         if "items" in parts and (given := parts["items"].first(*media)):

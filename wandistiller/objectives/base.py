@@ -59,8 +59,8 @@ class Term(ABC):
         """List the settings, read under the recipe key `where`, that do not go together."""
         return []
 
-    def block_problems(self, layers: int, teacher_layers: int) -> list[str]:
-        """List the settings with block numbers that exceed the student's or the teacher's layers."""
+    def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:
+        """List the settings, under the key `where`, with block numbers beyond the layers of a network."""
         return []
 
     def for_student(self, lineage: list[int]) -> Self:

@@ -38,13 +38,13 @@ class FeatureMatching(Term):
         remedy = "Write as many as there are `blocks`."
         return [problem("recipe", f"{where}.teacher_blocks", self.teacher_blocks, remedy)]
 
-    def block_problems(self, layers: int, teacher_layers: int) -> list[str]:
+    def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:
         networks = (("blocks", self.blocks, layers), ("teacher_blocks", self.teacher_blocks, teacher_layers))
         problems = []
         for key, given, n in networks:
             if outside := [k for k in given or () if not 0 <= k < n]:
                 remedy = f"Write block numbers from 0 to {n - 1}."
-                problems.append(problem("recipe", f"objective.{key}", outside, remedy))
+                problems.append(problem("recipe", f"{where}.{key}", outside, remedy))
         return problems
 
     def for_student(self, lineage: list[int]) -> Self:

@@ -42,6 +42,12 @@ class Objective:
         """Student blocks whose hidden states are compared, each once; final after `for_student`."""
         return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))
 
+    def block_problems(self, layers: int, teacher_layers: int) -> list[str]:
+        """List the settings with block numbers that exceed the student's or the teacher's layers."""
+        keys = [f"objective[{i}]" for i in range(len(self.terms))] if len(self.terms) > 1 else ["objective"]
+        named = zip(keys, self.terms, strict=True)
+        return [p for key, term in named for p in term.block_problems(key, layers, teacher_layers)]
+
     def for_student(self, lineage: list[int]) -> "Objective":
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
         return Objective(tuple(term.for_student(lineage) for term in self.terms))

@@ -74,3 +74,7 @@ def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
     assert done.stderr.count("`num_heads` is 2. Unknown key. Did you mean `num_attention_heads`?") == 1
     assert done.stderr.count("none.txt: no such file or folder.") == 1
     assert not (tmp_path / "case" / "out").exists()
+
+
+def test_what_is_no_text_resembles_no_name() -> None:
+    assert nearest(None, ["Muon"]) == nearest(3, ["3x"]) == "" and nearest("muom", ["Muon"])

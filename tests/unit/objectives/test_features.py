@@ -155,3 +155,12 @@ def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(
     torch.testing.assert_close(guided_features, features, rtol=0, atol=1e-5)
     assert sorted(features) == [1, 3]
     assert not any(block._forward_hooks for block in model.blocks)
+
+
+def test_block_numbers_are_refused_under_the_key_of_their_term() -> None:
+    wrong = {"name": "feature", "blocks": [0, 4], "teacher_blocks": [1, 9]}
+    (alone, _), (summed, _) = (
+        read_objective(given).block_problems(3, 6) for given in (wrong, ["velocity", wrong])
+    )
+    assert alone == "recipe: `objective.blocks` is [4]. Write block numbers from 0 to 2."
+    assert summed == "recipe: `objective[1].blocks` is [4]. Write block numbers from 0 to 2."
