@@ -12,6 +12,7 @@ from bad_inputs import Case, outcome
 from ranks import ROOT, free_port
 
 from wandistiller.teacher.placements import device_map
+from wandistiller.utils.errors import nearest
 
 
 @pytest.fixture
