@@ -119,6 +119,11 @@ def expert_at(sigma: float, boundary: float | None) -> Expert:
     return Expert.HIGH_NOISE if boundary is None or sigma >= boundary else Expert.LOW_NOISE
 
 
+def band_name(low: float, high: float) -> str:
+    """Name a band of sigma, [low, high): 0.75-0.875; the last one, which ends at 1, has 1 too."""
+    return f"{low:g}-{high:g}"
+
+
 def path(x0_BCFHW: Tensor, noise_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
     """Return x_t = (1 - sigma) x0 + sigma noise. Source: Lipman et al. 2022, arXiv:2210.02747."""
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)

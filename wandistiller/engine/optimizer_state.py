@@ -230,4 +230,7 @@ def _scaler(engine: Any) -> Any:
 
 
 def _autocast_scaler(engine: Any) -> Any:
-    return engine.optimizer.torch_autocast_gradscaler if engine.zero_optimization_stage() > 0 else None
+    """Scaler of fp16 autocast: from stage 1 on the optimizer's, at stage 0 the engine's (0.19.8)."""
+    if engine.zero_optimization_stage() > 0:
+        return engine.optimizer.torch_autocast_gradscaler
+    return engine.torch_autocast_z0_gradscaler

@@ -15,7 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
-from wandistiller.flow import expert_at, keyed_generator, keyed_normal, path
+from wandistiller.flow import expert_at, keyed_generator, with_noise
 from wandistiller.tiny import shapes
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
@@ -191,11 +191,9 @@ class Evaluator:
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
-        x0_BCFHW, width = self._x0[turn].to(self._device), band.end - band.start
+        width = band.end - band.start
         keys = [(self._settings.seed, "evaluate", i, band.start) for i in chunk]
         uniform = [torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys]
-        sigma_B = torch.tensor([band.start + width * u for u in uniform], device=self._device)
-        noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(self._device)
+        sigmas = [band.start + width * u for u in uniform]
         text_BLD = torch.stack([self._text[self._settings.prompts[i]] for i in chunk]).to(self._device)
-        x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
-        return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, band.expert)
+        return with_noise(self._x0[turn].to(self._device), text_BLD, band.expert, sigmas, keys)

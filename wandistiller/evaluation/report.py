@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wandistiller.evaluation.evaluator import Band, CandidateResult, Evaluation, ScoredSample, bands
 from wandistiller.evaluation.metrics import METRICS, Estimate, frechet, ratio_of_sums
+from wandistiller.flow import band_name
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import save_grid
 from wandistiller.wan.transformer import count_parameters
@@ -89,7 +90,7 @@ def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any
         squares_N2 = squares_NS2[:, [which(band) for band in cut]].sum(1)
         return ratio_of_sums(squares_N2[:, 0], squares_N2[:, 1], settings.seed).as_dict()
 
-    names = {b: f"{b.start:g}-{b.end:g}" for b in cut}
+    names = {b: band_name(b.start, b.end) for b in cut}
     by_band = {names[b]: {"expert": b.expert.value} | over(lambda x, b=b: x == b) for b in cut}
     experts = {e.value: over(lambda x, e=e: x.expert is e) for e in settings.teacher.configs}
     return {"bands": by_band, "experts": experts, "all": over(lambda _: True)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.flow import FlowSchedule, expert_at, with_noise
+from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 
 STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
@@ -127,15 +127,16 @@ class VelocityError:
         self._rows.append(torch.stack([batch.sigma_B.double(), error_B, norm_B], dim=1).cpu())
 
     def relative(self, low: float = 0.0, high: float = 1.0) -> float | None:
-        """Return the error over the samples with sigma in (low, high]; None without any."""
+        """Return the error over the samples with sigma in the band of that name; None without any."""
         rows_N3 = torch.cat(self._rows)
-        sums_3 = rows_N3[(rows_N3[:, 0] > low) & (rows_N3[:, 0] <= high)].sum(0)
-        return (sums_3[1] / sums_3[2]).sqrt().item() if sums_3[0] else None
+        rows_N3 = rows_N3[(rows_N3[:, 0] >= low) & ((rows_N3[:, 0] < high) | (high == 1))]
+        _, error, norm = rows_N3.sum(0)
+        return (error / norm).sqrt().item() if len(rows_N3) else None
 
     def by_sigma(self) -> dict[str, float]:
         """Return the error in each of `BANDS` equal bands of sigma, without empty ones."""
         bands = [(i / BANDS, (i + 1) / BANDS) for i in range(BANDS)]
-        errors = {f"{low}-{high}": self.relative(low, high) for low, high in bands}
+        errors = {band_name(low, high): self.relative(low, high) for low, high in bands}
         return {band: error for band, error in errors.items() if error is not None}
 
 

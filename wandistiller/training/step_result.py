@@ -10,6 +10,7 @@ from torch import Tensor
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import stopping
+from wandistiller.flow import band_name
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Seconds
 from wandistiller.monitoring.memory_usage import Usage
@@ -84,7 +85,7 @@ def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
     """Mean loss of the samples in each band, by its ends; bands without samples are left out."""
     band_N = (sigma_N * BANDS).long().clamp(0, BANDS - 1)
     drawn = sorted(set(band_N.tolist()))
-    return {f"{k / BANDS:g}-{(k + 1) / BANDS:g}": loss_N[band_N == k].double().mean().item() for k in drawn}
+    return {band_name(k / BANDS, (k + 1) / BANDS): loss_N[band_N == k].double().mean().item() for k in drawn}
 
 
 def reduce_over_ranks(micro_steps: list[MicroStepResult], objective: Objective) -> StepResult:

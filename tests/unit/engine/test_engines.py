@@ -21,6 +21,7 @@ from wandistiller.engine import preflight
 from wandistiller.engine.activation_checkpointing import with_number
 from wandistiller.engine.ds_config import student_engine
 from wandistiller.engine.monitors import MONITORS
+from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.student.student import Student
 from wandistiller.wan import transformer
@@ -98,6 +99,20 @@ MODULES = [
     {"checkpoint": "attention"},
     {"checkpoint": "feed_forward", "checkpoint_every": 2},
 ]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> None:
+    ds = engine_json(zero_optimization={"stage": stage}, torch_autocast={"enabled": True, "dtype": "float16"})
+    first, second = (
+        Student({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds).trained[Expert.HIGH_NOISE]
+        for _ in range(2)
+    )
+    saved = read_engine(first)
+    saved["autocast_scaler"] |= {"scale": 512.0, "_growth_tracker": 7}
+    write_engine(second, saved, set())
+    assert read_engine(second)["autocast_scaler"] == saved["autocast_scaler"]
 
 
 def gradients(ds: dict[str, Any]) -> dict[str, Tensor]:

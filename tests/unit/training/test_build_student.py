@@ -25,6 +25,7 @@ from wandistiller.teacher.base import (
     local_modules,
     without_guidance,
 )
+from wandistiller.training.step_result import by_sigma
 
 STUDENT = {
     "num_layers": 2,
@@ -93,7 +94,14 @@ def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() 
 def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
     batch, error = replace(batches()[0], sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
     error.add(batch, torch.zeros(2, 3), torch.randn(2, 3))
-    assert error.relative() == 1 and error.by_sigma() == {"0.0-0.25": 1.0, "0.75-1.0": 1.0}
+    assert error.relative() == 1 and error.by_sigma() == {"0-0.25": 1.0, "0.75-1": 1.0}
+
+
+def test_a_band_has_its_lower_end_and_the_last_both_in_losses_and_in_errors() -> None:
+    sigma_N, error = torch.tensor([0.0, 0.5, 1.0]), VelocityError()
+    error.add(replace(batches()[0], sigma_B=sigma_N), torch.zeros(3, 3), torch.randn(3, 3))
+    assert list(error.by_sigma()) == ["0-0.25", "0.5-0.75", "0.75-1"]
+    assert list(by_sigma(sigma_N, torch.tensor([0.0, 0.6, 1.0]))) == ["0-0.2", "0.6-0.8", "0.8-1"]
 
 
 def test_the_local_teacher_is_unwrapped_from_guidance_and_owner() -> None:
