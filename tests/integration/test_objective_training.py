@@ -10,6 +10,8 @@ from ranks import losses, metrics, wandistiller
 from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
 
+from wandistiller.utils.files import read_json
+
 SUM = ["velocity", {"name": "feature", "weight": 0.5}, {"name": "trajectory", "weight": 2}]
 NARROW = {"init": "random", "num_layers": 2, "num_attention_heads": 1}  # half the small teacher's width
 STEPS = 4
@@ -79,6 +81,8 @@ def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_picture
     assert len(losses(output)) == STEPS
     with Image.open(max((output / "samples").glob("*.png"))) as picture:
         assert picture.height > 2 * 128  # two rows of tiles
+    start = read_json(output / "student_start.json")
+    assert start.keys() == {"parameters"} and 0 < start["parameters"]["student"]
 
 
 def test_a_run_that_needs_that_teacher_names_its_fault(folder: Path, spoilt: Path) -> None:

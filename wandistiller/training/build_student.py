@@ -35,8 +35,7 @@ def initial_student(job: Job, data: CachedData, teacher: Teacher | None) -> tupl
     job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
     write_lineage(job, cuts)
     student = build_student(job, cuts)
-    if teacher:
-        measure_start(job, data, teacher, student)
+    measure_start(job, data, teacher, student)
     return job, student
 
 
@@ -135,22 +134,23 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     write_json(job.output / "lineage.json", origins)
 
 
-def measure_start(job: Job, data: CachedData, teacher: Teacher, student: Student) -> None:
-    """Write OUTPUT/student_start.json: velocity error to the teacher without guidance. Collective."""
+def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Student) -> None:
+    """Write OUTPUT/student_start.json: parameters, error to a teacher without guidance. Collective."""
     set_activity("measuring the student before training")
-    teacher, batches = without_guidance(teacher), calibration_of(job, data)
-    error = velocity_error(batches, (teacher.velocity(b) for b in batches), student.velocity)
     config = job.student_transformer
-    numbers = {
+    numbers: dict[str, Any] = {
         "parameters": {
             "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
             "student": count_parameters(config) * len(job.student_experts),
         },
-        "relative_velocity_error": error.relative(),
-        "relative_velocity_error_by_sigma": error.by_sigma(),
     }
-    text = "start     relative velocity error before training %.4f (1 is an output of zeros)"
-    collectives.log0(text, error.relative())
+    if teacher:
+        teacher, batches = without_guidance(teacher), calibration_of(job, data)
+        error = velocity_error(batches, (teacher.velocity(b) for b in batches), student.velocity)
+        numbers["relative_velocity_error"] = error.relative()
+        numbers["relative_velocity_error_by_sigma"] = error.by_sigma()
+        text = "start     relative velocity error before training %.4f (1 is an output of zeros)"
+        collectives.log0(text, error.relative())
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", numbers)
 
