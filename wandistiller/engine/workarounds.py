@@ -13,6 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.profiling.flops_profiler import profiler
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
@@ -40,6 +43,30 @@ def build_one_at_a_time() -> None:
 
 
 build_one_at_a_time()
+
+
+def keep_autocast_to_its_engine() -> None:
+    """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
+
+    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16 scaled
+    its loss by 65,536, and unscaled only what its optimizer stepped with.
+    tests/unit/engine/test_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
+    """
+    init = DeepSpeedEngine.__init__
+
+    def start(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+        init(engine, *args, **kwargs)
+
+    def comm_dtype(optimizer: Any, p: nn.Parameter) -> torch.dtype:
+        dtype = torch_autocast.get_comm_dtype(p)
+        return dtype if dtype in optimizer.ipg_buckets else optimizer.communication_data_type
+
+    DeepSpeedEngine.__init__ = start
+    ZeROOptimizer.get_param_comm_dtype = comm_dtype
+
+
+keep_autocast_to_its_engine()
 
 
 def load_extension(builder: OpBuilder) -> None:

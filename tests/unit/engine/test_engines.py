@@ -130,6 +130,16 @@ def reference() -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_autocast_of_one_engine_does_not_scale_the_gradients_of_another(
+    stage: int, reference: dict[str, Tensor]
+) -> None:
+    ds = engine_json(zero_optimization={"stage": stage})
+    gradients(ds | {"torch_autocast": {"enabled": True, "dtype": "float16"}})
+    torch.testing.assert_close(gradients(ds), reference, rtol=1e-4, atol=1e-7)
+
+
 USUAL = [("no key", 2), ("all", 2), ("partitioned on the CPU", 3)]
 
 
