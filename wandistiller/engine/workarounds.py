@@ -48,8 +48,8 @@ build_one_at_a_time()
 def keep_autocast_to_its_engine() -> None:
     """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
 
-    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16 scaled
-    its loss by 65,536, and unscaled only what its optimizer stepped with.
+    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
+    scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
     tests/unit/engine/test_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
     """
     init = DeepSpeedEngine.__init__
