@@ -7,6 +7,7 @@ import traceback
 
 from torch.distributed import DistError
 
+from wandistiller.cli.process import FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
@@ -17,8 +18,6 @@ from wandistiller.utils.files import system_error
 from wandistiller.utils.logging import current, log_to_file
 from wandistiller.utils.oom import Spent, chain, is_out_of_memory, what_ran_out
 
-OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, NOT_FINITE, STORAGE, AGAIN = 0, 1, 2, 3, 4, 74, 75
-"""Exit codes; the last two are EX_IOERR and EX_TEMPFAIL of sysexits.h."""
 CODES = {ConfigError: WRONG_INPUT, NonFinite: NOT_FINITE, StorageError: STORAGE}
 LOST_CONTACT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|socket", re.IGNORECASE

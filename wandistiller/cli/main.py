@@ -3,50 +3,31 @@
 import atexit
 import logging
 import os
-import signal
+import re
 import sys
-from collections.abc import MutableMapping
 from importlib import import_module
-from pathlib import Path
 
+from wandistiller.cli import process
 from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
-from wandistiller.utils import allocators
 
-DEFAULTS = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin on a busy CPU made a start of 2 s last 76 s
-    "TQDM_DISABLE": "1",  # the libraries' progress bars for each small file; read when tqdm is imported
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings of a lost connection are 30 lines of C++ each
-    "COMET_DISABLE_AUTO_LOGGING": "1",  # it would have to be imported before torch
-}
-"""Environment variables for libraries, where the user has set none."""
-
-
-def set_process_defaults(env: MutableMapping[str, str]) -> None:
-    """Set the environment variables that torch and other libraries read when they are imported."""
-    if env.get("DS_ACCELERATOR") == "cpu":  # hide the GPUs from torch too
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    launchers.share_cores(env, len(os.sched_getaffinity(0)))
-    allocators.set_defaults()
-    if sys.prefix != sys.base_prefix and os.access(
-        sys.prefix, os.W_OK
-    ):  # as launch/env.sh: built once for both
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    for name, value in DEFAULTS.items():
-        env.setdefault(name, value)
+MEMORY = re.compile("failed to map segment|allocate memory")
+"""Errors of the dynamic linker, when there is not enough memory for a library."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    set_process_defaults(os.environ)
+    process.set_defaults(os.environ)
     flags = vars(parser().parse_args(argv))
     flags.pop(IGNORED, None)
     command = flags.pop("command")
-    # imported here, so that --help and a wrong flag take no seconds
-    from wandistiller.cli.failures import AGAIN, OK, Failures
-    from wandistiller.distributed import collectives
-    from wandistiller.distributed.watchdog import tell_torchrun
+    try:  # imported here, so that --help and a wrong flag take no seconds
+        from wandistiller.cli.failures import Failures
+        from wandistiller.distributed import collectives
+        from wandistiller.distributed.watchdog import tell_torchrun
+    except (ImportError, MemoryError, OSError) as error:
+        return _not_loaded(error)
 
     failures = Failures()
     try:
@@ -64,14 +45,23 @@ def main(argv: list[str] | None = None) -> int:
         collectives.log0(text, level=logging.WARNING)
         tell_torchrun(text)
         collectives.destroy()
-        return AGAIN
-    except KeyboardInterrupt:  # before the run could save anything
-        return 128 + signal.SIGINT
+        return process.AGAIN
     except Exception as error:
         return failures.report(error)
     finally:
         stopping.release()
-    return OK
+    return process.OK
+
+
+def _not_loaded(error: BaseException) -> int:
+    """Report a library that cannot be imported; return the exit code."""
+    reason = [line for line in f"{error}".splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, MemoryError) or MEMORY.search(str(error)):
+        print(f"Out of memory while libraries are loaded: {reason[-1]}", file=sys.stderr)
+        return process.OUT_OF_MEMORY
+    remedy = "Install the package with its requirements: pip install -e . in its folder, or launch/env.sh"
+    print(f"error: a library does not load: {reason[-1]}. {remedy}.", file=sys.stderr)
+    return process.FAULT
 
 
 def command() -> None:
@@ -80,8 +70,16 @@ def command() -> None:
     Next to a rank that failed, or while another tears down, threads of libraries were seen to abort or to
     hang in it (torch 2.13, deepspeed 0.19.8).
     """
+    process.read_utf8()
+    process.open_streams()
+    process.raise_on_signals()
     stopping.remember_launchers()
-    code = main()
+    try:
+        code = main()
+    except process.Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        code = interrupted.exit_code
+    process.default_signals()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -18,6 +18,8 @@ class Spent(Enum):
 MESSAGE = re.compile(
     r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
     r"|(can't|cannot|unable to) allocate memory|not enough memory"  # torch's CPU allocator, mmap, the system
+    r"|could not create a (primitive|memory object)"  # oneDNN
+    r"|failed to map segment|Resource temporarily unavailable"  # the dynamic linker; a new thread's stack
     r"|std::bad_alloc|cudaErrorMemoryAllocation|CU[A-Z]+_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )

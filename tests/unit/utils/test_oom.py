@@ -77,6 +77,9 @@ def test_a_real_failure_to_allocate_is_recognized(provoked: dict[str, Any], case
         # a page-locked buffer; there is no GPU here to be full
         (RuntimeError("CUDA error: out of memory"), Spent.HOST),
         (RuntimeError("std::bad_alloc"), Spent.HOST),
+        (RuntimeError("could not create a primitive"), Spent.HOST),  # oneDNN in torch 2.13
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), Spent.HOST),
+        (RuntimeError("Resource temporarily unavailable"), Spent.HOST),  # torch: a thread's stack
         (OSError(12, "Cannot allocate memory"), Spent.HOST),
     ],
     ids=lambda value: str(value)[:20],

@@ -1,0 +1,68 @@
+"""The process around a command: encodings, closed streams, signals, and too little memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, environment, run
+
+WORDS = [sys.executable, "-m", "wandistiller"]
+QUICKSTART = ["--recipe", str(ROOT / "ds_configs" / "recipes" / "quickstart.json")]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["plan", *QUICKSTART], 0), (["plan", "--bad"], 2), (["report", "nowhere"], 2)],
+    ids=str,
+)
+def test_a_command_with_all_standard_streams_closed_has_the_exit_code_of_one_with_them(
+    words: list[str], code: int, tmp_path: Path
+) -> None:
+    words = words + ["--output_dir", "run"] * (words[0] == "plan" and not code)
+    shell = ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$@"', "bash", *WORDS, *words]
+    run(shell, code=code, cwd=tmp_path)
+
+
+def test_paths_and_messages_outside_ascii_work_where_python_is_told_to_use_ascii(tmp_path: Path) -> None:
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = run([*WORDS, "report", "tröpfe"], code=2, cwd=tmp_path, **ascii_only)
+    assert "tröpfe" in done.stderr or "tr\\xf6pfe" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 2.0])
+def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
+    number: signal.Signals, seconds: float, tmp_path: Path
+) -> None:
+    words = [*WORDS, "train", *QUICKSTART, "--output_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path)
+    pause = time.monotonic() + seconds
+    while "torch" not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
+        time.sleep(0.001)  # the handlers are set before torch is imported
+    time.sleep(max(0, pause - time.monotonic()))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (128 + number, f"interrupted by {number.name}\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mebibytes", [50, 780])
+def test_too_little_address_space_for_the_libraries_is_out_of_memory_in_one_line(
+    mebibytes: int, tmp_path: Path
+) -> None:
+    words = ["bash", "-c", f'ulimit -v {mebibytes * 1024}; exec "$@"', "bash", *WORDS, "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert done.returncode == 3 and done.stderr.startswith("Out of memory")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_library_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run([*WORDS, "doctor"], code=1, cwd=tmp_path, PYTHONPATH=path)
+    assert done.stderr.startswith("error: a library does not load: no torch here. Install the package")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,89 @@
+"""State of the process around a command: environment, encoding, standard streams, signals, exit code."""
+
+import os
+import signal
+import sys
+from codecs import lookup
+from collections.abc import MutableMapping
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from wandistiller.distributed import launchers
+from wandistiller.utils import allocators
+
+OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, NOT_FINITE, STORAGE, AGAIN = 0, 1, 2, 3, 4, 74, 75
+"""Exit codes; the last two are EX_IOERR and EX_TEMPFAIL of sysexits.h."""
+DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin on a busy CPU made a start of 2 s last 76 s
+    "TQDM_DISABLE": "1",  # the libraries' progress bars for each small file; read when tqdm is imported
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings of a lost connection are 30 lines of C++ each
+    "COMET_DISABLE_AUTO_LOGGING": "1",  # it would have to be imported before torch
+}
+"""Environment variables for libraries, where the user has set none."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """End of a command at a signal that came before it listens to signals itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def set_defaults(env: MutableMapping[str, str]) -> None:
+    """Set the environment variables that torch and other libraries read when they are imported."""
+    if env.get("DS_ACCELERATOR") == "cpu":  # hide the GPUs from torch too
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    launchers.share_cores(env, len(os.sched_getaffinity(0)))
+    allocators.set_defaults()
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):  # as launch/env.sh: built once
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    for name, value in DEFAULTS.items():
+        env.setdefault(name, value)
+
+
+def read_utf8() -> None:
+    """Start again in UTF-8 where PYTHONUTF8=0 makes Python read texts and paths as ASCII."""
+    if os.environ.get("PYTHONUTF8") == "0" and lookup(sys.getfilesystemencoding()).name == "ascii":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONUTF8": "1"})
+
+
+def open_streams() -> None:
+    """Open the null device in place of closed standard streams, and replace what cannot be encoded.
+
+    Otherwise the next files that are opened, such as a checkpoint's, get their numbers and what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the smallest free number, which is this
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def raise_on_signals() -> None:
+    """Raise `Interrupted` at SIGTERM and SIGINT, so that a command removes its temporary files."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background job
+            signal.signal(number, _raise)
+
+
+def default_signals() -> None:
+    """End at SIGTERM and SIGINT at once, with no Python code: the command has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    interrupted = Interrupted(number)
+    while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, f"{interrupted}\n".encode())
+            os._exit(interrupted.exit_code)
+        frame = frame.f_back
+    raise interrupted
