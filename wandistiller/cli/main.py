@@ -11,6 +11,7 @@ from wandistiller.cli import process
 from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
+from wandistiller.utils.logging import drop_noise
 
 MEMORY = re.compile("failed to map segment|allocate memory")
 """Errors of the dynamic linker, when there is not enough memory for a library."""
@@ -19,9 +20,13 @@ MEMORY = re.compile("failed to map segment|allocate memory")
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     process.set_defaults(os.environ)
+    drop_noise()
     flags = vars(parser().parse_args(argv))
     flags.pop(IGNORED, None)
     command = flags.pop("command")
+    if too_little := process.too_little_memory():
+        print(too_little, file=sys.stderr)
+        return process.OUT_OF_MEMORY
     try:  # imported here, so that --help and a wrong flag take no seconds
         from wandistiller.cli.failures import Failures
         from wandistiller.distributed import collectives

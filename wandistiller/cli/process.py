@@ -1,6 +1,7 @@
 """State of the process around a command: environment, encoding, standard streams, signals, exit code."""
 
 import os
+import resource
 import signal
 import sys
 from codecs import lookup
@@ -21,6 +22,9 @@ DEFAULTS = {
     "COMET_DISABLE_AUTO_LOGGING": "1",  # it would have to be imported before torch
 }
 """Environment variables for libraries, where the user has set none."""
+
+ADDRESS_SPACE = 2**30
+"""Bytes of address space without which imports fail in many ways or hang: libraries alone took 0.83 GiB."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -52,7 +56,7 @@ def read_utf8() -> None:
 def open_streams() -> None:
     """Open the null device in place of closed standard streams, and replace what cannot be encoded.
 
-    Otherwise the next files that are opened, such as a checkpoint's, get their numbers and what libraries print.
+    Otherwise the next files that are opened, such as a checkpoint's, get their numbers and libraries' output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -63,6 +67,17 @@ def open_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
+
+
+def too_little_memory() -> str:
+    """Describe a limit of address space that is too small for the libraries; empty if there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit >= ADDRESS_SPACE:
+        return ""
+    return (
+        f"Out of memory: this shell allows {limit / 2**30:.2f} GiB of address space (ulimit -v), and the "
+        f"libraries alone take {ADDRESS_SPACE / 2**30:.0f}. Write `ulimit -v unlimited`."
+    )
 
 
 def raise_on_signals() -> None:

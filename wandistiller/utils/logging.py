@@ -14,8 +14,9 @@ _file_only = logging.getLogger("wandistiller.file")
 _file_only.propagate = False
 _file_only.setLevel(logging.DEBUG)
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-NOISE = "before it has started"
-"""Part of a warning in every run: deepspeed 0.19.8 reads its schedules' rate before the first step."""
+NOISE = ("before it has started", "Setting accelerator to CPU")
+"""Parts of warnings of deepspeed 0.19.8 in every run: it reads its schedules' rate before the first step, and
+there is no GPU, as `plan` and `doctor` say."""
 
 
 class _AboveBars(logging.StreamHandler):
@@ -34,13 +35,18 @@ def setup_logging(level: str) -> None:
     logging.root.handlers[0].setLevel(level.upper())
     log.setLevel(min(logging.INFO, getattr(logging, level.upper())))  # files get info too
     _deepspeed.setLevel(logging.INFO if level == "debug" else logging.WARNING)
-    _deepspeed.addFilter(_is_no_noise)
+    drop_noise()
     # deepspeed 0.19.8 calls deprecated functions
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
+def drop_noise() -> None:
+    """Drop DeepSpeed's warnings that recur in every run; call it before deepspeed is imported too."""
+    _deepspeed.addFilter(_is_no_noise)  # once: adding a filter again has no effect
+
+
 def _is_no_noise(record: logging.LogRecord) -> bool:
-    return NOISE not in record.getMessage()
+    return not any(part in record.getMessage() for part in NOISE)
 
 
 class _LogFile(logging.FileHandler):
