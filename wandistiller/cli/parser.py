@@ -31,6 +31,11 @@ IGNORED = "ignored"
 OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 """Settings of older command lines that have a newer name."""
 DTYPES = ("bfloat16", "float16", "float32")
+AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
+METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", dict: "JSON", list: "TEXT", Path: "PATH"}
+"""Type of a flag -> the word for its value in the help."""
+ON_DISK = ("_path", "_dir", "_config")
+"""Endings of the names of flags whose text is a path."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,6 +87,22 @@ class _Wide(argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=max(120, shutil.get_terminal_size().columns))
 
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Return the text with the default, unless it has a word about that itself."""
+        return _with_default(action.help, action.default)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return METAVARS.get(action.type or str, "TEXT")
+
+
+def _with_default(text: str | None, default: Any) -> str | None:
+    """Return a flag's help with its default value, unless it has a word about that itself."""
+    nothing = default is None or default is False or default in ("", {}, argparse.SUPPRESS)
+    if nothing or not text or text == argparse.SUPPRESS or "default" in text:
+        return text
+    value = " ".join(default) if isinstance(default, list) else default
+    return f"{text}; default {value:g}" if isinstance(value, float) else f"{text}; default {value}"
+
 
 def _json(text: str) -> Any:
     try:
@@ -105,23 +126,25 @@ def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
     for f in dataclasses.fields(RunConfig):
         title = f.metadata["group"]
         group = groups[title] = groups.get(title) or command.add_argument_group(title)
-        union = typing.get_origin(hints[f.name]) in (typing.Union, types.UnionType)
-        kinds = typing.get_args(hints[f.name]) if union else (hints[f.name],)
-        kind = typing.get_origin(kinds[0]) or kinds[0]
-        hidden = f.name in OLDER  # accepted, but their newer names say the same
-        text = argparse.SUPPRESS if hidden else f.metadata["help"]
-        how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=text)
-        if kind is bool:
-            how["action"] = "store_true"
-        elif kind is dict:
-            how |= {"type": _json, "metavar": "JSON"}
-        elif kind is list:
-            how |= {"nargs": "+", "metavar": "P"}
-        elif kind is typing.Literal:
-            how["choices"] = typing.get_args(kinds[0])
-        else:
-            how = {"type": kind, "metavar": kind.__name__.upper()[0]} | how
-        group.add_argument(f"--{f.name}", **how)
+        group.add_argument(f"--{f.name}", **_of_field(f, hints[f.name]))
+
+
+def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    """Return argparse's settings of the flag of a RunConfig field, by its type."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if union else (hint,)
+    kind = typing.get_origin(kinds[0]) or kinds[0]
+    hidden = f.name in OLDER  # accepted, but their newer names say the same
+    text = argparse.SUPPRESS if hidden else _with_default(f.metadata["help"], f.default)
+    how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=text)
+    if kind is bool:
+        return how | {"action": "store_true"}
+    if kind is typing.Literal:
+        return how | {"choices": typing.get_args(kinds[0])}
+    name = METAVARS[Path if f.name.endswith(ON_DISK) else kind]
+    if kind is list:
+        return how | {"nargs": "+", "metavar": name}
+    return {"type": _json if kind is dict else kind, "metavar": name} | how
 
 
 def _add_export_flags(command: argparse.ArgumentParser) -> None:
@@ -137,11 +160,11 @@ def _add_export_flags(command: argparse.ArgumentParser) -> None:
     add("--ema", action=argparse.BooleanOptionalAction, help=text)
     text = "a LoRA: the run's own, or the difference to its teacher; with --format original for ComfyUI"
     add("--adapter", action="store_true", help=text)
-    add("--energy", type=float, metavar="F", help="share of its square to keep; 0.99")
-    add("--rank", type=int, metavar="N", help="the largest rank to keep it with; 128")
+    add("--energy", type=float, help="share of its square to keep; default 0.99")
+    add("--rank", type=int, help="the largest rank to keep it with; default 128")
     text = "float8_e4m3fn: with --format original, the blocks' matrices with a scale each"
     add("--dtype", default="bfloat16", choices=(*DTYPES, "float8_e4m3fn"), help=text)
-    add("--max_shard_size", metavar="SIZE", help="largest file of a pipeline; 10GB")
+    add("--max_shard_size", metavar="SIZE", help="largest file of a pipeline; default 10GB")
     add("--push_to_hub", metavar="ORG/NAME", help="upload it too; needs HF_TOKEN")
     add("--private", action="store_true", help="make a new repository private")
 
@@ -151,15 +174,15 @@ def _add_sample_flags(command: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a diffusers Wan pipeline folder or hub id, or `tiny`")
     add("--prompts", nargs="+", required=True, help="texts, or one file of prompts")
     add("--output", type=Path, required=True, help="folder for the pictures")
-    add("--height", type=int)
-    add("--width", type=int)
-    add("--num_frames", type=int, default=1)
-    add("--steps", type=int, default=40)
+    for name in ("height", "width"):
+        add(f"--{name}", type=int, help="pixels; default what the pipeline was made for")
+    add("--num_frames", type=int, default=1, help="4k+1; 1 is an image")
+    add("--steps", type=int, default=40, help="sampling steps")
     add("--guidance_scale", type=float, default=1.0, help="1 for a student that has it folded in")
-    add("--guidance_scale_2", type=float)
-    add("--negative_prompt")
+    add("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
+    add("--negative_prompt", help="of guidance above 1; default none")
     add("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
-    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--dtype", default="auto", choices=("auto", *DTYPES), help=AUTO_DTYPE)
 
 
 def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
@@ -168,33 +191,33 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     add("--student", "--student_path", required=True, help="an exported student, or any Wan pipeline")
     add("--teacher_path", help="default: the one it was distilled from")
     add("--teacher_deepspeed_config", metavar="FILE", help="placement of the teacher; default a WanPipeline")
-    add("--prompts", nargs="+", default=["tiny:held_out"], metavar="P", help="texts, or one file of prompts")
-    add("--num_prompts", type=int, default=64, metavar="N", help="spread evenly over those given; 64")
+    add("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")
+    add("--num_prompts", type=int, default=64, help="spread evenly over those given")
     for name in ("height", "width", "num_frames", "steps"):
-        add(f"--{name}", type=int, metavar="N", help="default: what the student was made with")
+        add(f"--{name}", type=int, help="default: what the student was made with")
     for name in ("guidance_scale", "guidance_scale_2"):
-        add(f"--{name}", type=float, metavar="W", help="of the teacher; default as folded into the student")
-    add("--negative_prompt", metavar="P", help="the teacher's; default as folded into the student")
-    add("--clip_path", type=Path, metavar="DIR", help="a CLIP folder of transformers: scores with it too")
+        add(f"--{name}", type=float, help="of the teacher; default as folded into the student")
+    add("--negative_prompt", help="the teacher's; default as folded into the student")
+    add("--clip_path", type=Path, help="a CLIP folder of transformers: scores with it too")
     add("--quick", action="store_true", help="no floor: the teacher draws once, not twice")
-    add("--batch", type=int, default=8, metavar="N", help="prompts drawn at once; 8")
-    add("--seed", type=int, default=0, metavar="N")
-    add("--output", type=Path, metavar="DIR", help="default: next to the student")
-    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--batch", type=int, default=8, help="prompts drawn at once")
+    add("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
+    add("--output", type=Path, help="folder; default: next to the student")
+    add("--dtype", default="auto", choices=("auto", *DTYPES), help=AUTO_DTYPE)
 
 
 def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("machine").add_argument
     text = "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
-    add("--gpus", type=int, metavar="N", help=text)
+    add("--gpus", type=int, help=text)
     add("--gpu_memory", type=float, metavar="GIB", help="of each GPU; default what is free here")
     add("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
     add("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
-    add("--nodes", type=int, metavar="N", help="default 1, or a launcher's")
+    add("--nodes", type=int, help="default 1, or a launcher's")
     text = 'such as {"tflops": 165, "pcie": 24}; see docs/memory.md'
     add("--rates", type=_json, default={}, metavar="JSON", help=text)
     add("--measure", action="store_true", help="measure this machine's rates first, some seconds")
-    add("--price_per_gpu_hour", type=float, metavar="X", help="print the cost of the run too")
+    add("--price_per_gpu_hour", type=float, help="print the cost of the run too")
     add("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")
 
 

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, impossible_values
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Positive, check, types_of, write
+from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
@@ -19,7 +19,7 @@ DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
-Scale = Annotated[float, Ge(-1000), Le(1000)]
+Scale = Annotated[float, Ge(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
 JSON_FILES = ("student_config", "deepspeed_config", "teacher_deepspeed_config")
@@ -68,15 +68,15 @@ class RunConfig:
         None, "learning rate, written into the student's JSON"
     )
     mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(
-        None, "bf16, fp16 or no, written into the student's JSON", metavar="P"
+        None, "precision, written into the student's JSON"
     )
     gradient_checkpointing: bool | None = engines(None, "adds activation_checkpointing to the student's JSON")
     teacher_device_strategy: Literal[tuple(strategies())] | None = engines(
-        None, "a shipped teacher JSON, or its short name; see ds_configs/README.md", metavar="NAME"
+        None, f"a shipped teacher JSON: {', '.join(strategies())}", metavar="NAME"
     )
     teacher_on_cpu: bool = engines(False, "the same as --teacher_device_strategy cpu")
     teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
-        None, "float32, float16, or bfloat16; else as the teacher's JSON says", metavar="D"
+        None, "default as the teacher's JSON says"
     )
     objective: Objectives = learning(
         "velocity",
@@ -99,7 +99,7 @@ class RunConfig:
     )
     frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
     lora: dict | None = learning(None, 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}')
-    seed: int = learning(0, "every random draw depends on it")
+    seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_steps: TrainingSteps | None = learning(None, "the same as --max_steps")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
@@ -129,13 +129,13 @@ class RunConfig:
     sample_dir: str | None = output(None, "folder of those pictures; default OUTPUT/samples")
     sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
     sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
-    log_level: Literal["debug", "info", "warning"] = output("info", "")
+    log_level: Literal["debug", "info", "warning"] = output("info", "the least of what is printed")
     resume: str = output("auto", "auto, never, or a checkpoint folder")
     allow_changed: list[str] | None = output(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
     on_nonfinite: Literal["stop", "skip"] = output(
-        "stop", "a step whose loss or gradient is not finite: stop, or skip it", metavar="P"
+        "stop", "what to do at a step whose loss or gradient is not finite"
     )
     nonfinite_limit: Count = output(
         10, "steps of the whole run that may be skipped so; the next one stops it"
@@ -143,7 +143,9 @@ class RunConfig:
     profile_memory: Count | None = output(
         None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
     )
-    timeout: Positive = output(1800.0, "seconds without a sign of life from any rank before all stop")
+    timeout: Annotated[float, Gt(0), Le(10**9)] = output(
+        1800.0, "seconds without a sign of life from any rank before all stop"
+    )
     dry_run: bool = output(False, "check everything, print the plan, load no weights, exit")
 
 

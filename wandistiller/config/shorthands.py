@@ -5,6 +5,7 @@ from typing import Any
 
 from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import collecting
+from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
@@ -35,7 +36,7 @@ def merged(
         ConfigError: with all problems, among them settings that contradict a JSON, wherever each is given.
     """
     values, flags, where = dict(values), dict(flags), recipe or "recipe"
-    if "teacher_deepspeed_config" in flags:  # it replaces the precision of the recipe's too
+    if NAMED in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
     place = flags if flags.keys() & {NAMED, "teacher_device_strategy", "teacher_on_cpu"} else values
     named = place.get(NAMED)  # before a short name takes its place
@@ -43,6 +44,7 @@ def merged(
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
     given = values | flags
     problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
+    problems += _prompt_problems(origin, given)
     problems += _student_problems(origin, given, collectives.world_size() if world is None else world)
     with collecting(problems):
         run = read_run_config(values, flags, recipe or "command line")
@@ -67,10 +69,20 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
         file = f"ds_configs/teacher/{strategies()[strategy]}.json"
         if named not in (None, file):
             problems.append(
-                f"{where}: `{key}` is {strategy}, which means {file}, but `teacher_deepspeed_config` "
-                f"is {named}. Keep one."
+                f"{where}: `{key}` is {strategy}, which means {file}, but `{NAMED}` is {named}. Keep one."
             )
         given[NAMED] = file
+    return problems
+
+
+def _prompt_problems(origin: dict[str, str], given: dict[str, Any]) -> list[str]:
+    """List the prompts of the settings in which there is nothing to see."""
+    problems: list[str] = []
+    if isinstance(negative := given.get("negative_prompt"), str):
+        problems += prompt_problems(origin["negative_prompt"], "negative_prompt", [negative], none=True)
+    if isinstance(drawn := given.get("sample_prompts"), list):
+        texts = [prompt for prompt in drawn if isinstance(prompt, str)]
+        problems += prompt_problems(origin["sample_prompts"], "sample_prompts", texts)
     return problems
 
 

@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import ftfy
 
+from wandistiller.utils.errors import problem
+
 LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
 DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
@@ -31,6 +33,13 @@ def has_prompt(text: str) -> bool:
     if re.search("[0-9A-Za-z\u3041-\u3163\u3165-\ud7af]", text) and "&" not in text and text.isprintable():
         return True
     return any(unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp") for c in clean(text))
+
+
+def prompt_problems(where: str, key: str, prompts: list[str], *, none: bool = False) -> list[str]:
+    """List the prompts in which cleaning leaves nothing to see; "" only unless it is allowed as `none`."""
+    remedy = "Write some text" + (', or "" for none.' if none else ".")
+    blank = [prompt for prompt in prompts if not has_prompt(prompt) and not (none and prompt == "")]
+    return [problem(where, key, prompt, remedy) for prompt in blank]
 
 
 def parse_json(line: str) -> tuple[str, str | None]:

@@ -13,7 +13,7 @@ from diffusers.utils import export_to_video
 from torch import Tensor
 
 from wandistiller.data.dataset import EMBEDDED, read_dataset
-from wandistiller.data.lines import LISTS, has_prompt
+from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.progress import Progress
 from wandistiller.flow import TRAIN_TIMESTEPS
@@ -27,7 +27,7 @@ from wandistiller.wan.transformer import TEXT_TOKENS
 RANGES = [
     *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch")),
     ("steps", 1, int(TRAIN_TIMESTEPS)),
-    ("seed", 0, 10**18),
+    ("seed", 0, 2**63 - 1),
     ("guidance_scale", 0, 1000),
     ("guidance_scale_2", 0, 1000),
 ]
@@ -48,12 +48,14 @@ class Sampling:
 
 
 def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
-    """Problems with the numbers in a pipeline's settings; None is skipped."""
+    """Problems with the numbers and the negative prompt in a pipeline's settings; None is skipped."""
     problems = impossible_values(where, settings)
     for key, least, most in RANGES:
         if (value := settings.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
             allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
             problems.append(problem(where, key, value, f"Write {allowed}."))
+    if (negative := settings.get("negative_prompt")) is not None:
+        problems += prompt_problems(where, "negative_prompt", [negative], none=True)
     return problems
 
 
@@ -85,9 +87,8 @@ def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the lines of one file (or `tiny`, `tiny:held_out`)."""
     if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix.lower() in LISTS):
         return [item.prompt for item in read_dataset(words[0])]
-    if empty := [prompt for prompt in words if not has_prompt(prompt)]:
-        remedy = "Write some text, or name a .txt or .jsonl of prompts."
-        raise ConfigError(problem("command line", "prompts", empty[0], remedy))
+    if problems := prompt_problems("command line", "prompts", words):
+        raise ConfigError(*problems)
     return words
 
 
@@ -134,6 +135,9 @@ def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
     problems = size_problems(folder, sampling.height, sampling.width, sampling.num_frames)
     if (second := sampling.guidance_scale_2) is not None and folder.boundary is None:
         problems.append(problem(folder.name, "guidance_scale_2", second, "It has one expert; leave it out."))
+    if sampling.negative_prompt is not None and max(sampling.guidance_scale, second or 0) <= 1:
+        remedy = "It is used with guidance only; give --guidance_scale above 1, or leave it out."
+        problems.append(problem("sample", "negative_prompt", sampling.negative_prompt, remedy))
     if sampling.num_frames > 1 and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
         remedy = "MP4 files need: pip install imageio imageio-ffmpeg."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))

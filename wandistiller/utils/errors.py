@@ -49,7 +49,9 @@ class StorageError(Problems):
 
 def problem(where: str | Path, key: str, value: object, remedy: str) -> str:
     """Format an error message: file, key, its value, what to write instead."""
-    return f"{where}: `{key}` is {json.dumps(value, ensure_ascii=False, default=str)}. {remedy}"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)  # a zero-width space is seen
+    return f"{where}: `{key}` is {text}. {remedy}"
 
 
 def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: str = "") -> list[str]:

@@ -205,7 +205,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
         value = json.loads(
-            text, object_pairs_hook=unique, parse_int=lambda n: int(n) if len(n) < 19 else float(n)
+            text, object_pairs_hook=unique, parse_int=lambda n: int(n) if len(n) < 100 else float(n)
         )
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}. Save it as UTF-8.") from None

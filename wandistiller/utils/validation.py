@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -15,6 +15,7 @@ from wandistiller.utils.errors import nearest, problem, unknown_keys
 
 Count = Annotated[int, Gt(0)]
 Index = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]

@@ -1,8 +1,12 @@
 """The command line."""
 
+import dataclasses
+import re
+
 import pytest
 
-from wandistiller.cli.parser import parser
+from wandistiller.cli.parser import COMMANDS, OLDER, parser
+from wandistiller.config.run_config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,38 @@ def test_an_unknown_or_shortened_flag_is_refused_and_the_nearest_named(
 def test_a_launcher_s_local_rank_is_accepted_before_and_after_the_command(words: str) -> None:
     flags = vars(parser().parse_args(words.split()))
     assert flags.keys() == {"command", "ignored", "recipe"}
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        parser().parse_args([command, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_has_a_word_for_each_value_and_a_text_for_each_flag(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(command, capsys)
+    flags = re.findall(r"^  (--.*?)(?:  +|\n +)(\S.*)$", text, re.MULTILINE)
+    assert not re.search(r"(?m)^  --\S+ [A-Z](?: |$)", text.replace("--profile_memory N", ""))
+    assert all(re.match(r"[^-]", explanation) for _, explanation in flags)
+
+
+def test_the_help_of_train_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of("train", capsys).split())
+    for f in dataclasses.fields(RunConfig):
+        if f.default not in (None, "", False) or f.default is not False and f.default == 0:
+            own = text.split(f"--{f.name} ")[1].split(" --")[0]
+            known = "default" if f.name == "negative_prompt" else f"default {f.default}".removesuffix(".0")
+            assert f.name in OLDER or known in own
+
+
+def test_the_teacher_s_placement_takes_every_name_that_a_dry_run_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("replicated", "owner", "sharded", "host_cpu", "zero_inference_cpu", "zero_inference_nvme", "cpu")
+    text = help_of("train", capsys)
+    for name in names:
+        given = vars(parser().parse_args(["train", "--teacher_device_strategy", name]))
+        assert given["teacher_device_strategy"] == name and f"{name}," in text or f"{name}\n" in text
