@@ -168,9 +168,12 @@ class _Hub(BaseHTTPRequestHandler):
         elif "/tree/" in path:
             body = json.dumps([*self._listed()]).encode()
         else:
-            body = (self.root / name).read_bytes()
+            file, body = self.root / name, b""
             headers = {"ETag": f'"{name.replace("/", "_")}"', "X-Repo-Commit": COMMIT}
-            if self.command == "GET":
+            if self.command == "HEAD":
+                headers["Content-Length"] = str(file.stat().st_size)
+            else:
+                body = file.read_bytes()
                 self.requested.append((name, self.headers.get("Authorization", "")))
         return self._send(200, headers, body)
 
@@ -183,7 +186,7 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
-        headers |= {"Content-Length": str(len(body)), "Content-Type": "application/json"}
+        headers = {"Content-Length": str(len(body)), "Content-Type": "application/json"} | headers
         for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()

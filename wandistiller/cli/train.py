@@ -9,7 +9,7 @@ from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
-from wandistiller.planner.disk import log_disk_use
+from wandistiller.planner.disk import fetch_problems, log_disk_use
 from wandistiller.planner.resolve_auto import resolve_auto
 from wandistiller.planner.shortage import shortages
 from wandistiller.utils.errors import ConfigError
@@ -66,12 +66,12 @@ def _dry_run(job: Job) -> None:
         collectives.log0(line)
     log_disk_use(job)
     with collectives.raise_on_all_ranks():
-        problems = []
+        problems = fetch_problems(job)
         if not job.folder.revision:  # the run itself fetches those of a hub id
             try:
                 require_weights(job.folder)
             except ConfigError as error:
-                problems = error.problems
+                problems += error.problems
         if short := shortages(job):
             problems = [*problems, *short, ELSEWHERE]
         if problems:

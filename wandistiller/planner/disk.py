@@ -7,6 +7,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
@@ -18,6 +20,7 @@ from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
+from wandistiller.wan.hub import bytes_to_fetch
 from wandistiller.wan.transformer import TEXT_TOKENS, count_parameters
 
 
@@ -140,6 +143,23 @@ def disk_demands(job: Job, machine: Machine, swapped: int) -> list[Demand]:
         name = f"of the disk of {place}" if len(several) > 1 else "of disk"
         demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
     return demanded
+
+
+def fetch_problems(job: Job) -> list[str]:
+    """Log on rank 0 what a run will fetch from the hub; list the problem that its disk has no room for it."""
+    folder, cache = job.folder, Path(HF_HUB_CACHE)
+    if collectives.rank() != 0 or not folder.revision:
+        return []
+    if not (nbytes := bytes_to_fetch(folder.name, folder.revision)):
+        return []
+    free, still = disk_free(cache), to_come(job, accelerator=collectives.device().type != "cpu")
+    collectives.log0("fetch     %s of %s into %s, %s free", _size(nbytes), folder.name, cache, _size(free))
+    if (need := nbytes + on_disk_of(cache, still)) <= free:
+        return []
+    return [
+        f"The teacher from the hub, and what the run writes to the same disk, take {_size(need)}, and "
+        f"{_size(free)} are free at {cache}. Set HF_HOME to a folder on a larger disk."
+    ]
 
 
 def log_disk_use(job: Job) -> None:

@@ -47,6 +47,17 @@ def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
         ) from None
 
 
+def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
+    """Return the size of the files of a hub repository that are not in the cache; None if offline."""
+    try:
+        files = snapshot_download(
+            hub_id, revision=revision, allow_patterns=CONFIG_FILES + WEIGHT_FILES, dry_run=True
+        )
+    except (HTTPError, OSError):
+        return None
+    return sum(file.file_size or 0 for file in files if file.will_download)
+
+
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
     """Return the remedy for a machine without network: the command, where to run it, where its files go."""
     patterns = ["*.json", "*.safetensors", "*spiece.model", "README.md"] if weights else ["*.json"]

@@ -1,6 +1,7 @@
 """A teacher by its hub id: files fetched, revisions, offline machines, messages of refusals."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ NOT_NEEDED = (
 PROGRAM = """
 import json
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.hub import bytes_to_fetch
 from wandistiller.wan.pipeline import open_wan, require_weights
 
 def files():
@@ -49,7 +51,9 @@ def problems(name, revision=None):
 
 folder = open_wan("org/wan", revision="v1")
 result = {"revision": folder.revision, "opened": files()}
+result["to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
 require_weights(folder)
+result["then_to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
 result["required"] = files()
 result |= {name: problems(name) for name in ("org/gated", "org/none")}
 print(json.dumps(result | {"nosuch": problems("org/wan", "nosuch")}))
@@ -86,6 +90,27 @@ def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read
 def test_weights_are_fetched_when_they_are_required_and_nothing_else_ever(online: dict, whole: Path) -> None:
     assert set(online["required"]) == {str(f.relative_to(whole)) for f in whole.rglob("*") if f.is_file()}
     assert sorted(name for name, _ in online["downloads"]) == online["required"]
+
+
+def test_what_a_dry_run_says_will_be_fetched_is_what_is_fetched_then(online: dict, whole: Path) -> None:
+    fetched_later = set(online["required"]) - set(online["opened"])
+    assert online["to_fetch"] == sum((whole / name).stat().st_size for name in fetched_later)
+    assert online["then_to_fetch"] == 0
+
+
+def test_a_dry_run_of_a_hub_id_refuses_a_disk_without_room_for_the_weights(
+    whole: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(whole, tmp_path / "root")
+    with next((root / "transformer").glob("*.safetensors")).open("r+b") as file:
+        file.truncate(10**13)  # sparse
+    recipe_file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "o")))
+    with hub_of(root) as (address, _):
+        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        words = [sys.executable, "-m", "wandistiller", "train", "--recipe", str(recipe_file), "--dry_run"]
+        err = run(words, code=2, **env).stderr
+    assert f"fetch     9313.2 GiB of {ID} into " in err
+    assert "error: The teacher from the hub, and what the run writes to the same disk, take 9313.2" in err
 
 
 def test_the_token_of_the_environment_is_sent(online: dict) -> None:
