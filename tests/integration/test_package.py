@@ -1,10 +1,13 @@
 """`pip install .` carries all that the commands need."""
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, run
+from ranks import ROOT, metrics, run
 
 from wandistiller import __version__
 
@@ -49,3 +52,36 @@ def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> No
 
 def test_the_package_is_marked_as_typed(site: Path) -> None:
     assert (site / "wandistiller" / "py.typed").is_file()
+
+
+NEWEST = "3.13"
+"""The newest Python that setup.py promises."""
+
+
+def newest_python() -> str | None:
+    """An interpreter of that version on the path, or among pyenv's."""
+    places = [shutil.which(f"python{NEWEST}"), *Path.home().glob(f".pyenv/versions/{NEWEST}.*/bin/python")]
+    works = (str(p) for p in places if p and not subprocess.run([p, "-V"], capture_output=True).returncode)
+    return next(works, None)
+
+
+def test_the_newest_promised_python_is_the_one_that_is_tested() -> None:
+    major, minor = map(int, NEWEST.split("."))
+    assert f'python_requires=">=3.11,<{major}.{minor + 1}"' in (ROOT / "setup.py").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not newest_python(), reason=f"there is no Python {NEWEST} here")
+def test_a_fresh_environment_of_the_newest_promised_python_trains(tmp_path: Path) -> None:
+    for name in run(["git", "ls-files"]).stdout.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    train = "train --recipe ds_configs/recipes/quickstart.json --output_dir run --max_steps 2"
+    script = f"source launch/env.sh; wandistiller doctor; wandistiller {train} --rollouts_per_prompt 1"
+    own = ("VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR", "PYTHONPATH", "DS_ACCELERATOR")
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"PYTHON": newest_python()}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=2400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"software   python {NEWEST}." in done.stderr and len(metrics(tmp_path / "run")) == 2
