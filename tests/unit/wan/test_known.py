@@ -11,9 +11,11 @@ from ranks import edit_json
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.parser import parser
+from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.components import load_pipeline
+from wandistiller.wan.known import known_config
 from wandistiller.wan.pipeline import TINY, open_wan, require_weights
 
 FOREIGN = [
@@ -116,6 +118,35 @@ def test_python_files_in_a_folder_are_never_run(
     require_weights(open_wan(str(folder)))
     load_pipeline(folder, torch.float32)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "tokenizer_config.json"])
+def test_a_clip_folder_that_brings_code_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    assert clip_problems(tmp_path) == []
+    (tmp_path / name).write_text('{"model_type": "clip", "auto_map": {"AutoModel": "evil.Evil"}}')
+    (text,) = clip_problems(tmp_path)
+    assert text.startswith(f"{tmp_path / name}: `auto_map` is ") and "No code of a folder" in text
+
+
+def test_clip_weights_in_a_pickle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (text,) = clip_problems(tmp_path)
+    assert text.startswith(f"{tmp_path}: no model.safetensors in it, and pickles")
+
+
+@pytest.mark.parametrize(
+    "file", ["vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json"]
+)
+def test_what_is_copied_into_a_student_has_known_keys_only(
+    wan1: Path, copy_of: Callable[..., Path], file: str
+) -> None:
+    folder = copy_of(wan1)
+    before = known_config(folder / file)
+    edit_json(folder / file, _name_or_path="/home/me/wan", evil={"run": "me"})
+    assert known_config(folder / file) == before and before
 
 
 def test_no_shipped_json_holds_a_path_of_the_machine_that_wrote_it() -> None:
