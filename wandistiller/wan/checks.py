@@ -59,7 +59,7 @@ TEXT = of_type(
 UNFIT = (
     StrictDataclassError,
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
-    *(LookupError, RuntimeError, TypeError, ValueError),
+    *(LookupError, NameError, RuntimeError, TypeError, ValueError),
 )
 """Exceptions of diffusers and transformers for settings that do not fit together."""
 TIED = "encoder.embed_tokens.weight"
@@ -106,7 +106,18 @@ def text_problems(where: str, config: dict[str, Any], text_dim: int) -> list[str
     if not problems and config["d_model"] != text_dim:
         remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
         problems.append(problem(where, "d_model", config["d_model"], remedy))
+    problems = problems or _distance_problems(where, config)
     return problems or _building_problems(where, lambda: text_encoder_of(config | {"num_layers": 1}))
+
+
+def _distance_problems(where: str, config: dict[str, Any]) -> list[str]:
+    """List the problem of an encoder whose farthest distance has no bucket, which is an error in its use."""
+    key, left_out = "relative_attention_max_distance", UMT5Config()
+    exact = config.get("relative_attention_num_buckets", left_out.relative_attention_num_buckets) // 4
+    if (given := config.get(key, left_out.relative_attention_max_distance)) > exact:
+        return []
+    remedy = f"A quarter of the buckets, {exact}, are for single distances; write a larger number."
+    return [problem(where, key, given, remedy)]
 
 
 def pipeline_problems(
