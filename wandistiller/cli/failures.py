@@ -15,6 +15,7 @@ from wandistiller.planner.machine import Machine, machine_now, memory_line
 from wandistiller.planner.oom_advice import advice
 from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageError
 from wandistiller.utils.files import system_error
+from wandistiller.utils.interrupts import Interrupted
 from wandistiller.utils.logging import current, log_to_file
 from wandistiller.utils.oom import Spent, chain, is_out_of_memory, what_ran_out
 
@@ -45,6 +46,9 @@ class Failures:
             printed = text if first else ""
             # torchrun repeats each rank's
             for_launcher = f"exit code {code}; the lines above that begin with `error:` say why"
+        elif isinstance(error, Interrupted):
+            code, text = error.exit_code, f"{error}, {current.activity}"
+            printed = text if first else ""
         elif is_out_of_memory(error):
             code, (text, hints) = OUT_OF_MEMORY, self._memory(error)
             for_launcher = "\n".join([text, *hints])

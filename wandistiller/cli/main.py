@@ -11,6 +11,7 @@ from wandistiller.cli import process
 from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
+from wandistiller.utils import interrupts
 from wandistiller.utils.logging import drop_noise
 
 MEMORY = re.compile("failed to map segment|allocate memory")
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         tell_torchrun(text)
         collectives.destroy()
         return process.AGAIN
-    except Exception as error:
+    except (Exception, interrupts.Interrupted) as error:
         return failures.report(error)
     finally:
         stopping.release()
@@ -77,14 +78,14 @@ def command() -> None:
     """
     process.read_utf8()
     process.open_streams()
-    process.raise_on_signals()
+    interrupts.raise_on_signals()
     stopping.remember_launchers()
     try:
         code = main()
-    except process.Interrupted as interrupted:
+    except interrupts.Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         code = interrupted.exit_code
-    process.default_signals()
+    interrupts.default_signals()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

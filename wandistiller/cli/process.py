@@ -1,14 +1,11 @@
-"""State of the process around a command: environment, encoding, standard streams, signals, exit code."""
+"""State of the process around a command: environment, encoding, standard streams, memory, exit code."""
 
 import os
 import resource
-import signal
 import sys
 from codecs import lookup
 from collections.abc import MutableMapping
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from wandistiller.distributed import launchers
 from wandistiller.utils import allocators
@@ -25,14 +22,6 @@ DEFAULTS = {
 
 ADDRESS_SPACE = 2**30
 """Bytes of address space without which imports fail in many ways or hang: libraries alone took 0.83 GiB."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """End of a command at a signal that came before it listens to signals itself."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
 
 
 def set_defaults(env: MutableMapping[str, str]) -> None:
@@ -78,27 +67,3 @@ def too_little_memory() -> str:
         f"Out of memory: this shell allows {limit / 2**30:.2f} GiB of address space (ulimit -v), and the "
         f"libraries alone take {ADDRESS_SPACE / 2**30:.0f}. Write `ulimit -v unlimited`."
     )
-
-
-def raise_on_signals() -> None:
-    """Raise `Interrupted` at SIGTERM and SIGINT, so that a command removes its temporary files."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background job
-            signal.signal(number, _raise)
-
-
-def default_signals() -> None:
-    """End at SIGTERM and SIGINT at once, with no Python code: the command has ended."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    interrupted = Interrupted(number)
-    while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(2, f"{interrupted}\n".encode())
-            os._exit(interrupted.exit_code)
-        frame = frame.f_back
-    raise interrupted

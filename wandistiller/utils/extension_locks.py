@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import _get_build_directory
 
+from wandistiller.utils.interrupts import interruptible
 from wandistiller.utils.logging import heartbeat, log
 
 WAIT = 1.0
@@ -22,7 +23,7 @@ def sole_builder(name: str) -> Iterator[None]:
     build leaves, and on which the next waits for ever (torch 2.13): whoever holds ours may remove it.
     """
     folder = Path(_get_build_directory(name, False))
-    with (folder.parent / f".{name}.lock").open("a") as file:
+    with (folder.parent / f".{name}.lock").open("a") as file, interruptible():
         _wait_for(file.fileno(), name)
         (folder / "lock").unlink(missing_ok=True)
         began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()

@@ -50,6 +50,28 @@ def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    env = environment(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    process = subprocess.Popen(
+        [*WORDS, "doctor"], stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    )
+    while not (tmp_path / "cpu_adam" / "build.ninja").exists() and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(1)
+    if number == signal.SIGINT:  # Ctrl-C goes to the compiler too
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    first, last = err.splitlines()
+    assert process.returncode == 128 + number
+    assert first.startswith("build     DeepSpeed's cpu_adam is compiled into") and "interrupted by" in last
+    assert not (tmp_path / "cpu_adam" / "cpu_adam.so").exists()
+
+
 @pytest.mark.parametrize("mebibytes", [100, 500, 780])
 def test_too_little_address_space_for_the_libraries_is_out_of_memory_in_one_line(
     mebibytes: int, tmp_path: Path

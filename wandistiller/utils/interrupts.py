@@ -1,0 +1,56 @@
+"""SIGTERM and SIGINT as an exception, for as long as a run does not listen to them itself."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(KeyboardInterrupt):
+    """End of a command at a signal that came while nothing was to be saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def raise_on_signals() -> dict[signal.Signals, Any]:
+    """Raise `Interrupted` at these signals; return the handlers until now."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    # an ignored one stays so, as in a shell's background job
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, _raise) for number in heard}
+
+
+def default_signals() -> None:
+    """End at these signals at once, without Python code: the command has ended."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise `Interrupted` at these signals in here, so that a compiler does not delay the end by minutes."""
+    before = raise_on_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    interrupted = Interrupted(number)
+    while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, f"{interrupted}\n".encode())
+            os._exit(interrupted.exit_code)
+        frame = frame.f_back
+    raise interrupted
