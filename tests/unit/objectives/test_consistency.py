@@ -84,9 +84,9 @@ def test_the_flow_map_of_a_gaussian_is_the_fixed_point_up_to_the_square_of_the_t
         loss(guided, lambda x, sigma: exact(x, sigma, ends), intervals=n, edges=edges).sqrt()
         for n in (200, 400)
     )
-    # an Euler step of length d ends d^2 beside the flow, and the target is off by that over the segment's length
+    # an Euler step of length d ends d^2 beside the flow; the target is off by that over the segment's length
     torch.testing.assert_close(many, few / 4, rtol=0.1, atol=1e-9)
-    assert few.max() < 0.02 < loss(guided, guided, intervals=200)[:2].min()
+    assert (few < loss(guided, guided, intervals=200).sqrt() / 10).all()
 
 
 def test_the_target_is_the_mean_of_the_teacher_s_step_and_the_student_s_rest_of_the_segment() -> None:
