@@ -2,12 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
 
+Level = TypeVar("Level", float, Tensor)
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
 
 
@@ -35,17 +37,41 @@ class FlowSchedule:
     """Samples per optimizer step, over all ranks and micro-steps."""
     expert_blocks: int = 1
     """Equal parts of the global batch, each with a draw of its expert."""
+    handover: float | None = None
+    """Sigma at which a student's high-noise expert hands over to its other one; None: it has one expert."""
 
-    def shifted(self, u: float) -> float:
+    def shifted(self, u: Level) -> Level:
         """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
 
         sigma = s u / (1 + (s - 1) u). Source: Esser et al. 2024, arXiv:2403.03206.
         """
         return self.shift * u / (1 + (self.shift - 1) * u)
 
-    def unshifted(self, sigma: float) -> float:
+    def unshifted(self, sigma: Level) -> Level:
         """Invert `shifted`: u = sigma / (s - (s - 1) sigma)."""
         return sigma / (self.shift - (self.shift - 1) * sigma)
+
+    def steps(self, number: int) -> list[float]:
+        """List the noise levels of that many sampling steps, from 1; 0 follows the last."""
+        return [self.shifted(1 - k / number) for k in range(number)]
+
+    def earlier(self, sigma_B: Tensor, u: float) -> Tensor:
+        """Return sigma after a step of length `u` on the unshifted line towards data, at least 0."""
+        return self.shifted((self.unshifted(sigma_B) - u).clamp(min=0))
+
+    def segment_end(self, sigma_B: Tensor, steps: int | None, expert: Expert) -> Tensor:
+        """Return the end of the segment below each sigma: of a list of `steps`, and of the student's expert.
+
+        Args:
+            steps: number of sampling steps; None: the whole path is one segment.
+            expert: expert of the batch.
+        """
+        ends = [0.0, *(self.steps(steps) if steps else [])]
+        if self.handover is not None and expert is Expert.HIGH_NOISE:
+            ends = [max(end, self.handover) for end in ends]
+        ends_E = torch.tensor(ends, dtype=sigma_B.dtype, device=sigma_B.device)
+        below_BE = torch.where(ends_E < sigma_B[:, None], ends_E, min(ends))
+        return below_BE.amax(1)
 
     def high_noise_share(self) -> float:
         """Return the probability of the high-noise expert: 1 - unshifted(boundary)."""

@@ -1,8 +1,10 @@
-"""A teacher of one velocity everywhere, and a batch for it."""
+"""A teacher of one velocity everywhere, a batch for it, and targets beside a student of velocity 0."""
 
 import torch
 
 from wandistiller.batch import Batch, Expert, Prediction
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.registry import Objective
 from wandistiller.teacher.base import Teacher
 
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
@@ -18,3 +20,11 @@ class Constant(Teacher):
     def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
         features = {k: torch.full((len(batch.sigma_B), 3, 2), float(k)) for k in blocks}
         return Prediction(torch.full_like(batch.x_t_BCFHW, self.value), features)
+
+
+def targets(
+    objective: Objective, teacher: Teacher | None, batches: dict[str, Batch]
+) -> list[Prediction | None]:
+    """What the terms match, for a student whose velocity is 0."""
+    schedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
+    return objective.targets(teacher, batches, lambda batch: torch.zeros_like(batch.x_t_BCFHW), schedule)

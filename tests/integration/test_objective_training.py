@@ -47,6 +47,21 @@ def test_losses_of_a_sum_are_weighted_terms_that_change_and_do_not_depend_on_ran
     assert all(len(set(of_term)) == STEPS for of_term in columns)
 
 
+CONSISTENCY = {"name": "consistency", "intervals": 8, "edges": 2}
+
+
+def test_losses_of_consistency_do_not_depend_on_ranks_stage_or_accumulation_and_a_resumed_run_has_them(
+    folder: Path, wan2: Path
+) -> None:
+    given = {"objective": CONSISTENCY, "student_config": NARROW | {"experts": "two"}}
+    one = trained(folder, wan2, "consistency_1", 1, save_every=2, **given)
+    two = trained(folder, wan2, "consistency_2", 2, deepspeed_config=student_engine(3), **given)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5) and len(set(losses(one))) == STEPS
+    middle = str(one / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, "consistency_3", 1, resume=middle, **given)
+    assert losses(resumed) == losses(one)[2:]
+
+
 def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, reference: Path) -> None:
     output = trained(folder, wan2, "resumed", 1, resume=str(reference / "checkpoints" / "step_00000002"))
     assert losses(output) == losses(reference)[2:]

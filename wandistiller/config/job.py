@@ -78,9 +78,9 @@ class Job:
 
     @property
     def schedule(self) -> FlowSchedule:
-        return FlowSchedule(
-            self.run.shift, self.folder.boundary, self.run.seed, self.batch.total, self.run.expert_blocks
-        )
+        r, boundary = self.run, self.folder.boundary
+        handover = boundary if self.student.experts == "two" else None
+        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover)
 
     @property
     def student_experts(self) -> list[Expert]:

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.flow import FlowSchedule
 from wandistiller.utils.validation import Positive
+
+Ask = Callable[[Batch], Tensor]
+"""The student's velocity v_BCFHW of a batch, float32, without gradient."""
 
 
 def _logit_normal(sigma_B: Tensor) -> Tensor:
@@ -37,6 +41,8 @@ class Term(ABC):
 
     states: ClassVar[str] = NOISED
     """Kind of states that the loss is computed at: NOISED or PATH."""
+    student_calls: ClassVar[int] = 0
+    """The student's forward passes without gradient that its target takes."""
     weight: Positive = 1.0
     """Factor in the sum, above 0."""
 
@@ -67,13 +73,26 @@ class Term(ABC):
         """Return the term with the settings that follow from the teacher block of each student block."""
         return self
 
+    def target(
+        self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
+    ) -> Prediction | None:
+        """Return what the student is to match, without gradient; by default the teacher's prediction.
+
+        Args:
+            teacher: the teacher's prediction at noised states, if any term needs it.
+            batch: the term's states.
+            ask: the student, called on every rank or on none, with batches of one expert.
+            schedule: the distribution that sigma was drawn from.
+        """
+        return teacher
+
     @abstractmethod
     def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
         """Compute loss_B, float32.
 
         Args:
             prediction: the student's.
-            target: the teacher's at noised states, if any term needs it.
+            target: from the method `target`.
         """
 
     def __str__(self) -> str:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Prediction
-from wandistiller.objectives.base import Term
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.base import Ask, Term
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.errors import ConfigError, nearest, problem
 from wandistiller.utils.registry import classes_in
@@ -52,18 +53,38 @@ class Objective:
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
         return Objective(tuple(term.for_student(lineage) for term in self.terms))
 
-    def target(self, teacher: Teacher | None, batches: dict[str, Batch]) -> Prediction | None:
-        """Return the teacher's velocity and hidden states to match at noised states, if a term needs them."""
-        if not self.needs_teacher:
-            return None
-        blocks = {m for term in self.terms for _, m in term.matched_blocks}
-        return teacher.predict(batches[NOISED], tuple(sorted(blocks)))
+    def targets(
+        self, teacher: Teacher | None, batches: dict[str, Batch], ask: Ask, schedule: FlowSchedule
+    ) -> list[Prediction | None]:
+        """Return what each term matches, without gradient; the teacher is called once for all of them.
+
+        Args:
+            batches: by kind of states.
+            ask: the student's velocity without gradient.
+        """
+        shared = None
+        if self.needs_teacher:
+            blocks = {m for term in self.terms for _, m in term.matched_blocks}
+            shared = teacher.predict(batches[NOISED], tuple(sorted(blocks)))
+        with torch.no_grad():
+            return [term.target(shared, batches[term.states], ask, schedule) for term in self.terms]
 
     def losses(
-        self, predictions: dict[str, Prediction], target: Prediction | None, batches: dict[str, Batch]
+        self,
+        predictions: dict[str, Prediction],
+        targets: list[Prediction | None],
+        batches: dict[str, Batch],
     ) -> Tensor:
         """Compute loss_TB of each term T, unweighted, float32; predictions and batches by kind of states."""
-        return torch.stack([t.loss(predictions[t.states], target, batches[t.states]) for t in self.terms])
+        matched = zip(self.terms, targets, strict=True)
+        return torch.stack(
+            [t.loss(predictions[t.states], target, batches[t.states]) for t, target in matched]
+        )
+
+    @property
+    def student_calls(self) -> int:
+        """The student's forward passes without gradient in a micro-step."""
+        return sum(term.student_calls for term in self.terms)
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
         """Return the weighted sum: loss_B of loss_TB, or a number of one for each term."""

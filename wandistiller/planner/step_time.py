@@ -128,12 +128,14 @@ class StepTime:
         return list(read_placement(ds).traffic(config, ds, self.topology))
 
     def _student(self) -> StageTime:
-        """Forward and backward pass of a micro-step."""
+        """Forward and backward pass of a micro-step, and the calls for its targets."""
         j, t, ds, network = self.job, self.topology, self.job.student_ds, student_network(self.job)
         policy = read_recompute(ds)
         policy = asdict(policy) if policy else None
         each = self._mean(lambda latent: _step_flops(student_shape(j), latent, policy))
-        tflop = j.batch.micro * len(j.objective.states) * each / 1e12
+        call = self._mean(lambda latent: forward_flops(j.student_transformer, latent))
+        passes = len(j.objective.states) * each + j.objective.student_calls * call
+        tflop = j.batch.micro * passes / 1e12
         gradients = itemsize(ds) * network.trained_numel
         moves: list[Transfer] = []
         if stage(ds) >= 2:
@@ -151,7 +153,8 @@ class StepTime:
             whole: bytes of all weights.
         """
         t, ds = self.topology, self.job.student_ds
-        both = 2 * whole  # forward and backward; recomputed blocks still have their weights
+        # forward, backward and calls for targets; recomputed blocks still have their weights
+        both = (2 + self.job.objective.student_calls) * whole
         # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
         second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
         far = whole // self.job.batch.accumulation if second else both

@@ -101,12 +101,12 @@ class Trainer:
         with activity(READING):
             batches = self.batches.batch(step, micro)
             first = next(iter(batches.values()))
-        objective = self.job.matched_objective
+        objective, student = self.job.matched_objective, self.student
         with activity("the teacher's forward pass"):
-            target = objective.target(self.teacher, batches)
+            targets = objective.targets(self.teacher, batches, student.velocity, self.job.schedule)
         with activity("the student's forward pass"):
             predictions = self.student.predict(batches)
-            loss_TB = objective.losses(predictions, target, batches)
+            loss_TB = objective.losses(predictions, targets, batches)
         with activity("the student's backward pass"):
             loss = objective.total(loss_TB).mean()
             self.student.backward(first.expert, propagate_nonfinite(loss))

@@ -1,25 +1,23 @@
 """Feature matching against sums done by hand, an equal copy and plain autograd."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from constant import BATCH, X0, Constant
+from constant import BATCH, X0, Constant, targets
 from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
+from engines import batch_for, engine, loaded, teacher_of
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Expert, Prediction
-from wandistiller.engine.ds_config import student_engine
-from wandistiller.flow import keyed_normal
+from wandistiller.batch import NOISED, Expert, Prediction
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.registry import Objective, read_objective
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.student import Student
-from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
+from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 
 
@@ -44,7 +42,7 @@ def test_blocks_are_matched_by_lineage_unless_the_teacher_s_are_given(settings: 
 
 def test_the_target_has_the_hidden_states_of_the_matched_blocks_of_the_teacher() -> None:
     objective = read_objective(["velocity", {"name": "feature", "blocks": [0, 2]}]).for_student([1, 3, 5])
-    assert sorted(objective.target(Constant(1.0), {NOISED: BATCH}).features) == [1, 5]
+    assert sorted(targets(objective, Constant(1.0), {NOISED: BATCH})[0].features) == [1, 5]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 9, 40])
@@ -55,29 +53,6 @@ def test_the_blocks_of_a_random_student_stand_for_rising_ones_up_to_the_last(wan
     assert len(blocks) == layers and blocks == sorted(blocks) and blocks[0] >= 0 and blocks[-1] == 3
 
 
-def loaded(folder: Path) -> WanTransformer3DModel:
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.float32)
-    for p in model.parameters():
-        p.data = p.data.clone()  # not the file itself, which the session's other tests read
-    return model.requires_grad_(True)
-
-
-def teacher_of(wan1: Path) -> LocalTeacher:
-    return LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
-
-
-def batch_for(model: WanTransformer3DModel) -> Batch:
-    x_t = keyed_normal((2, model.config.in_channels, 1, 4, 4), "x")
-    text = keyed_normal((2, 512, model.config.text_dim), "text")
-    return Batch(x_t, x_t, x_t, torch.tensor([0.95, 0.2]), text, Expert.HIGH_NOISE)
-
-
-def engine(**more: Any) -> dict[str, Any]:
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    ds = {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}
-    return student_engine("x.json", ds, 1)[0]
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan1: Path) -> None:
     teacher, model = teacher_of(wan1), loaded(wan1 / "transformer")
@@ -86,7 +61,7 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     add_projections(model, range(4), transformer.width(model.config))
     student = Student({Expert.HIGH_NOISE: model}, engine())
     predictions = student.predict(batches)
-    assert objective.losses(predictions, objective.target(teacher, batches), batches).count_nonzero() == 0
+    assert objective.losses(predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0
 
 
 def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teacher) -> dict[str, Tensor]:
@@ -99,7 +74,7 @@ def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teach
     batches = {NOISED: batch}
     v_BCFHW = transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
     predictions = {NOISED: Prediction(v_BCFHW, seen)}
-    loss_TB = objective.losses(predictions, objective.target(teacher, batches), batches)
+    loss_TB = objective.losses(predictions, targets(objective, teacher, batches), batches)
     objective.total(loss_TB).mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -127,7 +102,7 @@ def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     student = Student({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
-    loss_TB = objective.losses(student.predict(batches), objective.target(teacher, batches), batches)
+    loss_TB = objective.losses(student.predict(batches), targets(objective, teacher, batches), batches)
     student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())
     weights = student.engine(Expert.HIGH_NOISE).module.named_parameters()
     actual = {name: safe_get_full_grad(p) for name, p in weights}

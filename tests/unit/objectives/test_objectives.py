@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant import BATCH, NOISE, X0, Constant
+from constant import BATCH, NOISE, X0, Constant, targets
 from torch import Tensor
 
 from wandistiller.batch import NOISED, PATH, Batch, Expert, Prediction, concat_batches, split_prediction
@@ -137,7 +137,7 @@ def test_a_sum_weighs_its_terms_and_reports_each_of_several_unweighted() -> None
     objective = read_objective([{"name": "velocity", "weight": 2}, {"name": "trajectory", "weight": 0.5}])
     batches = {NOISED: BATCH, PATH: BATCH}
     predictions = {NOISED: Prediction(constant(3.0, 1.0)), PATH: Prediction(constant(0.0, 2.0))}
-    loss_TB = objective.losses(predictions, objective.target(Constant(1.0), batches), batches)
+    loss_TB = objective.losses(predictions, targets(objective, Constant(1.0), batches), batches)
     assert loss_TB.tolist() == [[4.0, 0.0], [4.0, 0.0]] and objective.total(loss_TB).tolist() == [10.0, 0.0]
     assert objective.named([4.0, 1.0]) == {"losses": {"velocity": 4.0, "trajectory": 1.0}}
     assert read_objective("velocity").named([4.0]) == {}
@@ -180,8 +180,8 @@ def test_an_objective_reads_as_a_sum_of_what_differs_from_the_defaults(given: An
 def test_every_objective_works_with_its_defaults(name: str) -> None:
     objective, batches = read_objective(name).for_student([1, 3]), {NOISED: BATCH, PATH: BATCH}
     prediction = Prediction(constant(3.0, 1.0), {0: torch.ones(2, 3, 2), 1: torch.ones(2, 3, 2)})
-    target = objective.target(Constant(1.0), batches)
-    loss_TB = objective.losses(dict.fromkeys(batches, prediction), target, batches)
+    matched = targets(objective, Constant(1.0), batches)
+    loss_TB = objective.losses(dict.fromkeys(batches, prediction), matched, batches)
     assert loss_TB.shape == (1, 2) and torch.isfinite(loss_TB).all()
 
 

@@ -1,0 +1,35 @@
+"""A teacher, a batch and an engine's JSON for a student beside it, in this process."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from wandistiller.batch import Batch, Expert
+from wandistiller.engine.ds_config import student_engine
+from wandistiller.flow import keyed_normal
+from wandistiller.teacher.base import LocalTeacher
+
+
+def loaded(folder: Path) -> WanTransformer3DModel:
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.float32)
+    for p in model.parameters():
+        p.data = p.data.clone()  # not the file itself, which the session's other tests read
+    return model.requires_grad_(True)
+
+
+def teacher_of(wan1: Path) -> LocalTeacher:
+    return LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
+
+
+def batch_for(model: WanTransformer3DModel) -> Batch:
+    x_t = keyed_normal((2, model.config.in_channels, 1, 4, 4), "x")
+    text = keyed_normal((2, 512, model.config.text_dim), "text")
+    return Batch(x_t, x_t, x_t, torch.tensor([0.95, 0.2]), text, Expert.HIGH_NOISE)
+
+
+def engine(**more: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    ds = {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}
+    return student_engine("x.json", ds, 1)[0]

@@ -1,0 +1,75 @@
+"""Consistency: the student's average velocity from a state to the end of its segment, in one step."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from wandistiller.batch import Batch, Prediction
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.base import Ask, Term, mean_square
+from wandistiller.utils.validation import write
+
+CONTINUOUS = 100
+"""Intervals of the limit's differences; shorter ones would be lost in bf16 outputs, which are off by 2^-8."""
+SMOOTH = 0.1
+"""Added to the root mean square by which the limit's gradient is normalised; a small one stays small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target(Prediction):
+    """The velocity to match."""
+
+    share_B: Tensor
+    """Length of the teacher's step over that of the segment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consistency(Term):
+    """Match a step of the guided teacher, followed by the student's own velocity from where it ends.
+
+    A step of the teacher leads from x_t at t = shift(u) to x' = x_t - (t - t') v* at
+    t' = max(shift(u - 1/intervals), e), e the end of the segment. The student's velocity leads to e in one
+    step if it is the mean of both: target = a v* + (1 - a) sg v_S(x', t'), a = (t - t') / (t - e).
+    L = ||v_S(x_t, t) - target||^2, mean over a sample's elements. `continuous` divides L by
+    sg(sqrt(L) + 0.1 a): the residual over a, a derivative in t, is normalised by its root mean square + 0.1.
+
+    Source: Song et al. 2023, arXiv:2303.01469; edges: Wang et al. 2024, arXiv:2405.18407; the limit of many
+    intervals and its normalised gradient: Lu and Song 2024, arXiv:2410.11081.
+    """
+
+    student_calls: ClassVar[int] = 1
+
+    intervals: Annotated[
+        Annotated[int, Ge(1), Le(1000)] | Literal["continuous"],
+        write('a number of intervals from 1 to 1000, or "continuous"'),
+    ] = 40
+    """Teacher's steps from pure noise to data; `continuous`: the limit of many, with a bounded gradient."""
+    edges: Annotated[int, Ge(1), Le(1000)] | None = None
+    """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
+
+    def target(
+        self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
+    ) -> Prediction | None:
+        t_B, next_B, share_B = self._step(batch, schedule)
+        length_B1111, share_B1111 = (x_B.float().view(-1, 1, 1, 1, 1) for x_B in (t_B - next_B, share_B))
+        x_BCFHW = batch.x_t_BCFHW - length_B1111 * teacher.v_BCFHW
+        v_BCFHW = ask(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
+        mean_BCFHW = v_BCFHW + share_B1111 * (teacher.v_BCFHW - v_BCFHW)
+        return _Target(mean_BCFHW, share_B=share_B.float())
+
+    def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
+        loss_B = mean_square(prediction.v_BCFHW - target.v_BCFHW)
+        if self.intervals != "continuous":
+            return loss_B
+        return loss_B / (loss_B.detach().sqrt() + SMOOTH * target.share_B)
+
+    def _step(self, batch: Batch, schedule: FlowSchedule) -> tuple[Tensor, Tensor, Tensor]:
+        """Return t_B, t'_B and the share a_B of the teacher's step in its segment, float64."""
+        t_B = batch.sigma_B.double()
+        end_B = schedule.segment_end(t_B, self.edges, batch.expert)
+        intervals = CONTINUOUS if self.intervals == "continuous" else self.intervals
+        next_B = torch.maximum(schedule.earlier(t_B, 1 / intervals), end_B)
+        return t_B, next_B, torch.where(next_B > end_B, (t_B - next_B) / (t_B - end_B), 1.0)
