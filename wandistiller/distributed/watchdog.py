@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
@@ -49,7 +50,8 @@ class Watchdog:
         self._store: TCPStore | None = None
         self._unanswered = 0
         """Polls since the store, which is on rank 0, last answered."""
-        self._ended = threading.Event()
+        self._ended, self._left = threading.Event(), threading.Event()
+        self._own_notice: SimpleQueue[FailureNotice] = SimpleQueue()
         self._seen: dict[int, tuple[float, float]] = {}
         """Rank -> times of its last heartbeat and of its last progress."""
         self._beats: dict[int, dict[str, Any]] = {}
@@ -66,7 +68,9 @@ class Watchdog:
     def join(self, store: TCPStore) -> None:
         """Connect to the other ranks; `store` is this thread's own connection."""
         self._store = store
-        threading.Thread(target=self._watch, daemon=True).start()
+        # both now: when memory has run out, no thread can be started
+        for task in (self._watch, self._leave):
+            threading.Thread(target=task, daemon=True).start()
 
     def stop(self) -> None:
         """End the watch: the work is done, and other ranks may end at any time."""
@@ -78,20 +82,19 @@ class Watchdog:
             return
         self.stop()
         set_activity(f"leaving: {text.splitlines()[0] if text else ''}")
-        notice = FailureNotice(self.rank, code, text)
-        thread = threading.Thread(target=self._publish_and_wait, args=(notice,), daemon=True)
-        thread.start()
+        self._own_notice.put(FailureNotice(self.rank, code, text))
         # to a host that is gone, TCP would try for a quarter of an hour
-        thread.join(3 * GRACE_SECONDS)
+        self._left.wait(3 * GRACE_SECONDS)
 
-    def _publish_and_wait(self, notice: FailureNotice) -> None:
-        try:
+    def _leave(self) -> None:
+        """Publish this rank's failure, if it has one, and wait for the other ranks."""
+        notice = self._own_notice.get()
+        with suppress(RuntimeError):  # rank 0, which has the store, has ended already
             self._publish(notice)
             until = time.monotonic() + 2 * GRACE_SECONDS
             while self._store.add("left", 0) < self.world and time.monotonic() < until:
                 time.sleep(0.05)
-        except RuntimeError:
-            return  # rank 0, which has the store, has ended already
+        self._left.set()
 
     def who_failed(self) -> FailureNotice | None:
         """Find the rank because of which a collective broke, as far as it can be known."""

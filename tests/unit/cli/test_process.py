@@ -33,13 +33,28 @@ def test_paths_and_messages_outside_ascii_work_where_python_is_told_to_use_ascii
     assert "tröpfe" in done.stderr or "tr\\xf6pfe" in done.stderr
 
 
+def started(
+    words: list[str], cwd: Path = ROOT, start_new_session: bool = False, **env: str
+) -> subprocess.Popen:
+    """Start a command that hears Ctrl-C, even where these tests run in a background that does not."""
+    return subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**env),
+        cwd=cwd,
+        start_new_session=start_new_session,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 2.0])
 def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
     number: signal.Signals, seconds: float, tmp_path: Path
 ) -> None:
     words = [*WORDS, "train", *QUICKSTART, "--output_dir", str(tmp_path / "run")]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path)
+    process = started(words, cwd=tmp_path)
     pause = time.monotonic() + seconds
     while "torch" not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
         time.sleep(0.001)  # the handlers are set before torch is imported
@@ -54,10 +69,7 @@ def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
 def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    env = environment(TORCH_EXTENSIONS_DIR=str(tmp_path))
-    process = subprocess.Popen(
-        [*WORDS, "doctor"], stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
-    )
+    process = started([*WORDS, "doctor"], TORCH_EXTENSIONS_DIR=str(tmp_path), start_new_session=True)
     while not (tmp_path / "cpu_adam" / "build.ninja").exists() and process.poll() is None:
         time.sleep(0.05)
     time.sleep(1)

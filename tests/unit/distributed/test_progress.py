@@ -8,8 +8,8 @@ import struct
 import sys
 import termios
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from select import select
 from unittest.mock import patch
 
 import pytest
@@ -28,10 +28,12 @@ def on_a_terminal(run: Callable[[], object], columns: int = 120) -> str:
     fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
     with os.fdopen(below, "w") as stderr, patch.object(sys, "stderr", stderr):
         run()
-        stderr.flush()
-        text = os.read(above, 2**16).decode() if select([above], [], [], 5)[0] else ""
+    text = b""
+    with suppress(OSError):  # so does the kernel say that the other end is closed and all is read
+        while part := os.read(above, 2**16):
+            text += part
     os.close(above)
-    return text
+    return text.decode()
 
 
 @pytest.fixture(autouse=True)
