@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ def keyed_normal(shape: torch.Size | tuple[int, ...], *key: int | str) -> Tensor
     return torch.randn(shape, generator=keyed_generator(*key))
 
 
+class FewSteps(NamedTuple):
+    """The sampler that a student of few steps is trained for."""
+
+    sigmas: tuple[float, ...]
+    """Noise level of each call, falling from 1; 0 follows."""
+    boundary: float | None = None
+    """Between the last level of a student's high-noise expert and the first of its other one."""
+
+
 @dataclass(frozen=True, slots=True)
 class FlowSchedule:
     """The distribution of sigma, the path x_t and the split of the path between two experts."""
@@ -39,6 +48,7 @@ class FlowSchedule:
     """Equal parts of the global batch, each with a draw of its expert."""
     handover: float | None = None
     """Sigma at which a student's high-noise expert hands over to its other one; None: it has one expert."""
+    few: FewSteps | None = None
 
     def shifted(self, u: Level) -> Level:
         """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
@@ -53,6 +63,8 @@ class FlowSchedule:
 
     def steps(self, number: int) -> list[float]:
         """List the noise levels of that many sampling steps, from 1; 0 follows the last."""
+        if self.few and len(self.few.sigmas) == number:  # the scheduler's own, which are rounded
+            return list(self.few.sigmas)
         return [self.shifted(1 - k / number) for k in range(number)]
 
     def earlier(self, sigma_B: Tensor, u: float) -> Tensor:

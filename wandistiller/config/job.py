@@ -20,6 +20,7 @@ from wandistiller.student.config import StudentConfig, lineage
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.sampling import few_steps
 from wandistiller.wan.transformer import count_parameters
 
 
@@ -76,11 +77,13 @@ class Job:
     def guidance(self) -> dict[Expert, float]:
         return {Expert.HIGH_NOISE: self.run.guidance_scale, Expert.LOW_NOISE: self.run.guidance_scale_2}
 
-    @property
+    @cached_property
     def schedule(self) -> FlowSchedule:
         r, boundary = self.run, self.folder.boundary
         handover = boundary if self.student.experts == "two" else None
-        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover)
+        number = self.objective.sampling_steps
+        few = few_steps(r.shift, number, handover) if number else None
+        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few)
 
     @property
     def student_experts(self) -> list[Expert]:
@@ -142,7 +145,7 @@ class Job:
     @property
     def provenance(self) -> dict[str, Any]:
         """Origin of the student for its export, stored as `facts` in every checkpoint."""
-        r = self.run
+        r, few = self.run, self.schedule.few
         return {
             "teacher_path": r.teacher_path,
             "teacher_revision": self.folder.revision,
@@ -151,11 +154,13 @@ class Job:
             "keep_layers": self.student.keep_layers,
             "shift": r.shift,
             "experts": [e.value for e in self.student_experts],
-            "boundary": self.folder.boundary,
+            "boundary": few.boundary if few else self.folder.boundary,
             "height": r.height,
             "width": r.width,
             "num_frames": r.num_frames,
-            "steps": r.sample_steps,
+            "steps": len(few.sigmas) if few else r.sample_steps,
+            "few_steps": few and list(few.sigmas),
+            "teacher_steps": r.sample_steps,
             "guidance_scale": r.guidance_scale,
             "guidance_scale_2": r.guidance_scale_2,
             "negative_prompt": r.negative_prompt,

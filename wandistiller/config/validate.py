@@ -31,7 +31,7 @@ from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
-from wandistiller.wan.sampling import path_sigmas
+from wandistiller.wan.sampling import few_steps, path_sigmas
 from wandistiller.wan.transformer import numels, top_modules, width
 
 
@@ -198,6 +198,14 @@ def _objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     if "student_transformer" in parts:
         layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
         problems += objective.block_problems(*layers)
+    if (number := objective.sampling_steps) and "student" in parts and parts["student"].experts == "two":
+        levels = few_steps(run.shift, number, folder.boundary).sigmas
+        if min(levels) > folder.boundary:
+            problems.append(
+                f"`objective` is for {number} sampling step(s), whose last noise level at shift {run.shift} "
+                f"is {min(levels):.3f}. The student's low-noise expert serves those below {folder.boundary}. "
+                "Write more steps or a smaller shift."
+            )
     if on_path := ", ".join(term.name for term in objective.terms if term.states == PATH):
         media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
         if "items" in parts and (given := parts["items"].first(*media)):

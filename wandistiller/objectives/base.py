@@ -57,6 +57,11 @@ class Term(ABC):
         return True
 
     @property
+    def sampling_steps(self) -> int | None:
+        """Number of steps that the student is to sample in; None: as many as its teacher."""
+        return None
+
+    @property
     def matched_blocks(self) -> list[tuple[int, int]]:
         """Student and teacher blocks whose hidden states are compared; final after `for_student`."""
         return []

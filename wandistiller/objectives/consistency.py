@@ -50,6 +50,10 @@ class Consistency(Term):
     edges: Annotated[int, Ge(1), Le(1000)] | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
 
+    @property
+    def sampling_steps(self) -> int | None:
+        return self.edges
+
     def target(
         self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
     ) -> Prediction | None:

@@ -39,6 +39,11 @@ class Objective:
         return any(term.needs_teacher for term in self.terms)
 
     @property
+    def sampling_steps(self) -> int | None:
+        """Number of steps that the student is trained to sample in; None: as many as its teacher."""
+        return next((n for term in self.terms if (n := term.sampling_steps)), None)
+
+    @property
     def student_blocks(self) -> list[int]:
         """Student blocks whose hidden states are compared, each once; final after `for_student`."""
         return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))

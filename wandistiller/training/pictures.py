@@ -70,5 +70,8 @@ class PictureDrawer:
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        x0_BCFHW, _ = denoise(model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps)
+        few = job.schedule.few if model is self.student else None
+        x0_BCFHW, _ = denoise(
+            model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps, few
+        )
         return x0_BCFHW
