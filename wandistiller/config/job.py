@@ -14,6 +14,7 @@ from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
 from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import StudentConfig, lineage
@@ -84,6 +85,21 @@ class Job:
         number = self.objective.sampling_steps
         few = few_steps(r.shift, number, handover) if number else None
         return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few)
+
+    @cached_property
+    def critic_ds(self) -> dict[str, Any]:
+        """The student's JSON with the critic's learning rate and, in a schedule, number of updates."""
+        critic = self.objective.critic
+        ds = apply_overrides(self.student_ds, EngineOverrides(lr=critic.lr))
+        if (steps := ds.get("scheduler", {}).get("params", {}).get("total_num_steps")) is not None:
+            ds["scheduler"]["params"]["total_num_steps"] = steps * critic.updates
+        return ds
+
+    @property
+    def critic_transformer(self) -> dict[str, Any]:
+        """The config of the critic's network."""
+        of_teacher = self.objective.critic.start == "teacher"
+        return self.folder.config if of_teacher else self.student_transformer
 
     @property
     def student_experts(self) -> list[Expert]:

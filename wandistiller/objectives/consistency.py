@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Ask, Term, mean_square
+from wandistiller.objectives.base import Networks, Term, mean_square
 from wandistiller.utils.validation import write
 
 CONTINUOUS = 100
@@ -55,12 +55,12 @@ class Consistency(Term):
         return self.edges
 
     def target(
-        self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
+        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
     ) -> Prediction | None:
         t_B, next_B, share_B = self._step(batch, schedule)
         length_B1111, share_B1111 = (x_B.float().view(-1, 1, 1, 1, 1) for x_B in (t_B - next_B, share_B))
         x_BCFHW = batch.x_t_BCFHW - length_B1111 * teacher.v_BCFHW
-        v_BCFHW = ask(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
+        v_BCFHW = networks.student(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
         mean_BCFHW = v_BCFHW + share_B1111 * (teacher.v_BCFHW - v_BCFHW)
         return _Target(mean_BCFHW, share_B=share_B.float())
 

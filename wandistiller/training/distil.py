@@ -68,13 +68,14 @@ def _distil(job: Job) -> None:
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or needs_measuring(job):
         teacher = teacher or guided_teacher(job, text)
-    job, student = initial_student(job, data, teacher)
+    job, student, critic = initial_student(job, data, teacher)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
-    Trainer(job, data, text, teacher, student).train()
-    destroy_engines(student.engines.values())
+    Trainer(job, data, text, teacher, student, critic).train()
+    for learner in filter(None, (student, critic)):
+        destroy_engines(learner.engines.values())
     release_module_references(local_modules(without_guidance(teacher)).values() if teacher else [])
 
 

@@ -17,7 +17,7 @@ from wandistiller.batch import NOISED, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule, keyed_normal
 from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.registry import read_objective
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
 
 SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0, global_batch=4)
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
     total(plain, lambda: plain(batch)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Student({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
+    student = Learner({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
     student.backward(Expert.HIGH_NOISE, total(student.velocity, lambda: student.velocity(batch)))
     for name, p in student.engine(Expert.HIGH_NOISE).module.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(p), expected[name], rtol=1e-4, atol=1e-7)
