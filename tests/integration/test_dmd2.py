@@ -14,13 +14,9 @@ from wandistiller.batch import CRITIC, STUDENT, Expert
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
-SETTINGS = {
-    "objective": DMD2,
-    "max_steps": STEPS,
-    "save_every": 2,
-    "guidance_scale": 4.0,
-    "guidance_scale_2": 3.0,
-}
+SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
+SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+FROM_TEACHER = DMD2 | {"critic_start": "teacher"}
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,6 @@ class Term(ABC):
 
     states: ClassVar[str] = NOISED
     """Kind of states that the loss is computed at: NOISED or PATH."""
-    student_calls: ClassVar[int] = 0
-    """The student's forward passes without gradient that its target takes."""
     weight: Positive = 1.0
     """Factor in the sum, above 0."""
 
@@ -77,6 +75,11 @@ class Term(ABC):
     def needs_teacher(self) -> bool:
         """True if the loss needs the teacher's prediction."""
         return True
+
+    @property
+    def student_calls(self) -> float:
+        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
+        return 0
 
     @property
     def sampling_steps(self) -> int | None:

@@ -1,7 +1,7 @@
 """Consistency: the student's average velocity from a state to the end of its segment, in one step."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -40,8 +40,6 @@ class Consistency(Term):
     intervals and its normalised gradient: Lu and Song 2024, arXiv:2410.11081.
     """
 
-    student_calls: ClassVar[int] = 1
-
     intervals: Annotated[
         Annotated[int, Ge(1), Le(1000)] | Literal["continuous"],
         write('a number of intervals from 1 to 1000, or "continuous"'),
@@ -49,6 +47,10 @@ class Consistency(Term):
     """Teacher's steps from pure noise to data; `continuous`: the limit of many, with a bounded gradient."""
     edges: Annotated[int, Ge(1), Le(1000)] | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
+
+    @property
+    def student_calls(self) -> float:
+        return 1
 
     @property
     def sampling_steps(self) -> int | None:

@@ -73,6 +73,11 @@ class Dmd2(Term):
     """Share of the way that the critic's weights go to the student's after each of its updates, 0 to 1."""
 
     @property
+    def student_calls(self) -> float:
+        # to a drawn exit in each update, and once more for the samples of the critic's
+        return (1 + self.critic_updates) * (self.steps - 1) / 2 + self.critic_updates
+
+    @property
     def sampling_steps(self) -> int | None:
         return self.steps
 

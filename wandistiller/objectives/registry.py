@@ -107,8 +107,8 @@ class Objective:
         return self.states != {GENERATED}
 
     @property
-    def student_calls(self) -> int:
-        """The student's forward passes without gradient in a micro-step."""
+    def student_calls(self) -> float:
+        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return sum(term.student_calls for term in self.terms)
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:

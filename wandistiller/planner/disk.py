@@ -16,7 +16,7 @@ from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
-from wandistiller.planner.student_network import student_network
+from wandistiller.planner.student_network import critic_shape, network_of, student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
@@ -60,7 +60,10 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
     kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
     student = 4 * network.frozen_numel + 2 * count_parameters(job.student_transformer)
-    return DiskUse(_cache(job, accelerator), experts * each * network.trained_numel, kept, experts * student)
+    checkpoint = experts * each * network.trained_numel
+    if job.objective.critic:
+        checkpoint += (4 + optimizer_states(job.critic_ds)) * network_of(*critic_shape(job)).trained_numel
+    return DiskUse(_cache(job, accelerator), checkpoint, kept, experts * student)
 
 
 def _cache(job: Job, accelerator: bool) -> int:

@@ -110,12 +110,28 @@ def reduce_over_ranks(
     Raises:
         RuntimeError: the ranks used different experts.
     """
-    world, expert = collectives.world_size(), micro_steps[-1].expert
+    expert, watched = micro_steps[-1].expert, list(micro_steps[0].watched)
+    value_KN, sigma_N, ranks = _gathered(micro_steps, expert)
+    means, terms = [value_N.double().mean().item() for value_N in value_KN], len(names)
+    return StepResult(
+        loss=total(means[:terms]),
+        losses=dict(zip(names, means[:terms], strict=True)) if terms > 1 else {},
+        loss_by_sigma=by_sigma(total(value_KN[:terms]), sigma_N),
+        watched=dict(zip(watched, means[terms:], strict=True)),
+        expert=expert,
+        ranks=ranks,
+    )
+
+
+def _gathered(
+    micro_steps: list[MicroStepResult], expert: Expert
+) -> tuple[list[Tensor], Tensor, list[RankReport]]:
+    """Return loss_N of each term, then what is watched; sigma_N; each rank's state. Collective."""
+    world = collectives.world_size()
     # K: terms, then what is watched, then sigma
-    watched = list(micro_steps[0].watched)
     own_MKB = torch.stack(
         [
-            torch.cat([m.loss_TB.float(), *(m.watched[key][None] for key in watched), m.sigma_B[None]])
+            torch.cat([m.loss_TB.float(), *(w_B[None] for w_B in m.watched.values()), m.sigma_B[None]])
             for m in micro_steps
         ]
     )
@@ -129,18 +145,11 @@ def reduce_over_ranks(
     if len(set(experts)) > 1:
         raise RuntimeError(f"The ranks used different experts: {experts}. Please report this.")
     *value_KN, sigma_N = values_RMKB.permute(2, 1, 0, 3).flatten(1)
-    means, terms = [value_N.double().mean().item() for value_N in value_KN], len(names)
-    return StepResult(
-        loss=total(means[:terms]),
-        losses=dict(zip(names, means[:terms], strict=True)) if terms > 1 else {},
-        loss_by_sigma=by_sigma(total(value_KN[:terms]), sigma_N),
-        watched=dict(zip(watched, means[terms:], strict=True)),
-        expert=expert,
-        ranks=[
-            RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
-            for _, stop, data, step, *memory in about_R
-        ],
-    )
+    ranks = [
+        RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
+        for _, stop, data, step, *memory in about_R
+    ]
+    return value_KN, sigma_N, ranks
 
 
 def mean_of(results: list[StepResult]) -> dict[str, Any]:
