@@ -1,13 +1,12 @@
 """`pip install .` carries all that the commands need."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, metrics, run
+from ranks import ROOT, environment, metrics, run
 
 from wandistiller import __version__
 
@@ -79,7 +78,7 @@ def test_a_fresh_environment_of_the_newest_promised_python_trains(tmp_path: Path
     train = "train --recipe ds_configs/recipes/quickstart.json --output_dir run --max_steps 2"
     script = f"source launch/env.sh; wandistiller doctor; wandistiller {train} --rollouts_per_prompt 1"
     own = ("VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR", "PYTHONPATH", "DS_ACCELERATOR")
-    env = {k: v for k, v in os.environ.items() if k not in own} | {"PYTHON": newest_python()}
+    env = {k: v for k, v in environment().items() if k not in own} | {"PYTHON": newest_python()}
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=2400
     )
