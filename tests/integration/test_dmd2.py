@@ -128,3 +128,13 @@ def test_what_a_critic_cannot_be_trained_beside_is_refused(
     file = recipe_file(folder, wan2, "refused", **SETTINGS | settings)
     done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> None:
+    plans = {}
+    for name, objective in {"with": DMD2, "without": "velocity"}.items():
+        file = recipe_file(folder, wan2, f"plan_{name}", **SETTINGS | {"objective": objective})
+        plans[name] = wandistiller("plan", "--recipe", file).stderr
+    counted = ["critic's weights", "the critic's passes", "the critic's optimizer"]
+    assert all(line in plans["with"] and line not in plans["without"] for line in counted)
+    assert "the teacher's rollouts" in plans["without"] and "the teacher's rollouts" not in plans["with"]

@@ -17,7 +17,7 @@ from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
-from wandistiller.student.config import StudentConfig, lineage
+from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
@@ -104,6 +104,27 @@ class Job:
     @property
     def student_experts(self) -> list[Expert]:
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the student is narrower than the teacher that it is made of."""
+        own, whole = self.student_transformer, self.folder.config
+        return self.student.init == "teacher" and any(own[key] != whole[key] for key in WIDTH_KEYS)
+
+    @property
+    def needs_measuring(self) -> bool:
+        """True if building the student needs the teacher; a resumed run's student is in its checkpoint."""
+        return not self.resume_from and (self.student.keep_layers == IMPORTANCE or self.is_cut)
+
+    @property
+    def needs_latents(self) -> bool:
+        """True if clean latents are used: for the losses, or to measure the teacher."""
+        return self.objective.needs_latents or self.needs_measuring
+
+    @property
+    def updates(self) -> int:
+        """Updates of the student and of its critic in the whole run; each has a global batch of its own."""
+        return self.run.max_steps * len(self.objective.roles)
 
     @property
     def matched_objective(self) -> Objective:

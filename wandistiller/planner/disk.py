@@ -70,14 +70,15 @@ def _cache(job: Job, accelerator: bool) -> int:
     """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes."""
     run, items = job.run, job.items
     samples = items.samples(run.rollouts_per_prompt)
-    used = min(samples, run.max_steps * job.batch.total)
+    used = min(samples, job.updates * job.batch.total)
     from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
     path = from_prompts * run.rollout_steps if run.rollout_path else 0
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
-    return int(used * x0 * (1 + path) + min(used, len(items)) * tokens * state)
+    latents = used * x0 * (1 + path) if job.needs_latents else 0
+    return int(latents + min(used, len(items)) * tokens * state)
 
 
 def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:

@@ -163,9 +163,9 @@ class _Planner:
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
         alternatives, kinds = self._prompts(), self.job.items.kinds
-        if (kinds != MediaType.PROMPT).any():
+        if self.job.needs_latents and (kinds != MediaType.PROMPT).any():
             alternatives["media"] = self._media()
-        if (kinds == MediaType.PROMPT).any():
+        if self.job.needs_latents and (kinds == MediaType.PROMPT).any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             alternatives["rollouts"] = weights | call
         return PhasePeak(self._libraries(EARLY), alternatives)

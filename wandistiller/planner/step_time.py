@@ -123,8 +123,10 @@ class StepTime:
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
         j, call = self.job, self._teacher()
+        if not j.needs_latents:
+            return 0.0
         samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
-        samples = min(samples, j.run.max_steps * j.batch.total)
+        samples = min(samples, j.updates * j.batch.total)
         return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
 
     def _mean(self, of: Callable[[Latent], float]) -> float:

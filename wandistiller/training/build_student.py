@@ -17,7 +17,6 @@ from wandistiller.student.blocks import add_projections
 from wandistiller.student.calibration import calibration_batches, measure, velocity_error
 from wandistiller.student.config import (
     IMPORTANCE,
-    WIDTH_KEYS,
     StudentConfig,
     kept_layers,
     source_experts,
@@ -41,7 +40,7 @@ def initial_student(
     """Return the run with its pruning chosen, its student and its critic, blank if it resumes. Collective."""
     if job.resume_from:
         return job, build_student(job), build_critic(job)
-    job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
+    job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
     student = build_student(job, cuts)
     measure_start(job, data, teacher if data.has_latents else None, student)
@@ -107,17 +106,6 @@ def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Lea
     return Learner(models, job.critic_ds, role=CRITIC)
 
 
-def needs_measuring(job: Job) -> bool:
-    """Return whether building the student needs the teacher; a resumed run's student is in its checkpoint."""
-    return not job.resume_from and (job.student.keep_layers == IMPORTANCE or _is_cut(job))
-
-
-def _is_cut(job: Job) -> bool:
-    return job.student.init == "teacher" and any(
-        job.student_transformer[k] != job.folder.config[k] for k in WIDTH_KEYS
-    )
-
-
 def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:
     """Choose the layers that the student keeps, and how the width of each network is cut. Collective."""
     set_activity("measuring the teacher")
@@ -127,7 +115,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         if collectives.rank() == 0:
             job.write_resolved()
     cuts = {}
-    for expert in job.student_experts if _is_cut(job) else ():
+    for expert in job.student_experts if job.is_cut else ():
         served = source_experts(job.student, job.folder, expert)
         used = [b for b in batches if b.expert in served]
         samples = sum(len(b.sigma_B) for b in used)

@@ -17,7 +17,6 @@ from wandistiller.engine.ds_config import dtype_name
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
-from wandistiller.training.build_student import needs_measuring
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.logging import set_activity
@@ -61,33 +60,29 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     prompts = [s.item.prompt for s in samples.values()] + sample_prompts + [job.run.negative_prompt]
     set_activity("encoding the prompts")
     text.fill(prompts)
-    made = {latents.key(s): s for s in samples.values() if not s.item.media} if needs_latents(job) else {}
+    made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    data = CachedData(selection, samples, latents, text, sample_prompts, has_latents=needs_latents(job))
+    data = CachedData(selection, samples, latents, text, sample_prompts, has_latents=job.needs_latents)
     return data, text, teacher
-
-
-def needs_latents(job: Job) -> bool:
-    """Return whether the run needs clean latents: for its losses, or to cut its student from the teacher."""
-    return job.objective.needs_latents or needs_measuring(job)
 
 
 def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
     """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
     all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
-    updates = job.run.max_steps * len(job.objective.roles)
-    selection = SampleSelection(all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=updates)
+    selection = SampleSelection(
+        all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.updates
+    )
     samples: dict[int, Sample] = {}
     skipped: dict[str, Skipped] = {}
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
-        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media} if needs_latents(job) else {}
+        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media} if job.needs_latents else {}
         unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(unusable.values())))
