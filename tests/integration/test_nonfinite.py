@@ -23,8 +23,8 @@ from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.engine.workarounds import uncount_skipped_step
 from wandistiller.student.learner import Learner
-from wandistiller.training.nonfinite import propagate_nonfinite
 from wandistiller.training.prepare import prepare
+from wandistiller.training.turns import propagate_nonfinite
 from wandistiller.utils.errors import ConfigError, NonFinite
 
 NO_NORM = {"stage": 2, "compute_grad_norm": False}
