@@ -87,8 +87,8 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
 @pytest.mark.parametrize(
     "objective",
     [
-        FROM_TEACHER,
-        DMD2 | {"critic_follows": 0.03},
+        pytest.param(FROM_TEACHER, marks=pytest.mark.slow),
+        pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
         [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
     ],
     ids=["critic from the teacher", "critic follows", "joint"],
