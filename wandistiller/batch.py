@@ -12,8 +12,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-NOISED, PATH = "noised", "path"
-"""The two kinds of states: clean latents with noise added, and the teacher's own states while it sampled."""
+NOISED, PATH, GENERATED = "noised", "path", "generated"
+"""Kinds of states: clean latents with noise added, the teacher's own while it sampled, the student's own."""
+STUDENT, CRITIC = "student", "critic"
+"""Roles of networks that learn; the critic's velocity is that of the student's own samples."""
 
 
 class Expert(Enum):
@@ -41,6 +43,16 @@ class Batch:
     def v_BCFHW(self) -> Tensor:
         """The velocity of the straight line from x0 to the noise: noise - x0."""
         return self.noise_BCFHW - self.x0_BCFHW
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedBatch(Batch):
+    """A state of the student's sampling from pure noise, at first the noise itself; there is no x0."""
+
+    exit: int
+    """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
+    judged: Batch
+    """The noise level at which the sample is judged, its noise, and the teacher's expert for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,17 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Expert, GeneratedBatch
 
 Level = TypeVar("Level", float, Tensor)
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
+JUDGED = (0.02, 0.98)
+"""Noise levels at which a student's samples are judged; nearer to 0 and 1 scores say little."""
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -22,6 +24,19 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 def keyed_normal(shape: torch.Size | tuple[int, ...], *key: int | str) -> Tensor:
     """Draw standard normal float32 numbers on the CPU, so that CPU and GPU runs see the same."""
     return torch.randn(shape, generator=keyed_generator(*key))
+
+
+class FewSteps(NamedTuple):
+    """The sampler that a student of few steps is trained for."""
+
+    sigmas: tuple[float, ...]
+    """Noise level of each call, falling from 1; 0 follows."""
+    boundary: float | None = None
+    """Between the last level of a student's high-noise expert and the first of its other one."""
+
+    def expert(self, call: int) -> Expert:
+        """Return the expert of a call, counted from 0."""
+        return expert_at(self.sigmas[call], self.boundary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,7 @@ class FlowSchedule:
     """Equal parts of the global batch, each with a draw of its expert."""
     handover: float | None = None
     """Sigma at which a student's high-noise expert hands over to its other one; None: it has one expert."""
+    few: FewSteps | None = None
 
     def shifted(self, u: Level) -> Level:
         """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
@@ -53,6 +69,8 @@ class FlowSchedule:
 
     def steps(self, number: int) -> list[float]:
         """List the noise levels of that many sampling steps, from 1; 0 follows the last."""
+        if self.few and len(self.few.sigmas) == number:  # the scheduler's own, which are rounded
+            return list(self.few.sigmas)
         return [self.shifted(1 - k / number) for k in range(number)]
 
     def earlier(self, sigma_B: Tensor, u: float) -> Tensor:
@@ -107,6 +125,39 @@ class FlowSchedule:
         keys = [(self.seed, "noise", step, i) for i in sample_index_B]
         return with_noise(x0_BCFHW, text_BLD, expert, sigmas, keys)
 
+    def generated(
+        self, shape: tuple[int, ...], text_BLD: Tensor, sample_index_B: list[int], step: int
+    ) -> GeneratedBatch:
+        """Draw the noise that the student samples from, its calls, and where its samples are judged.
+
+        Args:
+            shape: of a latent, CFHW.
+        """
+        step_block = step, self._block(sample_index_B, step)
+        calls = len(self.few.sigmas)
+        exit_ = int(self._uniform("exit", *step_block) * calls)
+        start_BCFHW, noise_BCFHW = (
+            torch.stack([keyed_normal(shape, self.seed, kind, step, i) for i in sample_index_B])
+            for kind in ("start", "judged noise")
+        )
+        expert = self.draw_expert(*step_block)
+        sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
+        sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(*JUDGED)
+        sigma_B, start_BCFHW, noise_BCFHW = (
+            t.to(text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW)
+        )
+        judged = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
+        return GeneratedBatch(
+            start_BCFHW,
+            start_BCFHW,
+            start_BCFHW,
+            torch.ones_like(sigma_B),
+            text_BLD,
+            self.few.expert(0),
+            exit_,
+            judged,
+        )
+
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
         """Return the segments of a path, each from state s to s + 1, that begin at a sigma of `expert`."""
         return [s for s, sigma in enumerate(sigma_S[:-1]) if expert_at(sigma, self.boundary) is expert]
@@ -136,8 +187,11 @@ class FlowSchedule:
         return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
 
     def _expert(self, sample_index_B: list[int], step: int) -> Expert:
+        return self.draw_expert(step, self._block(sample_index_B, step))
+
+    def _block(self, sample_index_B: list[int], step: int) -> int:
         slot = sample_index_B[0] - step * self.global_batch
-        return self.draw_expert(step, slot * self.expert_blocks // self.global_batch)
+        return slot * self.expert_blocks // self.global_batch
 
 
 def expert_at(sigma: float, boundary: float | None) -> Expert:
@@ -154,6 +208,11 @@ def path(x0_BCFHW: Tensor, noise_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
     """Return x_t = (1 - sigma) x0 + sigma noise. Source: Lipman et al. 2022, arXiv:2210.02747."""
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
     return (1 - sigma_B1111) * x0_BCFHW + sigma_B1111 * noise_BCFHW
+
+
+def clean(x_t_BCFHW: Tensor, v_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
+    """Return the clean latents to which a velocity leads in one step: x0 = x_t - sigma v."""
+    return x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW
 
 
 def with_noise(

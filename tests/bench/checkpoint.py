@@ -46,11 +46,11 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from recipes import ADAM
     from small_wan import small_transformer
 
-    from wandistiller.batch import Expert
+    from wandistiller.batch import STUDENT, Expert
     from wandistiller.checkpoint.checkpointer import Checkpointer
     from wandistiller.distributed import collectives
     from wandistiller.engine import ds_config
-    from wandistiller.student.student import Student
+    from wandistiller.student.learner import Learner
 
     collectives.init("warning")
     layers = max(1, round(millions / 16.8))  # of 16.8M parameters each
@@ -58,14 +58,14 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "bf16": {"enabled": True}}
     ds["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
     ds, *_ = ds_config.student_engine("here", ds, collectives.world_size())
-    student = Student({Expert.HIGH_NOISE: model}, ds)
+    student = Learner({Expert.HIGH_NOISE: model}, ds)
     (trained,) = student.trained.values()
     for flat in trained.flats:
         trained.make_state(flat, ["exp_avg", "exp_avg_sq"], 1)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if writer == "wandistiller":
         saver = Checkpointer(folder, keep=1)
-        waited = timed(lambda: saver.save(student, 1, {}))
+        waited = timed(lambda: saver.save({STUDENT: student}, 1, {}))
         behind = timed(saver.finish)
     else:
         engine, behind = student.engine(Expert.HIGH_NOISE), 0.0

@@ -17,7 +17,7 @@ from wandistiller.student.calibration import velocity_error
 from wandistiller.student.initialize import start_model
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.tiny.shapes import seen_prompts
-from wandistiller.training.build_student import calibration_of, needs_measuring, plan_pruning
+from wandistiller.training.build_student import calibration_of, plan_pruning
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.wan import transformer
@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
     whole = sum(p.numel() for m in local_modules(unguided).values() for p in m.parameters())
     for student in [*SOURCES, *FILES, *TWO]:
         job = job_of(folder, student)
-        job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
+        job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
         models = {
             e: start_model(job.student, job.student_transformer, job.folder, e, 0, cuts.get(e)).eval()
             for e in job.student_experts

@@ -6,10 +6,10 @@ import torch
 from recipes import recipe
 from safetensors.torch import load_file
 
-from wandistiller.batch import Expert
+from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.checkpointer import Checkpointer
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 
 STEPS = 6
 SETTINGS = {
@@ -27,10 +27,10 @@ def settings(folder: Path, wan: Path, name: str, **more: object) -> dict:
     return recipe(folder, wan, **SETTINGS | own | more)
 
 
-def save(student: Student, output: Path, step: int, *, keep: int = 1) -> Path:
+def save(student: Learner, output: Path, step: int, *, keep: int = 1) -> Path:
     """Write one checkpoint and wait for it. Collective."""
     checkpointer = Checkpointer(output, keep)
-    folder = checkpointer.save(student, step, {})
+    folder = checkpointer.save({STUDENT: student}, step, {})
     checkpointer.finish()
     return folder
 

@@ -4,6 +4,7 @@ import torch
 
 from wandistiller.batch import Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.base import Networks
 from wandistiller.objectives.registry import Objective
 from wandistiller.teacher.base import Teacher
 
@@ -22,9 +23,15 @@ class Constant(Teacher):
         return Prediction(torch.full_like(batch.x_t_BCFHW, self.value), features)
 
 
+def zero(batch: Batch) -> torch.Tensor:
+    """The velocity of a network that is 0 everywhere."""
+    return torch.zeros_like(batch.x_t_BCFHW)
+
+
 def targets(
     objective: Objective, teacher: Teacher | None, batches: dict[str, Batch]
 ) -> list[Prediction | None]:
     """What the terms match, for a student whose velocity is 0."""
     schedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
-    return objective.targets(teacher, batches, lambda batch: torch.zeros_like(batch.x_t_BCFHW), schedule)
+    networks = Networks(zero, zero, zero)
+    return objective.targets(teacher, batches, networks, schedule)

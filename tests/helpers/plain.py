@@ -1,10 +1,12 @@
 """The small run of recipes.py without engines: diffusers' modules, torch's AdamW, the same random numbers."""
 
+from dataclasses import replace
+
 import torch
 from diffusers import WanTransformer3DModel
 from recipes import ADAM
 
-from wandistiller.batch import Expert
+from wandistiller.batch import Batch, Expert
 from wandistiller.config.job import Job
 from wandistiller.training.prepare import prepare
 from wandistiller.wan.transformer import fresh_rope, velocity
@@ -29,28 +31,106 @@ class MixedAdamW:
                 p.copy_(master)
 
 
-def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
-    """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
+SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
+
+
+def networks(job: Job) -> tuple[dict[Expert, WanTransformer3DModel], WanTransformer3DModel]:
+    """The teacher's experts, and the student made of the first and the last block of its low-noise one."""
     folder = job.folder.path
     teacher = {e: WanTransformer3DModel.from_pretrained(folder / e.value).eval() for e in Expert}
     student = WanTransformer3DModel.from_config({**teacher[Expert.LOW_NOISE].config, "num_layers": 2})
     weights = teacher[Expert.LOW_NOISE].state_dict()
     student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
+    return teacher, student
+
+
+def guided(model: WanTransformer3DModel, batch: Batch, null_LD: torch.Tensor, scale: float) -> torch.Tensor:
+    null_BLD = null_LD.expand_as(batch.text_BLD)
+    with torch.no_grad():
+        v_text, v_null = (
+            model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD)
+        )
+    return v_null + scale * (v_text - v_null)
+
+
+def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
+    teacher, student = networks(job)
     student.to(dtype).rope = fresh_rope(student)
     data, text, _ = prepare(job)
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
-        batch = job.schedule.noised(*data.batch(indices), indices, step)
-        model, scale = teacher[batch.expert], {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}[batch.expert]
-        null_BLD = text[""].expand_as(batch.text_BLD)
-        with torch.no_grad():
-            v_text, v_null = (
-                model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD)
-            )
+        batch = job.schedule.noised(data.x0(indices), data.text(indices), indices, step)
+        target_BCFHW = guided(teacher[batch.expert], batch, text[""], SCALES[batch.expert])
         v_BCFHW = velocity(student, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
-        loss = (v_BCFHW - (v_null + scale * (v_text - v_null))).square().mean()
+        loss = (v_BCFHW - target_BCFHW).square().mean()
         loss.backward()
         optimizer.step()
         curve.append(loss.item())
     return curve
+
+
+class PlainDmd2:
+    """DMD2 in plain PyTorch: two networks, two optimizers, the same random numbers."""
+
+    def __init__(self, job: Job):
+        self.job, settings = job, job.objective.terms[0]
+        self.updates, self.sigmas = settings.critic_updates, job.schedule.few.sigmas
+        self.teacher, self.student = networks(job)
+        _, self.critic = networks(job)
+        self.data, self.text, _ = prepare(job)
+        adam = dict(ADAM["params"])
+        self.optimizers = {
+            self.student: torch.optim.AdamW(self.student.parameters(), **adam),
+            self.critic: torch.optim.AdamW(
+                self.critic.parameters(), **adam | {"lr": settings.critic_lr or adam["lr"]}
+            ),
+        }
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Make a step; return the student's loss and the mean of the critic's."""
+        first = step * (self.updates + 1)
+        critic = [self._critic_loss(first + k) for k in range(self.updates)]
+        return self._student_loss(first + self.updates), sum(critic) / len(critic)
+
+    def _sampled(self, update: int) -> tuple[Batch, torch.Tensor]:
+        """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""
+        indices = list(range(update * self.job.batch.total, (update + 1) * self.job.batch.total))
+        text_BLD = self.data.text(indices)
+        drawn = self.job.schedule.generated((16, 1, 4, 4), text_BLD, indices, update)
+        x, levels = drawn.noise_BCFHW, [*self.sigmas, 0.0]
+        for k in range(drawn.exit):
+            with torch.no_grad():
+                v = self.student(x, torch.full((len(x),), 1000 * levels[k]), text_BLD).sample
+                x = x + (levels[k + 1] - levels[k]) * v
+        now = levels[drawn.exit]
+        x0 = x - now * self.student(x, torch.full((len(x),), 1000 * now), text_BLD).sample
+        return drawn.judged, x0
+
+    def _learned(self, network: WanTransformer3DModel, loss: torch.Tensor) -> float:
+        optimizer = self.optimizers[network]
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    def _critic_loss(self, update: int) -> float:
+        at, x0 = self._sampled(update)
+        x0, t = x0.detach(), at.sigma_B.view(-1, 1, 1, 1, 1)
+        x_t = (1 - t) * x0 + t * at.noise_BCFHW
+        v = self.critic(x_t, 1000 * at.sigma_B, at.text_BLD).sample
+        return self._learned(self.critic, (v - (at.noise_BCFHW - x0)).square().mean())
+
+    def _student_loss(self, update: int) -> float:
+        at, x0 = self._sampled(update)
+        t = at.sigma_B.view(-1, 1, 1, 1, 1)
+        x_t = (1 - t) * x0.detach() + t * at.noise_BCFHW
+        judged = replace(at, x_t_BCFHW=x_t)
+        v_teacher = guided(self.teacher[at.expert], judged, self.text[""], SCALES[at.expert])
+        with torch.no_grad():
+            v_critic = self.critic(x_t, 1000 * at.sigma_B, at.text_BLD).sample
+        scale = (x0.detach() - (x_t - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)
+        gradient = t * (v_teacher - v_critic) / scale.clamp(min=1e-4)
+        return self._learned(self.student, (x0 - (x0 - gradient).detach()).square().mean() / 2)

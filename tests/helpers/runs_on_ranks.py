@@ -86,7 +86,7 @@ def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[st
         engine = target or source
         trainer = runs.trainer(engine, END, ema=None if "nvme" in engine else 0.9, scheduler=WARMUP)
         if target:
-            loading.load(trainer.student, folder / kept / "checkpoints" / f"step_{CUT:08d}")
+            loading.load(trainer.learners, folder / kept / "checkpoints" / f"step_{CUT:08d}")
             losses = []
         else:
             losses = train(trainer, 0, CUT)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 
 OWNERS = (
@@ -45,7 +45,7 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-def tensor_owners(teacher: Teacher | None, student: Student) -> dict[int, Storage]:
+def tensor_owners(teacher: Teacher | None, student: Learner) -> dict[int, Storage]:
     """Return every storage with memory of its own, by address. Of several claims the first counts, in order:
     teacher's weights, student's weights, gradients, optimizer, buffers, activations, others.
 
@@ -72,7 +72,7 @@ def by_owner(storages: Iterable[Storage], place: str) -> dict[str, int]:
     return dict(total)
 
 
-def _claims(teacher: Teacher | None, student: Student) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def _claims(teacher: Teacher | None, student: Learner) -> Iterator[tuple[str, Iterable[Tensor]]]:
     networks = [o for o in _behind(teacher) if isinstance(o, nn.Module)]
     buffers = {id(b) for network in networks for b in network._buffers.values()}  # rope tables
     yield TEACHER, (t for t in _tensors(networks) if id(t) not in buffers)

@@ -18,7 +18,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.optimizer_state import WEIGHTS
 from wandistiller.flow import keyed_normal
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
 
 DECAY, START, STEPS = 0.8, 1, 4
@@ -43,10 +43,10 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
     return ds_config.student_engine("here", ds_config.with_dtype(ds, dtype), collectives.world_size())[0]
 
 
-def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Student:
+def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Learner:
     model = small_transformer(seed, layers=3)
     set_trainable(model, run.frozen, run.lora, run.seed)
-    return Student({Expert.HIGH_NOISE: model}, ds, learning_rates=run.learning_rates, **more)
+    return Learner({Expert.HIGH_NOISE: model}, ds, learning_rates=run.learning_rates, **more)
 
 
 def batch(step: int) -> Batch:
@@ -55,7 +55,7 @@ def batch(step: int) -> Batch:
     return Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.tensor([0.9, 0.3]), text_BLD, Expert.HIGH_NOISE)
 
 
-def learn(student: Student, step: int) -> float:
+def learn(student: Learner, step: int) -> float:
     """One optimizer step, towards answering nothing."""
     engine = student.engine(Expert.HIGH_NOISE)
     loss = student.velocity(batch(step)).square().mean()
@@ -65,7 +65,7 @@ def learn(student: Student, step: int) -> float:
     return loss.item()
 
 
-def masters(student: Student) -> dict[str, Tensor]:
+def masters(student: Learner) -> dict[str, Tensor]:
     """The float32 weights that are trained, whole."""
     module, trained = student.engine(Expert.HIGH_NOISE).module, student.trained[Expert.HIGH_NOISE]
     if trained.stage == 0:
@@ -95,7 +95,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
     set_trainable(models[Expert.HIGH_NOISE], PARTLY.frozen, PARTLY.lora, PARTLY.seed)
     frozen = [n for n, p in models[Expert.HIGH_NOISE].named_parameters() if not p.requires_grad]
     checkpointer.keep_frozen(models, work, None)
-    student = Student(
+    student = Learner(
         models, engine(stage, dtype), learning_rates=PARTLY.learning_rates, ema=DECAY, ema_start=START
     )
     averages: dict[str, Tensor] = {}

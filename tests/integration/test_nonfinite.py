@@ -22,9 +22,9 @@ from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.engine.workarounds import uncount_skipped_step
-from wandistiller.student.student import Student
-from wandistiller.training.nonfinite import propagate_nonfinite
+from wandistiller.student.learner import Learner
 from wandistiller.training.prepare import prepare
+from wandistiller.training.turns import propagate_nonfinite
 from wandistiller.utils.errors import ConfigError, NonFinite
 
 NO_NORM = {"stage": 2, "compute_grad_norm": False}
@@ -42,7 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def student(name: str) -> Student:
+def student(name: str) -> Learner:
     stage, dtype = re.match(r"(\d) (\w+)", name).groups()
     params = {"warmup_num_steps": 4, "warmup_max_lr": 1e-3}
     more = {"gradient_accumulation_steps": 2, "scheduler": {"type": "WarmupLR", "params": params}}
@@ -58,7 +58,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def learn(taught: Student, step: int, wrong: Callable[[Tensor], Tensor] | None = None) -> float:
+def learn(taught: Learner, step: int, wrong: Callable[[Tensor], Tensor] | None = None) -> float:
     """A step of two micro-steps towards velocities of zero, the last with the loss that `wrong` makes."""
     trained = taught.engine(Expert.HIGH_NOISE)
     for micro in range(2):
@@ -69,7 +69,7 @@ def learn(taught: Student, step: int, wrong: Callable[[Tensor], Tensor] | None =
     return loss.item()
 
 
-def everything(taught: Student) -> dict[str, Tensor]:
+def everything(taught: Learner) -> dict[str, Tensor]:
     """All that a step may change: master weights, moments, averages, weights of the network, counters."""
     trained, average = taught.trained[Expert.HIGH_NOISE], taught.averages[Expert.HIGH_NOISE]
     found = {f"{kind} {f.number}": t.clone() for f in trained.flats for kind, t in trained.tensors(f).items()}

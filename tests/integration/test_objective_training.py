@@ -1,16 +1,24 @@
 """Runs with sums of objectives: one loss curve in any engine, the export, a teacher that is not loaded."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from PIL import Image
 from ranks import losses, metrics, wandistiller
 from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
 
+from wandistiller.batch import Expert
+from wandistiller.flow import keyed_normal
+from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
+from wandistiller.wan import transformer
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise, few_steps
 
 SUM = ["velocity", {"name": "feature", "weight": 0.5}, {"name": "trajectory", "weight": 2}]
 NARROW = {"init": "random", "num_layers": 2, "num_attention_heads": 1}  # half the small teacher's width
@@ -50,16 +58,66 @@ def test_losses_of_a_sum_are_weighted_terms_that_change_and_do_not_depend_on_ran
 CONSISTENCY = {"name": "consistency", "intervals": 8, "edges": 2}
 
 
+FEW = {"objective": CONSISTENCY, "student_config": NARROW | {"experts": "two"}, "shift": 7.0}
+
+
+@pytest.fixture(scope="module")
+def few(folder: Path, wan2: Path) -> Path:
+    """A student of two experts for two steps: 1 and 7/8, which is the boundary."""
+    return trained(folder, wan2, "consistency_1", 1, save_every=2, **FEW)
+
+
 def test_losses_of_consistency_do_not_depend_on_ranks_stage_or_accumulation_and_a_resumed_run_has_them(
+    folder: Path, wan2: Path, few: Path
+) -> None:
+    two = trained(folder, wan2, "consistency_2", 2, deepspeed_config=student_engine(3), **FEW)
+    assert losses(two) == pytest.approx(losses(few), rel=1e-5) and len(set(losses(few))) == STEPS
+    middle = str(few / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, "consistency_3", 1, resume=middle, **FEW)
+    assert losses(resumed) == losses(few)[2:]
+
+
+@torch.no_grad()
+def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: Path) -> None:
+    pipe = WanPipeline.from_pretrained(few / "student", dtype=torch.float32)
+    text_BLD, _ = pipe.encode_prompt(["a red circle"], do_classifier_free_guidance=False)
+    noise = keyed_normal((1, 16, 1, 4, 4), "start")
+    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
+    trained_for = few_steps(7.0, 2, 0.875)
+    assert pipe.scheduler.sigmas.tolist() == [*trained_for.sigmas, 0]
+    networks = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2}
+    x_BCFHW = noise
+    for expert, (sigma, following) in zip(Expert, pairwise([*trained_for.sigmas, 0]), strict=True):
+        v_BCFHW = transformer.velocity(networks[expert], x_BCFHW, torch.tensor([sigma]), text_BLD)
+        x_BCFHW = x_BCFHW + (following - sigma) * v_BCFHW
+    assert torch.dist(stock, x_BCFHW) < 1e-3 * x_BCFHW.norm()
+    ours, _ = denoise(
+        LocalTeacher(networks).velocity, open_wan(str(few / "student")), 7.0, noise, text_BLD, 40, trained_for
+    )
+    assert torch.dist(stock, ours) < 1e-5 * ours.norm()
+
+
+def test_a_student_of_few_steps_says_how_to_sample_it_and_sample_does(few: Path, tmp_path: Path) -> None:
+    card = " ".join((few / "student" / "README.md").read_text().split())
+    assert "2 steps only, by Euler's method from the noise levels 1, 0.8" in card
+    assert "num_inference_steps=2" in card and "sigma) from 0.93" in card
+    sampled = ["sample", "--model", few / "student", "--prompts", "a red circle", "--output"]
+    size = ["--height", "32", "--width", "32"]
+    for name, steps in {"usual": [], "two": ["--steps", "2"]}.items():
+        wandistiller(*sampled, tmp_path / name, *size, *steps)
+    usual, two = ((tmp_path / name / "0000.png").read_bytes() for name in ("usual", "two"))
+    assert usual == two
+
+
+def test_too_few_steps_for_two_experts_are_refused_with_the_level_that_is_missing(
     folder: Path, wan2: Path
 ) -> None:
-    given = {"objective": CONSISTENCY, "student_config": NARROW | {"experts": "two"}}
-    one = trained(folder, wan2, "consistency_1", 1, save_every=2, **given)
-    two = trained(folder, wan2, "consistency_2", 2, deepspeed_config=student_engine(3), **given)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5) and len(set(losses(one))) == STEPS
-    middle = str(one / "checkpoints" / "step_00000002")
-    resumed = trained(folder, wan2, "consistency_3", 1, resume=middle, **given)
-    assert losses(resumed) == losses(one)[2:]
+    file = recipe_file(folder, wan2, "one_level", **FEW | {"objective": CONSISTENCY | {"edges": 1}})
+    done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
+    assert (
+        "`objective` is for 1 sampling step(s), whose last noise level at shift 7.0 is 1.000." in done.stderr
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, reference: Path) -> None:

@@ -5,6 +5,7 @@ step_00000500/
   run_state.json                    the step, and the run's identity and settings
   transformer/engine.json           counters, schedule, loss scale of an engine
   transformer/rank_00000.safetensors  the pieces that this rank owns, named KIND/START/PARAMETER
+  critic/transformer/               the same of the critic, if there is one
   frozen/transformer.safetensors    weights that are not trained; a hard link
 """
 
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import manifest
-from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file
+from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file, network_name
 from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, piece_name, write_stream
 from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
 from wandistiller.student.ema import Ema
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
@@ -42,10 +43,11 @@ class Checkpointer:
         self._frozen: dict[str, FileChecksum] = {}
         self._part_is_done, self._stop = threading.Event(), threading.Event()
 
-    def save(self, student: Student, step: int, state: dict[str, Any]) -> Path:
+    def save(self, learners: dict[str, Learner], step: int, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step` finished steps. Collective.
 
         Args:
+            learners: by role.
             state: {"identity", "facts", ...} of the run.
 
         Raises:
@@ -58,33 +60,40 @@ class Checkpointer:
         folder = manifest.temporary_name(target)
         set_activity(f"saving the checkpoint of step {step}")
         with collectives.raise_on_all_ranks(StorageError):
-            written = self._write(student, folder, {"format": FORMAT, "step": step, **state})
+            written = self._write(learners, folder, {"format": FORMAT, "step": step, **state})
         self._part_is_done.clear()
         self._thread = threading.Thread(target=self._commit, args=(folder, target, written), daemon=True)
         self._thread.start()
         return target
 
-    def _write(self, student: Student, folder: Path, state: dict[str, Any]) -> dict[str, FileChecksum]:
+    def _write(
+        self, learners: dict[str, Learner], folder: Path, state: dict[str, Any]
+    ) -> dict[str, FileChecksum]:
         """Write this rank's files; return their checksums by path within `folder`. Collective."""
+        networks = {
+            network_name(role, expert): (trained, learner.averages.get(expert))
+            for role, learner in learners.items()
+            for expert, trained in learner.trained.items()
+        }
         written: dict[str, FileChecksum] = {}
         first, error = collectives.rank() == 0, None
         try:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
-                for expert in student.trained:
-                    (folder / expert.value).mkdir(parents=True)
+                for name in networks:
+                    (folder / name).mkdir(parents=True)
                 if (self._folder / FROZEN).exists():
                     link_or_copy(self._folder / FROZEN, folder / FROZEN)
         except OSError as refused:
             error = refused
         collectives.barrier()
         try:
-            for expert, trained in student.trained.items():
-                name = f"{expert.value}/rank_{collectives.rank():05d}.safetensors"
-                specs, tensors = _content(trained, student.averages.get(expert))
+            for network, (trained, average) in networks.items():
+                name = f"{network}/rank_{collectives.rank():05d}.safetensors"
+                specs, tensors = _content(trained, average)
                 written[name] = write_stream(folder / name, specs, tensors)
             if first:
-                engines = {f"{e.value}/{ENGINE}": read_engine(t) for e, t in student.trained.items()}
+                engines = {f"{name}/{ENGINE}": read_engine(t) for name, (t, _) in networks.items()}
                 for name, content in (engines | {STATE: state}).items():
                     write_json(folder / name, content)
                     written[name] = checksum(folder / name)

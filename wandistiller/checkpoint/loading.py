@@ -10,10 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
+from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
-from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, write_engine
-from wandistiller.student.student import Student
+from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, MasterWeights, write_engine
+from wandistiller.student.ema import Ema
+from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import ConfigError
 
 FORMAT = 2
@@ -28,34 +29,44 @@ TENSORS_PER_OPEN = 32
 """Tensors that are read before the files are closed and opened again, which unmaps them."""
 
 
-def load(student: Student, folder: Path, changed: set[str] = frozenset()) -> int:
+def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozenset()) -> int:
     """Load a checkpoint, whatever ranks, stage and offload wrote it; return its finished steps. Collective.
 
     Each rank reads only the pieces that it owns.
 
     Args:
+        learners: by role.
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
-    for expert, trained in student.trained.items():
-        saved = json.loads((folder / expert.value / ENGINE).read_text())
-        pieces = ShardedTensors(rank_files(folder, expert))
-        optimizer = type(trained.optimizer(trained.flats[0])).__name__
-        same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
-        kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
-        average = student.averages.get(expert)
-        for flat in trained.flats:
-            with trained.opened(flat, changed=True):
-                if same_optimizer:
-                    trained.make_state(flat, kinds, saved["steps"])
-                tensors = trained.tensors(flat)
-                for kind in (WEIGHTS, *kinds):
-                    _fill(tensors[kind], flat.parts, pieces, kind)
-                if average:
-                    kind = AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS
-                    _fill(average.of(flat), flat.parts, pieces, kind)
-        trained.publish()
-        write_engine(trained, saved, changed)
+    for role, learner in learners.items():
+        for expert, trained in learner.trained.items():
+            _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), changed)
     return read_state(folder)["step"]
+
+
+def network_name(role: str, expert: Expert) -> str:
+    """Return a network's folder in a checkpoint; the student's is that of a pipeline."""
+    return expert.value if role == STUDENT else f"{role}/{expert.value}"
+
+
+def _load_network(trained: MasterWeights, average: Ema | None, folder: Path, changed: set[str]) -> None:
+    saved = json.loads((folder / ENGINE).read_text())
+    pieces = ShardedTensors(rank_files(folder))
+    optimizer = type(trained.optimizer(trained.flats[0])).__name__
+    same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
+    kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
+    for flat in trained.flats:
+        with trained.opened(flat, changed=True):
+            if same_optimizer:
+                trained.make_state(flat, kinds, saved["steps"])
+            tensors = trained.tensors(flat)
+            for kind in (WEIGHTS, *kinds):
+                _fill(tensors[kind], flat.parts, pieces, kind)
+            if average:
+                kind = AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS
+                _fill(average.of(flat), flat.parts, pieces, kind)
+    trained.publish()
+    write_engine(trained, saved, changed)
 
 
 def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str) -> None:
@@ -93,8 +104,9 @@ def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
             frozen[name].copy_(value)
 
 
-def rank_files(folder: Path, expert: Expert) -> list[Path]:
-    return sorted((folder / expert.value).glob("rank_*.safetensors"))
+def rank_files(network: Path) -> list[Path]:
+    """List the files with the pieces of a network, one of each rank."""
+    return sorted(network.glob("rank_*.safetensors"))
 
 
 def frozen_file(folder: Path, expert: Expert) -> Path:
@@ -112,7 +124,7 @@ def read_weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterat
     shapes = json.loads((folder / expert.value / ENGINE).read_text())["shapes"]
     for number, (name, shape) in enumerate(shapes.items()):
         if number % TENSORS_PER_OPEN == 0:
-            pieces = ShardedTensors(rank_files(folder, expert))
+            pieces = ShardedTensors(rank_files(folder / expert.value))
         yield name, pieces.read(AVERAGE if averaged else WEIGHTS, name).view(shape)
     if frozen_file(folder, expert).is_file():
         with safe_open(frozen_file(folder, expert), "pt") as file:

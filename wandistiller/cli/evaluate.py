@@ -11,6 +11,7 @@ from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.draw_samples import (
+    STEPS,
     Sampling,
     number_problems,
     read_prompts,
@@ -30,7 +31,7 @@ from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usua
 from wandistiller.wan.transformer import top_modules
 
 FACT_TYPES = of_type(
-    (Count, "height width num_frames steps"),
+    (Count, "height width num_frames steps teacher_steps"),
     (NotNegative, "guidance_scale guidance_scale_2"),
     (Text, "teacher_path teacher_revision"),
 )
@@ -98,14 +99,14 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
     problems += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
     if problems:
         raise ConfigError(*problems)
-    size = {k: flags[k] for k in ("height", "width", "num_frames", "steps")}
+    size = {k: flags[k] for k in ("height", "width", "num_frames")}
     guidance = {k: flags[k] for k in ("guidance_scale", "guidance_scale_2", "negative_prompt")}
     return Evaluation(
         **parts,
         output=output,
         dtype=dtype,
-        teacher_sampling=Sampling(**size, **guidance),
-        student_sampling=Sampling(**size),
+        teacher_sampling=Sampling(**size, steps=flags["teacher_steps"], **guidance),
+        student_sampling=Sampling(**size, steps=flags["steps"]),
         clip=flags["clip_path"],
         **{k: flags[k] for k in ("seed", "batch", "quick")},
     )
@@ -146,14 +147,16 @@ def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) 
     """Complete `flags` from the student's training settings, or else from the teacher's usual ones."""
     usual = usual_for(teacher)
     high, low = usual.guidance
-    defaults = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": 40}
+    defaults = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": STEPS}
     defaults |= {"guidance_scale": high, "guidance_scale_2": low, "negative_prompt": WAN_NEGATIVE_PROMPT}
     defaults |= {k: facts[k] for k in defaults if k in facts}
+    # a student of few steps is compared with its teacher in many
+    defaults["teacher_steps"] = flags["steps"] or facts.get("teacher_steps") or defaults["steps"]
     if flags["guidance_scale"] is not None:
         defaults["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does
     if teacher.boundary is None:
         defaults["guidance_scale_2"] = None  # diffusers refuses it for one expert
-    return flags | {k: v for k, v in defaults.items() if flags[k] is None}
+    return flags | {k: v for k, v in defaults.items() if flags.get(k) is None}
 
 
 def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str, Any] | None:

@@ -177,7 +177,7 @@ def _add_sample_flags(command: argparse.ArgumentParser) -> None:
     for name in ("height", "width"):
         add(f"--{name}", type=int, help="pixels; default what the pipeline was made for")
     add("--num_frames", type=int, default=1, help="4k+1; 1 is an image")
-    add("--steps", type=int, default=40, help="sampling steps")
+    add("--steps", type=int, help="sampling steps; default those that a student is trained for, else 40")
     add("--guidance_scale", type=float, default=1.0, help="1 for a student that has it folded in")
     add("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
     add("--negative_prompt", help="of guidance above 1; default none")

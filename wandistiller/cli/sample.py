@@ -5,6 +5,7 @@ from typing import Any
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.evaluation.draw_samples import (
+    STEPS,
     Sampling,
     number_problems,
     read_prompts,
@@ -12,6 +13,7 @@ from wandistiller.evaluation.draw_samples import (
     sample,
     sampling_problems,
 )
+from wandistiller.export.source import trained_steps
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.defaults import Usual
 from wandistiller.wan.pipeline import open_wan, usual_for
@@ -25,6 +27,7 @@ def run(flags: dict[str, Any]) -> None:
         prompts = read_prompts(flags["prompts"])
     with collecting(problems):
         folder = open_wan(flags["model"])
+        flags["steps"] = flags["steps"] or trained_steps(folder.path) or STEPS
         settings = _settings(flags, usual_for(folder))
         problems += sampling_problems(folder, settings)
         problems += inside_problems("output", flags["output"], {"model": folder.path})

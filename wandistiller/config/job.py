@@ -14,12 +14,14 @@ from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
 from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
-from wandistiller.student.config import StudentConfig, lineage
+from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.sampling import few_steps
 from wandistiller.wan.transformer import count_parameters
 
 
@@ -76,15 +78,53 @@ class Job:
     def guidance(self) -> dict[Expert, float]:
         return {Expert.HIGH_NOISE: self.run.guidance_scale, Expert.LOW_NOISE: self.run.guidance_scale_2}
 
-    @property
+    @cached_property
     def schedule(self) -> FlowSchedule:
         r, boundary = self.run, self.folder.boundary
         handover = boundary if self.student.experts == "two" else None
-        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover)
+        number = self.objective.sampling_steps
+        few = few_steps(r.shift, number, handover) if number else None
+        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few)
+
+    @cached_property
+    def critic_ds(self) -> dict[str, Any]:
+        """The student's JSON with the critic's learning rate and, in a schedule, number of updates."""
+        critic = self.objective.critic
+        ds = apply_overrides(self.student_ds, EngineOverrides(lr=critic.lr))
+        if (steps := ds.get("scheduler", {}).get("params", {}).get("total_num_steps")) is not None:
+            ds["scheduler"]["params"]["total_num_steps"] = steps * critic.updates
+        return ds
+
+    @property
+    def critic_transformer(self) -> dict[str, Any]:
+        """The config of the critic's network."""
+        of_teacher = self.objective.critic.start == "teacher"
+        return self.folder.config if of_teacher else self.student_transformer
 
     @property
     def student_experts(self) -> list[Expert]:
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the student is narrower than the teacher that it is made of."""
+        own, whole = self.student_transformer, self.folder.config
+        return self.student.init == "teacher" and any(own[key] != whole[key] for key in WIDTH_KEYS)
+
+    @property
+    def needs_measuring(self) -> bool:
+        """True if building the student needs the teacher; a resumed run's student is in its checkpoint."""
+        return not self.resume_from and (self.student.keep_layers == IMPORTANCE or self.is_cut)
+
+    @property
+    def needs_latents(self) -> bool:
+        """True if clean latents are used: for the losses, or to measure the teacher."""
+        return self.objective.needs_latents or self.needs_measuring
+
+    @property
+    def updates(self) -> int:
+        """Updates of the student and of its critic in the whole run; each has a global batch of its own."""
+        return self.run.max_steps * len(self.objective.roles)
 
     @property
     def matched_objective(self) -> Objective:
@@ -142,7 +182,7 @@ class Job:
     @property
     def provenance(self) -> dict[str, Any]:
         """Origin of the student for its export, stored as `facts` in every checkpoint."""
-        r = self.run
+        r, few = self.run, self.schedule.few
         return {
             "teacher_path": r.teacher_path,
             "teacher_revision": self.folder.revision,
@@ -151,11 +191,13 @@ class Job:
             "keep_layers": self.student.keep_layers,
             "shift": r.shift,
             "experts": [e.value for e in self.student_experts],
-            "boundary": self.folder.boundary,
+            "boundary": few.boundary if few else self.folder.boundary,
             "height": r.height,
             "width": r.width,
             "num_frames": r.num_frames,
-            "steps": r.sample_steps,
+            "steps": len(few.sigmas) if few else r.sample_steps,
+            "few_steps": few and list(few.sigmas),
+            "teacher_steps": r.sample_steps,
             "guidance_scale": r.guidance_scale,
             "guidance_scale_2": r.guidance_scale_2,
             "negative_prompt": r.negative_prompt,

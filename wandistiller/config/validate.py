@@ -12,6 +12,7 @@ from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
+from wandistiller.config.objective_checks import objective_problems
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
@@ -24,14 +25,12 @@ from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, f
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.engine.preflight import config_problems
-from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import IMPORTANCE, read_student_config
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
-from wandistiller.wan.sampling import path_sigmas
 from wandistiller.wan.transformer import numels, top_modules, width
 
 
@@ -97,7 +96,7 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
         gpus = collectives.number_of_gpus() if here else world
         problems += _placement_problems(run, parts, gpus) if "teacher_ds" in parts else []
         problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
-        problems += _objective_problems(run, parts) if "objective" in parts else []
+        problems += objective_problems(run, parts) if "objective" in parts else []
     problems += _profile_problems(run, here) if run.profile_memory else []
     problems += block_problems(run, parts) + _media_problems(run, parts)
     problems += _written_problems(run, parts)
@@ -190,29 +189,6 @@ def _max_steps(run: RunConfig, items: PromptDataset | None, global_batch: int) -
 def _steps_of(epochs: int, run: RunConfig, items: PromptDataset | None, global_batch: int) -> int:
     samples = items.samples(run.rollouts_per_prompt) if items else 1  # wrong data is reported elsewhere
     return -(-epochs * samples // global_batch)
-
-
-def _objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
-    """List blocks and cached paths that the objective needs and the run does not have."""
-    objective, folder, problems = parts["objective"], parts["folder"], []
-    if "student_transformer" in parts:
-        layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
-        problems += objective.block_problems(*layers)
-    if on_path := ", ".join(term.name for term in objective.terms if term.states == PATH):
-        media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
-        if "items" in parts and (given := parts["items"].first(*media)):
-            problems.append(
-                f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} "
-                f"has none. Take the media out of the data, or {on_path} out of the objective."
-            )
-        schedule = FlowSchedule(run.shift, folder.boundary, run.seed, global_batch=1)
-        sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
-        if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
-            problems.append(
-                f"`rollout_steps` is {run.rollout_steps}: no step of the teacher's path begins below its "
-                f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
-            )
-    return problems
 
 
 def _complete(

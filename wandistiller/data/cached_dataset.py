@@ -106,13 +106,16 @@ class CachedData:
         latents: LatentCache,
         text: TextCache,
         sample_prompts: list[str],
+        *,
+        has_latents: bool = True,
     ):
         """Serve `samples`, the run's own by number, from the caches that hold them.
 
         Args:
             sample_prompts: prompts of the pictures that are drawn.
+            has_latents: False if only text is cached.
         """
-        self.sample_prompts = sample_prompts
+        self.sample_prompts, self.has_latents = sample_prompts, has_latents
         self.selection, self._latents, self._text = selection, latents, text
         self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}
@@ -128,18 +131,22 @@ class CachedData:
     def _keys_at(self, sample_index: int) -> tuple[str, str]:
         return self._keys[self.selection.number_at(sample_index)]
 
-    def batch(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
-        """Return x0_BCFHW (normalised, float32) and text_BLD (zero-padded) of sample indices of one step."""
-        return self._stacked([self._keys_at(i) for i in sample_index_B])
+    def x0(self, sample_index_B: list[int]) -> Tensor:
+        """Return x0_BCFHW, normalised, float32, of sample indices of one step."""
+        return self._x0([self._keys_at(i)[0] for i in sample_index_B])
+
+    def text(self, sample_index_B: list[int]) -> Tensor:
+        """Return text_BLD, zero-padded, of sample indices."""
+        return self._moved(self._text.batch([self._keys_at(i)[1] for i in sample_index_B]))
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the same for calibration: shuffled samples of the most common size, wrapping around."""
-        return self._stacked([self._keys[self._common[n % len(self._common)]] for n in number_B])
+        """Return x0 and text for calibration: shuffled samples of the most common size, wrapping around."""
+        keys = [self._keys[self._common[n % len(self._common)]] for n in number_B]
+        text_BLD = self._moved(self._text.batch([text for _, text in keys]))
+        return self._x0([latent for latent, _ in keys]), text_BLD
 
-    def _stacked(self, keys: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-        x0_BCFHW = torch.stack([self._latents[latent] for latent, _ in keys])
-        text_BLD = self._text.batch([text for _, text in keys])
-        return self._moved(x0_BCFHW), self._moved(text_BLD)
+    def _x0(self, keys: list[str]) -> Tensor:
+        return self._moved(torch.stack([self._latents[key] for key in keys]))
 
     def states(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
         """Return the teacher's paths of sample indices, float32: sigma_S and x_BSCFHW, S = steps + 1.

@@ -33,6 +33,9 @@ RANGES = [
 ]
 """Setting, least value, largest value."""
 
+STEPS = 40
+"""Sampling steps where nothing says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -41,7 +44,7 @@ class Sampling:
     height: int
     width: int
     num_frames: int = 1
-    steps: int = 40
+    steps: int = STEPS
     guidance_scale: float = 1.0
     guidance_scale_2: float | None = None
     negative_prompt: str | None = None

@@ -40,6 +40,7 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
     result: dict[str, Any] = {
         "prompts": len(settings.prompts),
         "steps": settings.student_sampling.steps,
+        "teacher_steps": settings.teacher_sampling.steps,
         "seed": settings.seed,
     }
     result |= _columns(settings, sides, samples)
@@ -133,7 +134,8 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
 def markdown(result: dict[str, Any]) -> str:
     """Tables of a summary: both sides, the velocity error, and the Fréchet distances if there are any."""
     teacher, student, ratio = result["teacher"], result["student"], result["ratio"]
-    sides = [[f"on {result['prompts']} prompts, {result['steps']} steps", "teacher", "student", "ratio"]]
+    steps = (("teacher", result["teacher_steps"]), ("student", result["steps"]))
+    sides = [[f"on {result['prompts']} prompts", *(f"{side}, {n} steps" for side, n in steps), "ratio"]]
     for key, label in ({m.name: m.label for m in METRICS} | COSTS).items():
         if key in teacher:
             values = (teacher[key], student[key], ratio.get(key, {"value": None}))

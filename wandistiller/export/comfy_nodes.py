@@ -13,17 +13,17 @@ shift nor the guidance of this student:
 |---|---|
 """
 NODES = "| ModelSamplingSD3, after {loader} | shift {shift} |\n"
-ONE_SAMPLER = "| KSampler | steps {steps}, cfg 1, sampler euler or uni_pc, scheduler simple |\n"
+ONE_SAMPLER = "| KSampler | steps {steps}, cfg 1, sampler {sampler}, scheduler simple |\n"
 TWO_SAMPLERS = """\
-| both KSamplerAdvanced | steps {steps}, cfg 1, sampler euler or uni_pc, scheduler simple |
+| both KSamplerAdvanced | steps {steps}, cfg 1, sampler {sampler}, scheduler simple |
 | the first, with the high-noise model | add_noise enable, start_at_step 0, end_at_step {split}, \
 return_with_leftover_noise enable |
 | the second, with the low-noise model | add_noise disable, start_at_step {split}, end_at_step 10000, \
 return_with_leftover_noise disable |
 
-Step {split} of {steps} is the first whose noise level is below the boundary {boundary}; \
-of other numbers of steps it is {others}.
+Step {split} of {steps} is the first whose noise level is below the boundary {boundary:.6g}{others}.
 """
+OTHERS = "; of other numbers of steps it is {}"
 
 
 def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
@@ -36,9 +36,12 @@ def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
         "EmptyHunyuanLatentVideo" if facts["transformer"]["in_channels"] == 16 else "Wan22ImageToVideoLatent"
     )
     text = COMFY + NODES + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
-    splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40)} if has_boundary(facts) else {}
-    others = ", ".join(f"{split} of {steps}" for steps, split in splits.items() if steps != facts["steps"])
-    more = {"latent": latent, "loader": loader, "others": others}
+    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": ""}
+    if facts.get("few_steps"):
+        more["sampler"] = "euler"
+    elif has_boundary(facts):
+        splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40) if steps != facts["steps"]}
+        more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
     return text.format(**facts, **more, split=split_step(facts, facts["steps"]))
 
 

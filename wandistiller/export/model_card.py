@@ -33,9 +33,14 @@ parameters, {max_steps}
 steps of {objective}. """
     + MADE_FOR
 )
+FEW_STEPS = """
+
+It samples in {steps} step{plural} only, by Euler's method from the noise level{plural} {levels}: keep their \
+number, shift and scheduler."""
 TWO_EXPERTS = """
 
-The high-noise expert serves the noise levels (sigma) from {boundary} up, the low-noise expert those below."""
+The high-noise expert serves the noise levels (sigma) from {boundary:.6g} up, the low-noise expert those \
+below."""
 NO_LICENCE = """
 The teacher's folder names no licence. Whatever it is, it holds for this student: write it into the lines
 above before you publish it.
@@ -46,9 +51,17 @@ def student_sentence(facts: dict[str, Any]) -> str:
     """Describe the student in one sentence."""
     layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
     parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
-    text = MADE + TWO_EXPERTS * has_boundary(facts)
+    text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * has_boundary(facts)
     counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
     return text.format(**facts, **counts, clip=clip(facts))
+
+
+def few_steps_sentence(facts: dict[str, Any]) -> str:
+    """Say how a student of few steps samples; nothing of another."""
+    if not (levels := facts.get("few_steps")):
+        return ""
+    listed = ", ".join(f"{level:.4g}" for level in levels)
+    return FEW_STEPS.format(steps=len(levels), plural="s" * (len(levels) > 1), levels=listed)
 
 
 def joined(files: list[str]) -> str:

@@ -14,6 +14,7 @@ from wandistiller.checkpoint.resume import find
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.files import read_json
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
 
@@ -43,12 +44,16 @@ class Source(NamedTuple):
         return self.facts["experts"]
 
     @property
+    def _sampler(self) -> str:
+        return " by Euler's method" if self.facts.get("few_steps") else ""
+
+    @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
         facts = self.published
         return (
             f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: "
-            f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps, "
+            f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps{self._sampler}, "
             f"{clip(facts)} of {facts['width']}x{facts['height']}."
         )
 
@@ -106,6 +111,13 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
     averaged = "ema" in facts if averaged is None else averaged
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
     return Source(folder, facts | {"averaged": averaged}, recipe)
+
+
+def trained_steps(folder: Path) -> int | None:
+    """Return the number of sampling steps that an exported student is trained for; None: any number."""
+    file = folder / FACTS
+    levels = file.is_file() and read_json(file).get("few_steps")
+    return len(levels) if isinstance(levels, list) and levels else None
 
 
 def clip(facts: dict[str, Any]) -> str:

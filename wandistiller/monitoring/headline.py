@@ -100,8 +100,10 @@ def _small(known: dict[str, Any]) -> list[Figure]:
 def _seconds(evaluated: dict[str, Any]) -> Figure | None:
     if not (both := _sides(evaluated, "seconds_per_sample")):
         return None
-    student, teacher = (f"{seconds:.3g} s" for seconds in both)
-    detail = f"{student} a sample, teacher {teacher}, {evaluated['steps']} steps"
+    # .get: files of versions without students of few steps have one number for both
+    steps = evaluated["steps"], evaluated.get("teacher_steps", evaluated["steps"])
+    student, teacher = (f"{seconds:.3g} s in {n} steps" for seconds, n in zip(both, steps, strict=True))
+    detail = f"{student} a sample, teacher {teacher}"
     return Figure(_percent(both[0] / both[1]), "of the teacher's seconds", detail)
 
 

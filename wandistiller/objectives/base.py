@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,29 @@ from wandistiller.flow import FlowSchedule
 from wandistiller.utils.validation import Positive
 
 Ask = Callable[[Batch], Tensor]
-"""The student's velocity v_BCFHW of a batch, float32, without gradient."""
+"""A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
+
+
+class Networks(NamedTuple):
+    """The networks of a run; each is called on every rank or on none, with batches of one expert."""
+
+    student: Ask
+    teacher: Ask | None = None
+    """With guidance."""
+    critic: Ask | None = None
+
+
+class Critic(NamedTuple):
+    """Settings of a network that learns the velocity of the student's own samples."""
+
+    updates: int
+    """Updates before each of the student's."""
+    start: str
+    """`student` or `teacher`: whose weights it starts from."""
+    lr: float | None
+    """Learning rate; None: the student's."""
+    follows: float
+    """Share of the way that its weights go to the student's after each of the student's updates."""
 
 
 def _logit_normal(sigma_B: Tensor) -> Tensor:
@@ -41,8 +63,6 @@ class Term(ABC):
 
     states: ClassVar[str] = NOISED
     """Kind of states that the loss is computed at: NOISED or PATH."""
-    student_calls: ClassVar[int] = 0
-    """The student's forward passes without gradient that its target takes."""
     weight: Positive = 1.0
     """Factor in the sum, above 0."""
 
@@ -55,6 +75,21 @@ class Term(ABC):
     def needs_teacher(self) -> bool:
         """True if the loss needs the teacher's prediction."""
         return True
+
+    @property
+    def student_calls(self) -> float:
+        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
+        return 0
+
+    @property
+    def sampling_steps(self) -> int | None:
+        """Number of steps that the student is to sample in; None: as many as its teacher."""
+        return None
+
+    @property
+    def critic(self) -> Critic | None:
+        """Settings of the critic that the loss needs; None: it needs none."""
+        return None
 
     @property
     def matched_blocks(self) -> list[tuple[int, int]]:
@@ -74,26 +109,30 @@ class Term(ABC):
         return self
 
     def target(
-        self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
-    ) -> Prediction | None:
+        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
+    ) -> Any:
         """Return what the student is to match, without gradient; by default the teacher's prediction.
 
         Args:
             teacher: the teacher's prediction at noised states, if any term needs it.
             batch: the term's states.
-            ask: the student, called on every rank or on none, with batches of one expert.
+            networks: those of the run.
             schedule: the distribution that sigma was drawn from.
         """
         return teacher
 
     @abstractmethod
-    def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
+    def loss(self, prediction: Prediction, target: Any, batch: Batch) -> Tensor:
         """Compute loss_B, float32.
 
         Args:
             prediction: the student's.
             target: from the method `target`.
         """
+
+    def watched(self, target: Any) -> dict[str, Tensor]:
+        """Return numbers_B by name that show whether training goes well, after `loss`; they go to metrics."""
+        return {}
 
     def __str__(self) -> str:
         """Weight, name and settings other than the defaults: `0.1 feature(blocks=[1, 3])`."""

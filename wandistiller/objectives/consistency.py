@@ -1,7 +1,7 @@
 """Consistency: the student's average velocity from a state to the end of its segment, in one step."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Ask, Term, mean_square
+from wandistiller.objectives.base import Networks, Term, mean_square
 from wandistiller.utils.validation import write
 
 CONTINUOUS = 100
@@ -40,8 +40,6 @@ class Consistency(Term):
     intervals and its normalised gradient: Lu and Song 2024, arXiv:2410.11081.
     """
 
-    student_calls: ClassVar[int] = 1
-
     intervals: Annotated[
         Annotated[int, Ge(1), Le(1000)] | Literal["continuous"],
         write('a number of intervals from 1 to 1000, or "continuous"'),
@@ -50,13 +48,21 @@ class Consistency(Term):
     edges: Annotated[int, Ge(1), Le(1000)] | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
 
+    @property
+    def student_calls(self) -> float:
+        return 1
+
+    @property
+    def sampling_steps(self) -> int | None:
+        return self.edges
+
     def target(
-        self, teacher: Prediction | None, batch: Batch, ask: Ask, schedule: FlowSchedule
+        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
     ) -> Prediction | None:
         t_B, next_B, share_B = self._step(batch, schedule)
         length_B1111, share_B1111 = (x_B.float().view(-1, 1, 1, 1, 1) for x_B in (t_B - next_B, share_B))
         x_BCFHW = batch.x_t_BCFHW - length_B1111 * teacher.v_BCFHW
-        v_BCFHW = ask(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
+        v_BCFHW = networks.student(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
         mean_BCFHW = v_BCFHW + share_B1111 * (teacher.v_BCFHW - v_BCFHW)
         return _Target(mean_BCFHW, share_B=share_B.float())
 

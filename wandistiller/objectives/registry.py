@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Prediction
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Ask, Term
+from wandistiller.objectives.base import Critic, Networks, Term
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.errors import ConfigError, nearest, problem
 from wandistiller.utils.registry import classes_in
@@ -39,6 +39,11 @@ class Objective:
         return any(term.needs_teacher for term in self.terms)
 
     @property
+    def sampling_steps(self) -> int | None:
+        """Number of steps that the student is trained to sample in; None: as many as its teacher."""
+        return next((n for term in self.terms if (n := term.sampling_steps)), None)
+
+    @property
     def student_blocks(self) -> list[int]:
         """Student blocks whose hidden states are compared, each once; final after `for_student`."""
         return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))
@@ -54,25 +59,25 @@ class Objective:
         return Objective(tuple(term.for_student(lineage) for term in self.terms))
 
     def targets(
-        self, teacher: Teacher | None, batches: dict[str, Batch], ask: Ask, schedule: FlowSchedule
-    ) -> list[Prediction | None]:
+        self, teacher: Teacher | None, batches: dict[str, Batch], networks: Networks, schedule: FlowSchedule
+    ) -> list[Any]:
         """Return what each term matches, without gradient; the teacher is called once for all of them.
 
         Args:
             batches: by kind of states.
-            ask: the student's velocity without gradient.
+            networks: those of the run.
         """
         shared = None
-        if self.needs_teacher:
+        if any(term.needs_teacher and term.states == NOISED for term in self.terms):
             blocks = {m for term in self.terms for _, m in term.matched_blocks}
             shared = teacher.predict(batches[NOISED], tuple(sorted(blocks)))
         with torch.no_grad():
-            return [term.target(shared, batches[term.states], ask, schedule) for term in self.terms]
+            return [term.target(shared, batches[term.states], networks, schedule) for term in self.terms]
 
     def losses(
         self,
         predictions: dict[str, Prediction],
-        targets: list[Prediction | None],
+        targets: list[Any],
         batches: dict[str, Batch],
     ) -> Tensor:
         """Compute loss_TB of each term T, unweighted, float32; predictions and batches by kind of states."""
@@ -81,19 +86,34 @@ class Objective:
             [t.loss(predictions[t.states], target, batches[t.states]) for t, target in matched]
         )
 
+    def watched(self, targets: list[Any]) -> dict[str, Tensor]:
+        """Return numbers_B by name that show whether training goes well, after `losses`."""
+        matched = zip(self.terms, targets, strict=True)
+        return {key: value for term, target in matched for key, value in term.watched(target).items()}
+
     @property
-    def student_calls(self) -> int:
-        """The student's forward passes without gradient in a micro-step."""
+    def critic(self) -> Critic | None:
+        """Settings of the critic, if a term needs one."""
+        return next((critic for term in self.terms if (critic := term.critic)), None)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Role of the network that each update of a step is for."""
+        return (CRITIC,) * (self.critic.updates if self.critic else 0) + (STUDENT,)
+
+    @property
+    def needs_latents(self) -> bool:
+        """True if a loss is computed at states made of cached latents."""
+        return self.states != {GENERATED}
+
+    @property
+    def student_calls(self) -> float:
+        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return sum(term.student_calls for term in self.terms)
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
         """Return the weighted sum: loss_B of loss_TB, or a number of one for each term."""
         return sum(term.weight * loss for term, loss in zip(self.terms, losses, strict=True))
-
-    def named(self, losses: list[float]) -> dict[str, dict[str, float]]:
-        """Return what metrics record next to the sum: each term's unweighted loss, if there are several."""
-        names = [term.name for term in self.terms]
-        return {"losses": dict(zip(names, losses, strict=True))} if len(names) > 1 else {}
 
 
 def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
@@ -117,6 +137,10 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
         problems += wrong or terms[-1].problems(where)
     names = [term.name for term in terms]
     problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
+    steps = {term.name: n for term in terms if (n := term.sampling_steps)}
+    if len(set(steps.values())) > 1:
+        listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
+        problems.append(f"recipe: `objective` trains {listed} sampling steps. Write one number in both.")
     if problems:
         raise ConfigError(*problems)
     return Objective(tuple(terms))

@@ -16,7 +16,7 @@ from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
-from wandistiller.planner.student_network import student_network
+from wandistiller.planner.student_network import critic_shape, network_of, student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
@@ -60,21 +60,25 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
     kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
     student = 4 * network.frozen_numel + 2 * count_parameters(job.student_transformer)
-    return DiskUse(_cache(job, accelerator), experts * each * network.trained_numel, kept, experts * student)
+    checkpoint = experts * each * network.trained_numel
+    if job.objective.critic:
+        checkpoint += (4 + optimizer_states(job.critic_ds)) * network_of(*critic_shape(job)).trained_numel
+    return DiskUse(_cache(job, accelerator), checkpoint, kept, experts * student)
 
 
 def _cache(job: Job, accelerator: bool) -> int:
     """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes."""
     run, items = job.run, job.items
     samples = items.samples(run.rollouts_per_prompt)
-    used = min(samples, run.max_steps * job.batch.total)
+    used = min(samples, job.updates * job.batch.total)
     from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
     path = from_prompts * run.rollout_steps if run.rollout_path else 0
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
-    return int(used * x0 * (1 + path) + min(used, len(items)) * tokens * state)
+    latents = used * x0 * (1 + path) if job.needs_latents else 0
+    return int(latents + min(used, len(items)) * tokens * state)
 
 
 def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:

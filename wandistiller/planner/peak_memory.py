@@ -20,7 +20,7 @@ from wandistiller.planner.student_memory import (
     spread_bytes,
     student_parts,
 )
-from wandistiller.planner.student_network import matched_blocks, student_network
+from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
 from wandistiller.planner.teacher_memory import hidden_states, teacher_parts
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
@@ -92,15 +92,23 @@ class _Planner:
         j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
         kept, call = self._teacher(j.batch.micro) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
+        critic, critic_steps = self._critic() if j.objective.critic else ({}, {})
+        if critic:  # both are asked while the student's activations are held
+            steps |= critic_steps | {"the student's judges": steps["student"] | call}
+        student |= critic
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
+        starts = {"start": {"student's weights in float32": start}}
+        if critic:
+            numel_of_critic = sum(network_of(*critic_shape(j))[0].values())
+            starts["critic's start"] = student | {"its weights in float32": Bytes(host=4 * numel_of_critic)}
         exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
         return {
             "prepare": self._prepare(),
             "load": PhasePeak(
                 self.base | kept,
-                {
-                    "start": {"student's weights in float32": start},
+                starts
+                | {
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
                 },
@@ -137,12 +145,27 @@ class _Planner:
         gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
+    def _critic(self) -> tuple[Parts, dict[str, Parts]]:
+        """Memory of the critic that is kept, and the alternatives of its updates."""
+        j, ds, ranks, shape = self.job, self.job.critic_ds, self.machine.ranks, critic_shape(self.job)
+        network, samples = network_of(*shape), j.batch.micro
+        parts = student_parts(network, 1, ds, ranks, accelerator=self.gpu)
+        saved = activation_bytes(shape[0], ds, self.latent, samples, accelerator=self.gpu)
+        kept = {f"critic's {use}": replace(b, transient=0) for use, b in parts.items()}
+        step = {f"critic's {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
+        optimizer = {"critic's gradients in float32": Bytes(transient=2 * cast_bytes(network, ds))}
+        if not self.gpu and ranks > 1:
+            step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, ds))
+            optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, ds, ranks))
+        passes = step | {"critic's activations": Bytes(transient=saved)}
+        return kept, {"critic": passes, "critic's optimizer": step | optimizer}
+
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
         alternatives, kinds = self._prompts(), self.job.items.kinds
-        if (kinds != MediaType.PROMPT).any():
+        if self.job.needs_latents and (kinds != MediaType.PROMPT).any():
             alternatives["media"] = self._media()
-        if (kinds == MediaType.PROMPT).any():
+        if self.job.needs_latents and (kinds == MediaType.PROMPT).any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             alternatives["rollouts"] = weights | call
         return PhasePeak(self._libraries(EARLY), alternatives)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from math import ceil, prod
 from typing import Any, NamedTuple
 
+from wandistiller.batch import CRITIC, STUDENT
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
@@ -14,7 +15,7 @@ from wandistiller.engine.transfers import Transfer, ring_transfers
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.student_memory import itemsize
-from wandistiller.planner.student_network import student_model, student_network, student_shape
+from wandistiller.planner.student_network import critic_shape, network_of, student_model, student_shape
 from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.teacher.teacher_json import read_placement
@@ -57,6 +58,29 @@ class StageTime(NamedTuple):
         return max(self.computing(), self.moving(rates))
 
 
+class _Learner(NamedTuple):
+    """A network that learns."""
+
+    role: str
+    shape: tuple[Any, ...]
+    """Arguments of `student_model`."""
+    ds: dict[str, Any]
+    updates: int
+    """In a step."""
+    states: int
+    """Kinds of states in a forward and backward pass."""
+    calls: float
+    """Forward passes without gradient, for a micro-step."""
+
+
+def _learners(job: Job) -> Iterator[_Learner]:
+    o = job.objective
+    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), o.student_calls)
+    if o.critic:  # the student's update asks it once
+        updates = o.critic.updates
+        yield _Learner(CRITIC, critic_shape(job), job.critic_ds, updates, 1, 1 / updates)
+
+
 def _shares(job: Job) -> dict[Latent, float]:
     """Share of samples by the shape of the latent; media are assumed to be spread evenly over the buckets."""
     items, rollouts = job.items, job.run.rollouts_per_prompt
@@ -89,7 +113,8 @@ class StepTime:
     def all(self) -> list[StageTime]:
         """The stages of a step, one after the other."""
         teacher = [self._teacher()] if self.job.objective.needs_teacher else []
-        return [*teacher, self._student(), self._optimizer()]
+        learners = _learners(self.job)
+        return [*teacher, *(work for one in learners for work in (self._passes(one), self._optimizer(one)))]
 
     def floor(self) -> float:
         """Least seconds of a step."""
@@ -98,8 +123,10 @@ class StepTime:
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
         j, call = self.job, self._teacher()
+        if not j.needs_latents:
+            return 0.0
         samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
-        samples = min(samples, j.run.max_steps * j.batch.total)
+        samples = min(samples, j.updates * j.batch.total)
         return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
 
     def _mean(self, of: Callable[[Latent], float]) -> float:
@@ -127,34 +154,34 @@ class StepTime:
         config, ds = self.job.folder.config, self.job.teacher_ds
         return list(read_placement(ds).traffic(config, ds, self.topology))
 
-    def _student(self) -> StageTime:
-        """Forward and backward pass of a micro-step, and the calls for its targets."""
-        j, t, ds, network = self.job, self.topology, self.job.student_ds, student_network(self.job)
+    def _passes(self, one: _Learner) -> StageTime:
+        """Forward and backward pass of a micro-step, and the calls without gradient."""
+        j, t, ds, network = self.job, self.topology, one.ds, network_of(*one.shape)
         policy = read_recompute(ds)
         policy = asdict(policy) if policy else None
-        each = self._mean(lambda latent: _step_flops(student_shape(j), latent, policy))
-        call = self._mean(lambda latent: forward_flops(j.student_transformer, latent))
-        passes = len(j.objective.states) * each + j.objective.student_calls * call
-        tflop = j.batch.micro * passes / 1e12
+        each = self._mean(lambda latent: _step_flops(one.shape, latent, policy))
+        call = self._mean(lambda latent: forward_flops(one.shape[0], latent))
+        tflop = j.batch.micro * (one.states * each + one.calls * call) / 1e12
         gradients = itemsize(ds) * network.trained_numel
         moves: list[Transfer] = []
         if stage(ds) >= 2:
             moves += ring_transfers("gradients to the other ranks", self._reduced(gradients), t)
         if stage(ds) == 3:
-            moves += self._gathered(gradients + itemsize(ds) * network.frozen_numel)
+            moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
         if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
             moves.append(Transfer("gradients over PCIe", gradients // t.ranks, "pcie"))
-        return StageTime("the student's passes", j.batch.accumulation, tflop, self.rates.tflops, tuple(moves))
+        times = one.updates * j.batch.accumulation
+        return StageTime(f"the {one.role}'s passes", times, tflop, self.rates.tflops, tuple(moves))
 
-    def _gathered(self, whole: int) -> Iterator[Transfer]:
-        """Transfers of the student's weights under ZeRO-3 in a micro-step.
+    def _gathered(self, one: _Learner, whole: int) -> Iterator[Transfer]:
+        """Transfers of a network's weights under ZeRO-3 in a micro-step.
 
         Args:
             whole: bytes of all weights.
         """
-        t, ds = self.topology, self.job.student_ds
-        # forward, backward and calls for targets; recomputed blocks still have their weights
-        both = (2 + self.job.objective.student_calls) * whole
+        t, ds = self.topology, one.ds
+        # forward, backward and calls without gradient; recomputed blocks still have their weights
+        both = round((2 + one.calls) * whole)
         # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
         second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
         far = whole // self.job.batch.accumulation if second else both
@@ -166,10 +193,10 @@ class StepTime:
         if offload_device(ds) == "nvme":
             yield Transfer("weights from disk", both * t.ranks_on_node // t.ranks, "disk")
 
-    def _optimizer(self) -> StageTime:
-        """One step of Adam on this rank's part; on an accelerator it takes next to nothing."""
-        t, ds = self.topology, self.job.student_ds
-        trained, home = student_network(self.job).trained_numel, offload_section(ds, "optimizer")["device"]
+    def _optimizer(self, one: _Learner) -> StageTime:
+        """Steps of Adam on this rank's part; on an accelerator they take next to nothing."""
+        t, ds = self.topology, one.ds
+        trained, home = network_of(*one.shape).trained_numel, offload_section(ds, "optimizer")["device"]
         whole, part = trained * itemsize(ds), trained // t.ranks
         of_node, moves = part * t.ranks_on_node, []
         if stage(ds) <= 1:
@@ -182,7 +209,8 @@ class StepTime:
             moves.append(Transfer("new weights over PCIe", 2 * part, "pcie"))
         if home == "nvme":
             moves.append(Transfer("weights and moments from and to disk", 32 * of_node, "disk"))
-        return StageTime("the optimizer's step", 1, 0.0, self.rates.tflops, tuple(moves))
+        name = "the optimizer's step" if one.role == STUDENT else f"the {one.role}'s optimizer"
+        return StageTime(name, one.updates, 0.0, self.rates.tflops, tuple(moves))
 
     def _reduced(self, gradients: int) -> int:
         """Bytes around the ring to average gradients: twice as many, but for NCCL's reduce-scatter.

@@ -39,6 +39,14 @@ def student_network(job: Job) -> Network:
     return network_of(*student_shape(job))
 
 
+def critic_shape(job: Job) -> tuple[Any, ...]:
+    """The arguments of `student_model` for the critic's network."""
+    run, teacher_width = job.run, width(job.folder.config)
+    if job.objective.critic.start == "teacher":
+        return job.folder.config, None, None, [], teacher_width
+    return job.student_transformer, run.frozen, run.lora, [], teacher_width
+
+
 def matched_blocks(job: Job) -> list[int]:
     """The student's blocks whose hidden states are matched; `lineage` may not be known yet."""
     return job.objective.for_student(list(range(job.student_transformer["num_layers"]))).student_blocks

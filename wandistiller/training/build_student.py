@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import CRITIC, Batch, Expert
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -15,11 +15,17 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import name_run
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.calibration import calibration_batches, measure, velocity_error
-from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, kept_layers, source_experts, teacher_block_of
+from wandistiller.student.config import (
+    IMPORTANCE,
+    StudentConfig,
+    kept_layers,
+    source_experts,
+    teacher_block_of,
+)
 from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
+from wandistiller.student.learner import Learner
 from wandistiller.student.slicing import WidthSlicer
-from wandistiller.student.student import Student
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
 from wandistiller.utils.files import write_json
@@ -28,18 +34,20 @@ from wandistiller.wan import transformer
 from wandistiller.wan.transformer import count_parameters
 
 
-def initial_student(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, Student]:
-    """Return the run with its pruning chosen, and its student, blank if the run resumes. Collective."""
+def initial_student(
+    job: Job, data: CachedData, teacher: Teacher | None
+) -> tuple[Job, Learner, Learner | None]:
+    """Return the run with its pruning chosen, its student and its critic, blank if it resumes. Collective."""
     if job.resume_from:
-        return job, build_student(job)
-    job, cuts = plan_pruning(job, data, teacher) if needs_measuring(job) else (job, {})
+        return job, build_student(job), build_critic(job)
+    job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
     student = build_student(job, cuts)
-    measure_start(job, data, teacher, student)
-    return job, student
+    measure_start(job, data, teacher if data.has_latents else None, student)
+    return job, student, build_critic(job, cuts)
 
 
-def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Student:
+def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner:
     """Build the student in its engines: with initial weights, or blank if the run resumes. Collective.
 
     Args:
@@ -49,13 +57,19 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> St
     models, run = student_models(job, cuts), job.run
     checkpointer.keep_frozen(models, job.output, job.resume_from)
     name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
-    return Student(
+    return Learner(
         models, job.student_ds, learning_rates=run.learning_rates, ema=run.ema, ema_start=run.ema_start
     )
 
 
-def student_models(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dict[Expert, nn.Module]:
-    """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded."""
+def student_models(
+    job: Job, cuts: dict[Expert, WidthSlicer] | None = None, *, projected: bool = True
+) -> dict[Expert, nn.Module]:
+    """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded.
+
+    Args:
+        projected: add the projections of hidden states that are compared.
+    """
     config = job.student_transformer
     models = {
         expert: blank_model(config)
@@ -65,22 +79,31 @@ def student_models(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> d
     }
     for model in models.values():
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
-        if matched := job.matched_objective.student_blocks:
+        if projected and (matched := job.matched_objective.student_blocks):
             add_projections(model, matched, transformer.width(job.folder.config))
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
     return models
 
 
-def needs_measuring(job: Job) -> bool:
-    """Return whether building the student needs the teacher; a resumed run's student is in its checkpoint."""
-    return not job.resume_from and (job.student.keep_layers == IMPORTANCE or _is_cut(job))
+def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner | None:
+    """Build the objective's critic, if it has one; blank if the run resumes. Collective.
 
-
-def _is_cut(job: Job) -> bool:
-    return job.student.init == "teacher" and any(
-        job.student_transformer[k] != job.folder.config[k] for k in WIDTH_KEYS
-    )
+    Args:
+        cuts: those of the student, from which it may start.
+    """
+    if not (settings := job.objective.critic):
+        return None
+    set_activity("building the critic")
+    if settings.start == "teacher":
+        config, high = job.folder.config, Expert.HIGH_NOISE
+        start = StudentConfig()  # the whole low-noise expert
+        model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, high, 0)
+        set_trainable(model, None, None, job.run.seed)
+        models = {high: model}
+    else:
+        models = student_models(job, cuts, projected=False)
+    return Learner(models, job.critic_ds, role=CRITIC)
 
 
 def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:
@@ -92,7 +115,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         if collectives.rank() == 0:
             job.write_resolved()
     cuts = {}
-    for expert in job.student_experts if _is_cut(job) else ():
+    for expert in job.student_experts if job.is_cut else ():
         served = source_experts(job.student, job.folder, expert)
         used = [b for b in batches if b.expert in served]
         samples = sum(len(b.sigma_B) for b in used)
@@ -134,7 +157,7 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     write_json(job.output / "lineage.json", origins)
 
 
-def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Student) -> None:
+def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Learner) -> None:
     """Write OUTPUT/student_start.json: parameters, error to a teacher without guidance. Collective."""
     set_activity("measuring the student before training")
     config = job.student_transformer

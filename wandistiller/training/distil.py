@@ -16,7 +16,7 @@ from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.planner.disk import log_disk_use
 from wandistiller.teacher.base import local_modules, without_guidance
-from wandistiller.training.build_student import initial_student, needs_measuring
+from wandistiller.training.build_student import initial_student
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import write_json
@@ -66,15 +66,16 @@ def _distil(job: Job) -> None:
     """Prepare, load and train; free all memory afterwards. Collective."""
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
-    if job.objective.needs_teacher or needs_measuring(job):
+    if job.objective.needs_teacher or job.needs_measuring:
         teacher = teacher or guided_teacher(job, text)
-    job, student = initial_student(job, data, teacher)
+    job, student, critic = initial_student(job, data, teacher)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
-    Trainer(job, data, text, teacher, student).train()
-    destroy_engines(student.engines.values())
+    Trainer(job, data, text, teacher, student, critic).train()
+    for learner in filter(None, (student, critic)):
+        destroy_engines(learner.engines.values())
     release_module_references(local_modules(without_guidance(teacher)).values() if teacher else [])
 
 

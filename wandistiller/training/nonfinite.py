@@ -1,6 +1,5 @@
 """Optimizer steps whose loss or gradient is not finite: no weight changes, and the samples are named."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,8 @@ from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
-from wandistiller.student.student import Student
 from wandistiller.training.step_result import MicroStepResult
+from wandistiller.training.turns import Turn
 from wandistiller.utils.errors import NonFinite
 from wandistiller.utils.files import write_json
 
@@ -22,15 +21,6 @@ FOLDER = "nonfinite"
 """Folder in OUTPUT with a file for each such step."""
 MOST_NAMED = 4
 """Samples that a message names; the file has all of them."""
-
-
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Return `loss`; if it is not finite, make its gradients non-finite too: every engine skips the step.
-
-    This holds on all ranks, whichever had the loss, and for a loss that overflowed in a square while its
-    gradient did not. It needs neither a collective nor a transfer from the device.
-    """
-    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 class SampleReport(NamedTuple):
@@ -109,27 +99,30 @@ class NonFiniteStep(NamedTuple):
 class NonFiniteHandler:
     """Names the samples of a non-finite step, then stops the run or counts the step as skipped."""
 
-    def __init__(self, job: Job, batches: MicroBatches, student: Student, save: Callable[..., Path]):
-        """`save(done, wait=...)` writes the checkpoint after `done` steps and returns its folder."""
-        self._job, self._batches, self._student, self._save = job, batches, student, save
+    def __init__(self, job: Job, batches: MicroBatches, save: Callable[..., Path]):
+        """Take `save(done, begun=..., wait=...)`, the trainer's."""
+        self._job, self._batches, self._save = job, batches, save
         self.skipped = 0
         """Skipped steps of the whole run, saved in its checkpoints."""
 
-    def handle(self, step: int, micro_steps: list[MicroStepResult]) -> None:
+    def handle(self, step: int, turn: Turn, update: int, micro_steps: list[MicroStepResult]) -> None:
         """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
 
         Args:
+            turn: whose update it is.
+            update: counted from 0 over the run.
             micro_steps: this rank's.
 
         Raises:
             NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.
         """
         run, output = self._job.run, self._job.output
-        self._student.forget_skipped_step(micro_steps[-1].expert)
-        own = [report for micro, m in enumerate(micro_steps) for report in self._describe(step, micro, m)]
+        turn.learner.forget_skipped_step(micro_steps[-1].expert)
+        own = [r for micro, m in enumerate(micro_steps) for r in self._describe(turn, update, micro, m)]
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = run.on_nonfinite == "stop" or self.skipped >= run.nonfinite_limit
-        dropped = NonFiniteStep(step + 1, str(self._save(step, wait=stops).resolve()), samples)
+        begun = update % len(self._job.objective.roles) > 0
+        dropped = NonFiniteStep(step + 1, str(self._save(step, begun=begun, wait=stops).resolve()), samples)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]
             write_json(dropped.file(output), dropped._asdict() | {"samples": samples})
@@ -139,12 +132,12 @@ class NonFiniteHandler:
         for line in dropped.messages(output):
             collectives.log0("skipped   %s", line)
 
-    def _describe(self, step: int, micro: int, result: MicroStepResult) -> list[SampleReport]:
+    def _describe(self, turn: Turn, update: int, micro: int, result: MicroStepResult) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        batches, indices = self._batches.batch(step, micro), self._batches.indices(step, micro)
-        first, terms = next(iter(batches.values())), self._job.objective.terms
+        batches, indices = turn.read(update, micro), self._batches.indices(update, micro)
+        first, loss_TB = next(iter(batches.values())), result.loss_TB
         bad = {
-            "loss": ~result.loss_TB.isfinite().all(0),
+            "loss": ~loss_TB.isfinite().all(0),
             "text": nonfinite_B(first.text_BLD),
             "x0": torch.stack([nonfinite_B(batch.x0_BCFHW) for batch in batches.values()]).any(0),
         }
@@ -157,8 +150,8 @@ class NonFiniteHandler:
                 prompt=item.prompt,
                 media=str(item.media) if item.media else None,
                 sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
-                losses=finite_or_none({t.name: result.loss_TB[k, i].item() for k, t in enumerate(terms)}),
+                losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(turn.names)}),
                 not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
             )
-            for i, item in enumerate(self._batches.items(step, micro))
+            for i, item in enumerate(self._batches.items(update, micro))
         ]

@@ -12,7 +12,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.images import save_grid
 from wandistiller.wan.encoders import Vae
@@ -26,7 +26,7 @@ class PictureDrawer:
     """
 
     def __init__(
-        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student
+        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Learner
     ):
         self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
         self._first: dict[str, list[Tensor]] = {}
@@ -63,12 +63,15 @@ class PictureDrawer:
                 images.append(pixels_BCFHW[0, :, pixels_BCFHW.shape[2] // 2].clone())
         return list(collectives.gather_tensor(torch.stack(images))[: len(prompts)].cpu())
 
-    def _sampled(self, model: Teacher | Student, prompts: list[str]) -> Tensor:
+    def _sampled(self, model: Teacher | Learner, prompts: list[str]) -> Tensor:
         """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts."""
         job, run, device = self.job, self.job.run, collectives.device()
         shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        x0_BCFHW, _ = denoise(model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps)
+        few = job.schedule.few if model is self.student else None
+        x0_BCFHW, _ = denoise(
+            model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps, few
+        )
         return x0_BCFHW

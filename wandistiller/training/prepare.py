@@ -60,28 +60,29 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     prompts = [s.item.prompt for s in samples.values()] + sample_prompts + [job.run.negative_prompt]
     set_activity("encoding the prompts")
     text.fill(prompts)
-    made = {latents.key(s): s for s in samples.values() if not s.item.media}
+    made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    return CachedData(selection, samples, latents, text, sample_prompts), text, teacher
+    data = CachedData(selection, samples, latents, text, sample_prompts, has_latents=job.needs_latents)
+    return data, text, teacher
 
 
 def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
     """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
     all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
-        all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.run.max_steps
+        all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.updates
     )
     samples: dict[int, Sample] = {}
     skipped: dict[str, Skipped] = {}
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
-        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media}
+        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media} if job.needs_latents else {}
         unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(unusable.values())))

@@ -1,5 +1,6 @@
 """Result of an optimizer step over all ranks. Fields of StepResult are logged and charted by name."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from wandistiller.flow import band_name
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Seconds
 from wandistiller.monitoring.memory_usage import Usage
-from wandistiller.objectives.registry import Objective
 from wandistiller.utils.logging import current
 
 BANDS = 5
@@ -32,6 +32,8 @@ class MicroStepResult(NamedTuple):
     sigma_B: Tensor
     """sigma of the states of the first term."""
     expert: Expert
+    watched: dict[str, Tensor] = {}
+    """Numbers_B by name that show whether training goes well; the same names on every rank."""
 
 
 class RankReport(NamedTuple):
@@ -64,6 +66,10 @@ class StepResult:
     """fp16's loss scale."""
     skipped: bool = field(default=False, metadata=OPTIONAL)
     """True if the engine made no update, because a gradient was not finite."""
+    watched: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
+    """Means of numbers that show whether training goes well, where the objective has some."""
+    critic: dict[str, Any] = field(default_factory=dict, metadata=OPTIONAL)
+    """Means of the critic's updates before the student's: loss, grad_norm, lr."""
     ranks: list[RankReport]
 
     def metrics(self) -> dict[str, Any]:
@@ -88,17 +94,47 @@ def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
     return {band_name(k / BANDS, (k + 1) / BANDS): loss_N[band_N == k].double().mean().item() for k in drawn}
 
 
-def reduce_over_ranks(micro_steps: list[MicroStepResult], objective: Objective) -> StepResult:
+def reduce_over_ranks(
+    micro_steps: list[MicroStepResult],
+    names: Sequence[str],
+    total: Callable[[Tensor | list[float]], Tensor | float],
+) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
 
     The engine's numbers, such as the learning rate, are not in the result yet.
 
+    Args:
+        names: of the rows of loss_TB.
+        total: the weighted sum of their losses.
+
     Raises:
         RuntimeError: the ranks used different experts.
     """
-    world, expert = collectives.world_size(), micro_steps[-1].expert
-    # K: terms, then sigma
-    own_MKB = torch.stack([torch.cat([m.loss_TB.float(), m.sigma_B[None]]) for m in micro_steps])
+    expert, watched = micro_steps[-1].expert, list(micro_steps[0].watched)
+    value_KN, sigma_N, ranks = _gathered(micro_steps, expert)
+    means, terms = [value_N.double().mean().item() for value_N in value_KN], len(names)
+    return StepResult(
+        loss=total(means[:terms]),
+        losses=dict(zip(names, means[:terms], strict=True)) if terms > 1 else {},
+        loss_by_sigma=by_sigma(total(value_KN[:terms]), sigma_N),
+        watched=dict(zip(watched, means[terms:], strict=True)),
+        expert=expert,
+        ranks=ranks,
+    )
+
+
+def _gathered(
+    micro_steps: list[MicroStepResult], expert: Expert
+) -> tuple[list[Tensor], Tensor, list[RankReport]]:
+    """Return loss_N of each term, then what is watched; sigma_N; each rank's state. Collective."""
+    world = collectives.world_size()
+    # K: terms, then what is watched, then sigma
+    own_MKB = torch.stack(
+        [
+            torch.cat([m.loss_TB.float(), *(w_B[None] for w_B in m.watched.values()), m.sigma_B[None]])
+            for m in micro_steps
+        ]
+    )
     seconds = Seconds(current.seconds[READING], sum(current.seconds.values()))
     about = [list(Expert).index(expert), float(stopping.reason is not None), *seconds, *memory_usage.read()]
     own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
@@ -108,15 +144,19 @@ def reduce_over_ranks(micro_steps: list[MicroStepResult], objective: Objective) 
     experts = [numbers[0] for numbers in about_R]
     if len(set(experts)) > 1:
         raise RuntimeError(f"The ranks used different experts: {experts}. Please report this.")
-    *loss_TN, sigma_N = values_RMKB.permute(2, 1, 0, 3).flatten(1)
-    losses = [loss_N.double().mean().item() for loss_N in loss_TN]
-    return StepResult(
-        loss=objective.total(losses),
-        **objective.named(losses),
-        loss_by_sigma=by_sigma(objective.total(loss_TN), sigma_N),
-        expert=expert,
-        ranks=[
-            RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
-            for _, stop, data, step, *memory in about_R
-        ],
-    )
+    *value_KN, sigma_N = values_RMKB.permute(2, 1, 0, 3).flatten(1)
+    ranks = [
+        RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
+        for _, stop, data, step, *memory in about_R
+    ]
+    return value_KN, sigma_N, ranks
+
+
+def mean_of(results: list[StepResult]) -> dict[str, Any]:
+    """Return loss and gradient norm, means, and the learning rate of several updates; {} of none."""
+    if not results:
+        return {}
+    norms = [r.grad_norm for r in results]
+    norm = None if None in norms else sum(norms) / len(norms)
+    loss = sum(r.loss for r in results) / len(results)
+    return {"loss": loss, "grad_norm": norm, "lr": results[-1].lr}

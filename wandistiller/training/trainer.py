@@ -1,13 +1,14 @@
-"""The training loop: data, teacher's target, student's prediction, loss, step; reports and checkpoints."""
+"""The training loop: each step's updates, reports, pictures and checkpoints."""
 
 import gc
 import math
 from dataclasses import replace
 from pathlib import Path
 
+from wandistiller.batch import CRITIC, STUDENT
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
-from wandistiller.checkpoint.manifest import set_aside_newer
+from wandistiller.checkpoint.manifest import set_aside_newer, steps
 from wandistiller.checkpoint.resume import changed_keys
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -18,13 +19,14 @@ from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
-from wandistiller.training.nonfinite import NonFiniteHandler, propagate_nonfinite
+from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
-from wandistiller.utils.logging import activity, begin_step, set_activity
+from wandistiller.training.step_result import StepResult, mean_of, reduce_over_ranks
+from wandistiller.training.turns import TURNS, Turn
+from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
 """Steps between collections of reference cycles. Python 3.11 by itself waits for 140,000 new objects, because
@@ -32,22 +34,29 @@ libraries keep 560,000. Freed memory then also goes back to the system, before i
 
 
 class Trainer:
-    """Trains `student` towards `teacher` on `data`; every method is collective.
-
-    The student is the one network that learns; a critic next to it will be a second one with the same
-    methods: predict, backward, step, advance_schedules, update_ema, and turns of its own in `train_step`.
-    """
+    """Trains the student, and its critic if it has one, towards `teacher`; every method is collective."""
 
     def __init__(
-        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Student
+        self,
+        job: Job,
+        data: CachedData,
+        text: TextCache,
+        teacher: Teacher | None,
+        student: Learner,
+        critic: Learner | None = None,
     ):
-        """`teacher` is None for an objective that needs none."""
+        """`teacher` is None for an objective that needs none, and so is `critic`."""
         self.job, self.data, self.teacher, self.student = job, data, teacher, student
-        self.batches = MicroBatches(data, job.schedule, job.batch, job.objective.states)
+        self.learners = {STUDENT: student} | ({CRITIC: critic} if critic else {})
+        latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
+        self.batches = MicroBatches(data, job.schedule, job.batch, job.objective.states, latent)
+        turns = {role: TURNS[role](job, self.batches, self.learners, teacher) for role in self.learners}
+        self.turns = [turns[role] for role in job.objective.roles]
+        """A step's updates, the student's last."""
         self.monitor = Monitor(job, student.monitors)
         self.pictures = PictureDrawer(job, data, text, teacher, student)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
-        self.nonfinite = NonFiniteHandler(job, self.batches, student, self.save)
+        self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
 
     @within("train")
@@ -81,38 +90,28 @@ class Trainer:
         self.checkpointer.finish()
 
     def train_step(self, step: int) -> StepResult:
-        """Make one optimizer step, counted from 0: all micro-steps forward and backward, then the update.
+        """Make one step, counted from 0: the critic's updates, if there is one, and then the student's.
 
         Raises:
-            NonFinite: on all ranks, if the loss or gradient is not finite and such a step may not be skipped.
+            NonFinite: on all ranks, if a loss or gradient is not finite and such a step may not be skipped.
         """
         begin_step(step + 1)
-        micro_steps = [self.micro_step(step, micro) for micro in range(self.job.batch.accumulation)]
-        set_activity(f"finishing step {step + 1}")
-        result = reduce_over_ranks(micro_steps, self.job.objective)
-        if not math.isfinite(result.loss) or self.student.lost_update(result.expert):
-            self.nonfinite.handle(step, micro_steps)
-        self.student.advance_schedules(result.expert)  # they follow the run, not the expert's own turns
-        self.student.update_ema(result.expert, step + 1)
-        return replace(result, **self.student.state(result.expert))
+        first = step * len(self.turns)
+        *critic, student = [self.update(turn, first + i, step) for i, turn in enumerate(self.turns)]
+        if self.learners.get(CRITIC) and (share := self.job.objective.critic.follows):
+            self.learners[CRITIC].follow(self.student, share)
+        return replace(student, critic=mean_of(critic))
 
-    def micro_step(self, step: int, micro: int) -> MicroStepResult:
-        """Make a forward and a backward pass on this rank's samples."""
-        with activity(READING):
-            batches = self.batches.batch(step, micro)
-            first = next(iter(batches.values()))
-        objective, student = self.job.matched_objective, self.student
-        with activity("the teacher's forward pass"):
-            targets = objective.targets(self.teacher, batches, student.velocity, self.job.schedule)
-        with activity("the student's forward pass"):
-            predictions = self.student.predict(batches)
-            loss_TB = objective.losses(predictions, targets, batches)
-        with activity("the student's backward pass"):
-            loss = objective.total(loss_TB).mean()
-            self.student.backward(first.expert, propagate_nonfinite(loss))
-        with activity("the optimizer's step"):
-            self.student.step(first.expert)  # updates on the last micro-step only
-        return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert)
+    def update(self, turn: Turn, number: int, step: int) -> StepResult:
+        """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
+        micro_steps = [turn.micro_step(number, micro) for micro in range(self.job.batch.accumulation)]
+        set_activity(f"finishing step {step + 1}")
+        result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total), turn.learner
+        if not math.isfinite(result.loss) or learner.lost_update(result.expert):
+            self.nonfinite.handle(step, turn, number, micro_steps)
+        learner.advance_schedules(result.expert)  # they follow the run, not the expert's own turns
+        learner.update_ema(result.expert, step + 1)
+        return replace(result, **learner.state(result.expert))
 
     def draw_if_due(self, done: int, *, again: bool = True) -> bool:
         """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
@@ -128,14 +127,21 @@ class Trainer:
         return True
 
     @within("checkpoint")
-    def save(self, done: int, *, wait: bool = False) -> Path:
-        """Write the checkpoint after `done` steps; return its folder. If `wait`, it is on the disk then."""
+    def save(self, done: int, *, begun: bool = False, wait: bool = False) -> Path:
+        """Write the checkpoint after `done` steps; return its folder. If `wait`, it is on the disk then.
+
+        Args:
+            begun: the critic has updates of the next step already, so the last checkpoint is kept as it is.
+        """
         self.monitor.flush()
+        if begun:
+            self.checkpointer.finish()
+            return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
         job, skipped = self.job, self.nonfinite.skipped
         # without folders, so that it stays true when the run is moved
         run = {key: value for key, value in job.resolved.items() if not key.endswith("_dir")}
         state = {"identity": job.identity, "facts": job.provenance, "run": run, "skipped_steps": skipped}
-        folder = self.checkpointer.save(self.student, done, state)
+        folder = self.checkpointer.save(self.learners, done, state)
         if wait:
             self.checkpointer.finish()
         return folder
@@ -147,7 +153,7 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(self.student, folder, changed_keys(folder, self.job.identity, allowed))
+        start = load(self.learners, folder, changed_keys(folder, self.job.identity, allowed))
         self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:

@@ -1,32 +1,63 @@
 """The denoising loop with diffusers' scheduler, and its noise levels."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
 from wandistiller.batch import Batch
-from wandistiller.flow import TRAIN_TIMESTEPS, expert_at
+from wandistiller.flow import TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
 from wandistiller.wan.known import scheduler_class
 from wandistiller.wan.pipeline import WanFolder
 
+AT_BOUNDARY = 0.003
+"""A noise level as near to the boundary belongs to the low-noise expert: rounding moves levels by 0.002."""
 
-def _scheduler(
-    folder: WanFolder, shift: float, steps: int, device: torch.device | None = None
-) -> SchedulerMixin:
-    """The pipeline's own scheduler, set to `steps`."""
+
+def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
+    """Return the pipeline's own scheduler_config.json with another shift."""
     config = read_json(folder.path / "scheduler" / "scheduler_config.json")
-    key = "shift" if "shift" in config else "flow_shift"
-    scheduler = scheduler_class(config["_class_name"]).from_config(config, **{key: shift})
+    return config | {"shift" if "shift" in config else "flow_shift": shift}
+
+
+def few_step_config(shift: float, steps: int) -> dict[str, Any]:
+    """Return the scheduler_config.json with which stock diffusers samples in few steps as they are trained.
+
+    diffusers 0.42.1 lays its levels evenly from 1 to 1/1000 before it shifts them. A shift of
+    s n / (s + n - 1), and the levels stretched to end with s / (s + n - 1), make them those of
+    `FlowSchedule.steps`, sigma_k = shifted(1 - k/n), within 0.002.
+    """
+    last = shift / (shift + steps - 1)
+    config = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "num_train_timesteps": int(TRAIN_TIMESTEPS),
+        "shift": steps * last,
+    }
+    return config | ({"shift_terminal": last} if steps > 1 else {})  # one level cannot be stretched
+
+
+def few_steps(shift: float, steps: int, boundary: float | None) -> FewSteps:
+    """Return the levels that `few_step_config` gives, split at the `boundary` of a two-expert student."""
+    sigmas = _scheduler(few_step_config(shift, steps), steps).sigmas.tolist()[:-1]
+    if boundary is not None:
+        high = [sigma for sigma in sigmas if sigma > boundary + AT_BOUNDARY]
+        if len(high) < steps:  # in the middle, as the pipeline rounds timesteps
+            boundary = (high[-1] + sigmas[len(high)]) / 2
+    return FewSteps(tuple(sigmas), boundary)
+
+
+def _scheduler(config: dict[str, Any], steps: int, device: torch.device | None = None) -> SchedulerMixin:
+    scheduler = scheduler_class(config["_class_name"]).from_config(config)
     scheduler.set_timesteps(steps, device=device)
     return scheduler
 
 
 def path_sigmas(folder: WanFolder, shift: float, steps: int) -> list[float]:
     """Return sigma of a rollout's states, falling from about 1 to 0: before each of its steps, then of x0."""
-    return _scheduler(folder, shift, steps).sigmas.tolist()
+    return _scheduler(pipeline_config(folder, shift), steps).sigmas.tolist()
 
 
 def denoise(
@@ -36,23 +67,27 @@ def denoise(
     noise_BCFHW: Tensor,
     text_BLD: Tensor,
     steps: int,
+    few: FewSteps | None = None,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
     """Sample with the pipeline's own scheduler. All ranks must call it with the same number of steps.
 
     Args:
         velocity: v_BCFHW of a teacher or student.
         noise_BCFHW: the starting point, standard normal.
+        few: the sampler of a few-step student, in place of `steps` of the pipeline's.
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
     """
-    scheduler = _scheduler(folder, shift, steps, noise_BCFHW.device)
+    steps, boundary = (len(few.sigmas), few.boundary) if few else (steps, folder.boundary)
+    config = few_step_config(shift, steps) if few else pipeline_config(folder, shift)
+    scheduler = _scheduler(config, steps, noise_BCFHW.device)
     x_t_BCFHW, states = noise_BCFHW, []
     # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
     for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         sigma = t.item() / TRAIN_TIMESTEPS
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
         states.append((exact, x_t_BCFHW))
-        batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, folder.boundary))
+        batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
         with torch.no_grad():
             x_t_BCFHW = scheduler.step(velocity(batch), t, x_t_BCFHW, return_dict=False)[0]
     return x_t_BCFHW, states

@@ -65,6 +65,14 @@ def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> None:
+    hides = "import os, signal\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"
+    (tmp_path / "torch.py").write_text(f"{hides}os.kill(os.getpid(), signal.SIGTERM)\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run([*WORDS, "doctor"], code=128 + signal.SIGTERM, cwd=tmp_path, PYTHONPATH=path)
+    assert done.stderr == "interrupted by SIGTERM\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
     number: signal.Signals, tmp_path: Path

@@ -23,7 +23,7 @@ from wandistiller.engine.ds_config import student_engine
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
 
 LAYERS = 3
@@ -44,7 +44,7 @@ def engine_json(**more: Any) -> dict[str, Any]:
 
 def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:
     """Losses of a student that learns to predict zero."""
-    student = Student({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds)
+    student = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds)
     engine, losses = student.engine(Expert.HIGH_NOISE), []
     for step in range(steps):
         loss = student.velocity(batch(step)).square().mean()
@@ -106,7 +106,7 @@ MODULES = [
 def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> None:
     ds = engine_json(zero_optimization={"stage": stage}, torch_autocast={"enabled": True, "dtype": "float16"})
     first, second = (
-        Student({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds).trained[Expert.HIGH_NOISE]
+        Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds).trained[Expert.HIGH_NOISE]
         for _ in range(2)
     )
     saved = read_engine(first)
@@ -117,7 +117,7 @@ def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> No
 
 def gradients(ds: dict[str, Any]) -> dict[str, Tensor]:
     model = small_transformer(0, LAYERS)
-    student = Student({Expert.HIGH_NOISE: model}, ds)
+    student = Learner({Expert.HIGH_NOISE: model}, ds)
     student.engine(Expert.HIGH_NOISE).backward(student.velocity(batch(0)).square().mean())
     return {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
 
@@ -181,7 +181,7 @@ def test_only_what_is_named_is_computed_twice(
     block: dict[str, Any], blocks: int, attentions: int, feed_forwards: int
 ) -> None:
     model = small_transformer(0, LAYERS)
-    student = Student(
+    student = Learner(
         {Expert.HIGH_NOISE: model}, engine_json(activation_checkpointing={}, wandistiller=block)
     )
     calls = Counter()

@@ -33,7 +33,7 @@ def test_an_evaluated_run_is_headed_by_shares_of_the_teacher_s_score_parameters_
     assert headline(tmp_path, LINES) == [
         ("98.4 %", "of the teacher's score", "prompts fully right: 63, teacher 64, of 64 prompts"),
         ("25 %", "of the teacher's parameters", "7 B, teacher 28 B"),
-        ("40 %", "of the teacher's seconds", "0.6 s a sample, teacher 1.5 s, 40 steps"),
+        ("40 %", "of the teacher's seconds", "0.6 s in 40 steps a sample, teacher 1.5 s in 40 steps"),
     ]
 
 

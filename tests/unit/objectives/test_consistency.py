@@ -15,9 +15,10 @@ from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule, keyed_normal
+from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.registry import read_objective
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
 
 SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0, global_batch=4)
@@ -37,7 +38,9 @@ def loss(teacher: Velocity, student: Velocity, schedule: FlowSchedule = SCHEDULE
     def of(velocity: Velocity, given: Batch) -> Tensor:
         return velocity(given.x_t_BCFHW, given.sigma_B.double().view(-1, 1, 1, 1, 1))
 
-    target = term.target(Prediction(of(teacher, batch)), batch, lambda given: of(student, given), schedule)
+    target = term.target(
+        Prediction(of(teacher, batch)), batch, Networks(lambda given: of(student, given)), schedule
+    )
     return term.loss(Prediction(of(student, batch)), target, batch)
 
 
@@ -98,7 +101,7 @@ def test_the_target_is_the_mean_of_the_teacher_s_step_and_the_student_s_rest_of_
 
     batch = replace(BATCH, x_t_BCFHW=torch.ones_like(BATCH.x_t_BCFHW), sigma_B=torch.tensor([0.75, 0.2]))
     teacher = Prediction(torch.full_like(BATCH.x_t_BCFHW, 1.0))
-    target = Consistency(intervals=4).target(teacher, batch, ask, SCHEDULE)
+    target = Consistency(intervals=4).target(teacher, batch, Networks(ask), SCHEDULE)
     # from 0.75 to 0.5, a third of the way to 0: 1/3 + 2/3 x 4; from 0.2 to 0: the teacher's alone
     assert target.v_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([3.0, 1.0])
     assert asked[0].x_t_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([0.75, 0.8])
@@ -122,7 +125,7 @@ def test_continuous_divides_the_gradient_by_its_size() -> None:
     """The residual is 3 everywhere, the share of the step a = 0.01 / 0.5: 2 x 3 / (3 + 0.1 a) / elements."""
     batch, term = states(torch.tensor([0.5])), Consistency(intervals="continuous")
     zero = torch.zeros_like(batch.x_t_BCFHW)
-    target = term.target(Prediction(zero), batch, lambda given: zero, SCHEDULE)
+    target = term.target(Prediction(zero), batch, Networks(lambda given: zero), SCHEDULE)
     v = torch.full_like(zero, 3.0).requires_grad_()
     (loss_1,) = term.loss(Prediction(v), target, batch)
     (gradient,) = torch.autograd.grad(loss_1, v)
@@ -140,14 +143,14 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
         return transformer.velocity(model, given.x_t_BCFHW, given.sigma_B, given.text_BLD)
 
     def total(ask: Callable[[Batch], Tensor], v_BCFHW: Callable[[], Tensor]) -> Tensor:
-        targets = objective.targets(teacher, {NOISED: batch}, ask, SCHEDULE)
+        targets = objective.targets(teacher, {NOISED: batch}, Networks(ask), SCHEDULE)
         loss_TB = objective.losses({NOISED: Prediction(v_BCFHW())}, targets, {NOISED: batch})
         return objective.total(loss_TB).mean()
 
     total(plain, lambda: plain(batch)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Student({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
+    student = Learner({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
     student.backward(Expert.HIGH_NOISE, total(student.velocity, lambda: student.velocity(batch)))
     for name, p in student.engine(Expert.HIGH_NOISE).module.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(p), expected[name], rtol=1e-4, atol=1e-7)

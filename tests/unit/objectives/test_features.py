@@ -16,7 +16,7 @@ from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.registry import Objective, read_objective
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.config import lineage, read_student_config
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 
@@ -59,7 +59,7 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     objective = read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3])
     batches = {NOISED: batch_for(model)}
     add_projections(model, range(4), transformer.width(model.config))
-    student = Student({Expert.HIGH_NOISE: model}, engine())
+    student = Learner({Expert.HIGH_NOISE: model}, engine())
     predictions = student.predict(batches)
     assert objective.losses(predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0
 
@@ -100,7 +100,7 @@ def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
     objective = read_objective(["velocity", {"name": "feature", "weight": 0.5}]).for_student([1, 3])
     expected = gradients(narrow(), objective, teacher)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Student({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
+    student = Learner({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
     loss_TB = objective.losses(student.predict(batches), targets(objective, teacher, batches), batches)
     student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())

@@ -14,7 +14,7 @@ from wandistiller.engine.ds_config import student_engine
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.planner.student_network import Network, network_of
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, velocity
@@ -48,7 +48,7 @@ def student(
     return sum(parts.values(), Bytes())
 
 
-def train_a_step(made: Student, device: torch.device) -> None:
+def train_a_step(made: Learner, device: torch.device) -> None:
     engine = made.engine(Expert.HIGH_NOISE)
     inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
     engine.backward(velocity(engine, *(t.to(device) for t in inputs)).square().mean())
@@ -68,7 +68,7 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
     ds, _ = student_engine("s.json", student_json(stage, offload=offload, bf16=bf16), 1)
     before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
     network = Network(numels(dict(model.config)))
-    made = Student({Expert.HIGH_NOISE: model}, ds)
+    made = Learner({Expert.HIGH_NOISE: model}, ds)
     train_a_step(made, one_rank)
     planned = sum(student_parts(network, 1, ds, 1, accelerator=False).values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.01)
@@ -92,7 +92,7 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     ]
     assert network_of(config, frozen, lora, (), 256) == Network(*sizes)
     before -= sum(p.nbytes for p in model.parameters())  # of a network that the engine takes over
-    made = Student({Expert.HIGH_NOISE: model}, ds, ema=0.9)
+    made = Learner({Expert.HIGH_NOISE: model}, ds, ema=0.9)
     train_a_step(made, one_rank)
     parts = student_parts(Network(*sizes), 1, ds, 1, accelerator=False, ema=True)
     assert parts[AVERAGE].device + parts[AVERAGE].host == 4 * sum(sizes[0].values())

@@ -18,7 +18,7 @@ from wandistiller.checkpoint import loading
 from wandistiller.engine.ds_config import student_engine
 from wandistiller.student.config import StudentConfig, kept_layers, lineage, read_student_config
 from wandistiller.student.initialize import start_model
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import pipeline
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_gives_back_the_start_weights(
     model = started(wan1, num_layers=1)
     # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
     expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
-    student = Student({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
+    student = Learner({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
     folder = save(student, tmp_path, 1)
     assert_equal(dict(loading.read_weights(folder, Expert.HIGH_NOISE)), expected)
 
@@ -210,7 +210,7 @@ def test_zero_3_neither_moves_a_whole_network_to_the_accelerator_nor_sends_it_be
     monkeypatch.setattr(
         deepspeed.comm, "broadcast", lambda *args, **more: sent.append(args) or send(*args, **more)
     )
-    Student({Expert.HIGH_NOISE: model}, engine(stage))
+    Learner({Expert.HIGH_NOISE: model}, engine(stage))
     assert bool(moved) == (stage == 2)
     assert len(sent) == len(list(model.parameters()))  # once each: whole, or by the cut
     assert "to" not in vars(model)

@@ -16,7 +16,7 @@ from small_wan import small_transformer
 from torch import Tensor
 from tuning_on_ranks import PARTLY, batch, build, checkpoints, engine, learn, masters
 
-from wandistiller.batch import Expert
+from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -141,7 +141,7 @@ def test_a_resumed_student_is_bitwise_equal(
     for step in range(2):
         learn(students[0], step)
     folder = save(students[0], tmp_path, 2, keep=2)
-    assert loading.load(students[1], folder) == 2
+    assert loading.load({STUDENT: students[1]}, folder) == 2
     ends = []
     for i, student in enumerate(students):
         losses = [learn(student, step) for step in (2, 3)]

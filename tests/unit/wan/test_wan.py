@@ -20,7 +20,7 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.flow import keyed_normal
-from wandistiller.student.student import Student
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
@@ -207,7 +207,7 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}}
     ds |= PRECISIONS[precision]
-    student = Student({Expert.HIGH_NOISE: small_transformer(1)}, ds_config.student_engine("x.json", ds, 1)[0])
+    student = Learner({Expert.HIGH_NOISE: small_transformer(1)}, ds_config.student_engine("x.json", ds, 1)[0])
     assert_tables(student.engine(Expert.LOW_NOISE).module, wan1)
 
 

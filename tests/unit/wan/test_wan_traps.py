@@ -20,7 +20,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise
+from wandistiller.wan.sampling import denoise, few_steps
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_the_high_noise_expert_s_share_follows_from_the_shift(wan2: Path, shift:
     assert schedule.high_noise_share() == pytest.approx(share, abs=5e-4)
 
 
-# No command takes sigmas yet; these are those of four steps, which a few-step student must learn.
+# A student of few steps has a scheduler of its own, below.
 def test_four_steps_of_the_stock_scheduler_predict_at_these_sigmas(wan1: Path) -> None:
     noise, text_BLD = keyed_normal((1, 16, 1, 4, 4), "x"), torch.zeros(1, 512, 32)
     sigmas = []
@@ -113,6 +113,26 @@ def test_four_steps_of_the_stock_scheduler_predict_at_these_sigmas(wan1: Path) -
     # whole timesteps; the steps themselves are between exact sigmas
     assert sigmas == [0.999, 0.937, 0.833, 0.625]
     assert [sigma for sigma, _ in path] == pytest.approx([1.0, 0.9376, 0.8336, 0.6259], abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
+def test_the_scheduler_of_few_steps_has_the_levels_of_the_shifted_line(shift: float, steps: int) -> None:
+    levels = few_steps(shift, steps, None).sigmas
+    line = FlowSchedule(shift, None, 0, 8).steps(steps)
+    assert levels == pytest.approx(line, abs=0.002) and levels[0] == 1 and len(levels) == steps
+    trained = FlowSchedule(shift, None, 0, 8, few=few_steps(shift, steps, None))
+    assert trained.steps(steps) == list(levels) and trained.steps(steps + 1) != list(levels)
+
+
+@pytest.mark.parametrize(("shift", "boundary"), [(7.0, (0.9545 + 0.875) / 2), (5.0, (0.9375 + 0.8333) / 2)])
+def test_the_boundary_of_few_steps_lies_between_two_levels_and_one_at_it_is_the_low_noise_expert_s(
+    shift: float, boundary: float
+) -> None:
+    """At shift 7 the third of four levels is the boundary 0.875 itself, which rounding moves to 0.8752."""
+    few = few_steps(shift, 4, 0.875)
+    assert few.boundary == pytest.approx(boundary, abs=0.001)
+    assert few_steps(1.0, 2, 0.4).boundary == 0.4  # all are the high-noise expert's
 
 
 def test_a_second_guidance_scale_for_one_expert_is_refused(wan1: Path, tmp_path: Path) -> None:

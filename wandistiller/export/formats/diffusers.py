@@ -15,6 +15,7 @@ from wandistiller.utils.files import link_or_copy, read_json, write_json
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.known import known_config, known_index
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.sampling import few_step_config
 
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
 CARD = """# A Wan student distilled with wandistiller
@@ -58,8 +59,9 @@ class DiffusersFormat(ExportFormat):
                 del model  # before the next is read
             for part in ("vae", "text_encoder", "tokenizer"):
                 _copy_part(teacher.path / part, folder / part)
-            _write_scheduler(teacher, source.facts["shift"], folder / "scheduler")
-            _write_index(teacher, source.experts, folder)
+            scheduler = _scheduler(teacher, source.facts)
+            write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+            _write_index(teacher, source, scheduler, folder)
             write_pipeline_card(folder, source, self.repository)
         return [output]
 
@@ -76,16 +78,22 @@ def _copy_part(source: Path, target: Path) -> None:
                 write_json(file, known)
 
 
-def _write_scheduler(teacher: WanFolder, shift: float, folder: Path) -> None:
+def _scheduler(teacher: WanFolder, facts: dict[str, Any]) -> dict[str, Any]:
+    """The scheduler's config: for few steps with the noise levels that are trained, else the teacher's."""
+    if facts.get("few_steps"):
+        return few_step_config(facts["shift"], facts["steps"])
     config = known_config(teacher.path / "scheduler" / "scheduler_config.json")
-    config["shift" if "shift" in config else "flow_shift"] = shift
-    write_json(folder / "scheduler_config.json", config)
+    config["shift" if "shift" in config else "flow_shift"] = facts["shift"]
+    return config
 
 
-def _write_index(teacher: WanFolder, experts: list[str], folder: Path) -> None:
+def _write_index(teacher: WanFolder, source: Source, scheduler: dict[str, Any], folder: Path) -> None:
     index = known_index(read_json(teacher.path / "model_index.json"))
-    if len(experts) == 1:  # one network serves the whole path
+    index["scheduler"] = ["diffusers", scheduler["_class_name"]]
+    if len(source.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
+    elif source.facts.get("few_steps"):  # it lies between two levels
+        index["boundary_ratio"] = source.facts["boundary"]
     write_json(folder / "model_index.json", index)
 
 

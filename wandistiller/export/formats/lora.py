@@ -11,15 +11,23 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.batch import Expert
-from wandistiller.export.comfy_nodes import comfy_nodes
+from wandistiller.export.comfy_nodes import comfy_nodes, has_boundary
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
-from wandistiller.export.model_card import BESIDE, HERE, MADE_FOR, joined, write_card
+from wandistiller.export.model_card import (
+    BESIDE,
+    HERE,
+    MADE_FOR,
+    few_steps_sentence,
+    joined,
+    write_card,
+)
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source, clip
 from wandistiller.student.trainable import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
+from wandistiller.wan.sampling import few_step_config
 from wandistiller.wan.weight_reader import WeightReader
 
 FILES = {
@@ -32,9 +40,9 @@ CARD = """# A Wan LoRA distilled with wandistiller
 For `{base}`, {layers} layers. {rank}. {made_for}
 
 ```python
-from diffusers import WanPipeline
+from diffusers import {classes}
 pipe = WanPipeline.from_pretrained("{base}")
-pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={shift})
+{scheduler}
 {calls}
 ```
 """
@@ -135,6 +143,20 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
+def _scheduler(facts: dict[str, Any]) -> dict[str, str]:
+    """The classes to import and the call that sets the pipeline's scheduler."""
+    if not facts.get("few_steps"):
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts['shift']})"
+        return {"classes": "WanPipeline", "scheduler": f"pipe.scheduler = {call}"}
+    config = few_step_config(facts["shift"], facts["steps"])
+    name = config.pop("_class_name")
+    call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
+    lines = [f"pipe.scheduler = {call}"]
+    if has_boundary(facts):
+        lines.append(f"pipe.register_to_config(boundary_ratio={facts['boundary']})")
+    return {"classes": f"{name}, WanPipeline", "scheduler": "\n".join(lines)}
+
+
 def write_adapter_card(
     folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: str
 ) -> None:
@@ -151,10 +173,10 @@ def write_adapter_card(
     ]
     text = CARD.format(
         base=facts["teacher_path"] if facts["init"] == "teacher" else facts["init"],
-        shift=facts["shift"],
+        **_scheduler(facts),
         layers=facts["transformer"]["num_layers"],
         rank=rank,
-        made_for=MADE_FOR.format(**facts, clip=clip(facts)),
+        made_for=MADE_FOR.format(**facts, clip=clip(facts)) + few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:

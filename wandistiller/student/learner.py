@@ -1,4 +1,4 @@
-"""The student in training: its DeepSpeed engines, one per expert."""
+"""A network in training, the student or its critic: DeepSpeed engines, one per expert."""
 
 import math
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
+from wandistiller.batch import STUDENT, Batch, Expert, Prediction, concat_batches, split_prediction
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.monitors import Monitors, without_monitors
-from wandistiller.engine.optimizer_state import MasterWeights
+from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
 from wandistiller.engine.workarounds import (
     has_dynamic_loss_scale,
     partition_before_moving,
@@ -31,8 +31,8 @@ from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
 
 
-class Student:
-    """The trained networks, each in its own engine."""
+class Learner:
+    """The networks of one role, each in its own engine."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Student:
         learning_rates: dict[str, float] | None = None,
         ema: float | None = None,
         ema_start: int = 0,
+        role: str = STUDENT,
     ):
         """Put each model into an engine of the config `ds`, checked by `student_engine`. Collective.
 
@@ -49,13 +50,14 @@ class Student:
             models: from `set_trainable`.
             learning_rates: factors by part, as in `parameter_patterns.factor`.
             ema: decay of the average of the weights, which begins after `ema_start` steps.
+            role: only the student has the run's monitors.
         """
         policy, copies, ds = read_recompute(ds), empties_inputs(ds), without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         rates = learning_rates or {}
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
-        self.engines = {expert: _engine(model, ds, rates, expert) for expert, model in models.items()}
+        self.engines = {expert: _engine(model, ds, rates, expert, role) for expert, model in models.items()}
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
@@ -106,6 +108,19 @@ class Student:
             if self.engines[trained] is self.engine(expert):
                 average.update(done)
 
+    @torch.no_grad()
+    def follow(self, other: "Learner", share: float) -> None:
+        """Move the weights by a share of the way to those of `other`, which is of the same shape and JSON.
+
+        Source: intra-distribution alignment of SenseFlow, Ge et al. 2025, arXiv:2506.00523.
+        """
+        for expert, trained in self.trained.items():
+            theirs = other.trained[expert]
+            for flat, ahead in zip(trained.flats, theirs.flats, strict=True):
+                with trained.opened(flat, changed=True), theirs.opened(ahead):
+                    trained.tensors(flat)[WEIGHTS].lerp_(theirs.tensors(ahead)[WEIGHTS], share)
+            trained.publish()
+
     def state(self, expert: Expert) -> dict[str, Any]:
         """Return the engine's gradient norm, learning rate, loss scale, and whether it skipped the step."""
         engine = self.engine(expert)
@@ -134,7 +149,11 @@ class Student:
 
 
 def _engine(
-    model: WanTransformer3DModel, ds: dict[str, Any], learning_rates: dict[str, float], expert: Expert
+    model: WanTransformer3DModel,
+    ds: dict[str, Any],
+    learning_rates: dict[str, float],
+    expert: Expert,
+    role: str,
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, ds)
     if ds.get("flops_profiler", {}).get("enabled"):
@@ -142,8 +161,8 @@ def _engine(
     if on_nvme(ds):
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         sizes = [p.numel() for p in model.parameters()]
-        ds = nvme.to_own_folder(ds, sizes, f"student_{expert.value}", collectives.world_size())
-    if expert is not Expert.HIGH_NOISE:  # which has the run's monitors
+        ds = nvme.to_own_folder(ds, sizes, f"{role}_{expert.value}", collectives.world_size())
+    if expert is not Expert.HIGH_NOISE or role != STUDENT:  # which has the run's monitors
         ds = without_monitors(ds)
     with partition_before_moving(model, ds), without_dummy_step():
         engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)

@@ -1,0 +1,140 @@
+"""DMD2: equal to a plain PyTorch loop, one loss curve over ranks and stages, resumed bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import PlainDmd2
+from ranks import losses, metrics, wandistiller
+from recipes import recipe, recipe_file, student_engine, train
+from trainers import trainer_of
+
+from wandistiller.batch import CRITIC, STUDENT, Expert
+
+STEPS = 4
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
+SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
+SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+FROM_TEACHER = DMD2 | {"critic_start": "teacher"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dmd2")
+
+
+def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path:
+    return train(folder, wan, name, ranks=ranks, **SETTINGS | more)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, wan2: Path) -> Path:
+    """A run on one rank, ZeRO-2."""
+    return trained(folder, wan2, "whole", 1)
+
+
+def of_critic(output: Path) -> list[float]:
+    return [line["critic"]["loss"] for line in metrics(output)]
+
+
+def test_losses_and_weights_after_6_updates_equal_those_of_plain_pytorch(
+    folder: Path, wan2: Path, one_rank: torch.device
+) -> None:
+    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
+    given = recipe(folder, wan2, output_dir=str(folder / "plain"), **SETTINGS | {"deepspeed_config": engine})
+    trainer = trainer_of(given)
+    plain = PlainDmd2(trainer.job)
+    for step in range(2):
+        result, (loss, critic) = trainer.train_step(step), plain.step(step)
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        assert result.critic["loss"] == pytest.approx(critic, rel=1e-5)
+    for role, network in {STUDENT: plain.student, CRITIC: plain.critic}.items():
+        module = trainer.learners[role].engine(Expert.HIGH_NOISE).module
+        ours, theirs = dict(module.named_parameters()), dict(network.named_parameters())
+        assert ours.keys() == theirs.keys()
+        for name, p in theirs.items():
+            torch.testing.assert_close(
+                ours[name].detach(), p.detach(), rtol=1e-4, atol=1e-5, msg=f"{role} {name}"
+            )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_do_not_depend_on_ranks_stage_or_accumulation(
+    folder: Path, wan2: Path, whole: Path, stage: int
+) -> None:
+    engine = student_engine(stage, offload=stage > 0)
+    two = trained(folder, wan2, f"two_{stage}", 2, deepspeed_config=engine)
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-5) and len(set(losses(whole))) == STEPS
+    assert of_critic(two) == pytest.approx(of_critic(whole), rel=1e-5)
+    for ours, theirs in zip(metrics(two), metrics(whole), strict=True):
+        assert ours["watched"] == pytest.approx(theirs["watched"], rel=1e-4)
+
+
+def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    middle = str(whole / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, "resumed", 1, resume=middle)
+    assert losses(resumed) == losses(whole)[2:] and of_critic(resumed) == of_critic(whole)[2:]
+
+
+def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) -> None:
+    output = trained(folder, wan2, "data_free", 1, cache_dir=str(folder / "own"), max_steps=1)
+    assert len(losses(output)) == 1 and not list((folder / "own" / "latents").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        pytest.param(FROM_TEACHER, marks=pytest.mark.slow),
+        pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
+        [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
+    ],
+    ids=["critic from the teacher", "critic follows", "joint"],
+)
+def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, objective: Any) -> None:
+    name = "_".join(str(objective).split()[-2:]).strip("}]'\"")
+    one = trained(folder, wan2, f"{name}_1", 1, objective=objective, max_steps=2, save_every=1)
+    two = trained(
+        folder, wan2, f"{name}_2", 2, objective=objective, max_steps=2, deepspeed_config=student_engine(3)
+    )
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert of_critic(two) == pytest.approx(of_critic(one), rel=1e-5)
+    middle = str(one / "checkpoints" / "step_00000001")
+    resumed = trained(folder, wan2, f"{name}_3", 1, objective=objective, max_steps=2, resume=middle)
+    assert losses(resumed) == losses(one)[1:] and of_critic(resumed) == of_critic(one)[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"student_config": {"num_layers": 2, "experts": "two"}}, "dmd2 trains a student of one network"),
+        (
+            {"objective": DMD2 | {"critic_start": "teacher"}, "lora": {"rank": 2}},
+            '`critic_start` is "teacher"',
+        ),
+        (
+            {"objective": DMD2 | {"critic_start": "teacher", "critic_follows": 0.1}},
+            "critic of the student's shape",
+        ),
+        ({"objective": [DMD2, {"name": "consistency", "edges": 4}]}, "dmd2 for 2 and consistency for 4"),
+        ({"objective": [DMD2, "velocity"], "buckets": True}, "dmd2 draws its own at one size"),
+    ],
+)
+def test_what_a_critic_cannot_be_trained_beside_is_refused(
+    folder: Path, wan2: Path, settings: dict[str, Any], message: str
+) -> None:
+    file = recipe_file(folder, wan2, "refused", **SETTINGS | settings)
+    done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> None:
+    plans = {}
+    for name, objective in {"with": DMD2, "without": "velocity"}.items():
+        file = recipe_file(folder, wan2, f"plan_{name}", **SETTINGS | {"objective": objective})
+        plans[name] = wandistiller("plan", "--recipe", file).stderr
+    counted = ["critic's weights", "the critic's passes", "the critic's optimizer"]
+    assert all(line in plans["with"] and line not in plans["without"] for line in counted)
+    assert "the teacher's rollouts" in plans["without"] and "the teacher's rollouts" not in plans["with"]

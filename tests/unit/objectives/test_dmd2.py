@@ -1,0 +1,106 @@
+"""DMD2 against scores of Gaussians, sums done by hand, and the sampler that the student is used with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import batch_for, loaded
+from torch import Tensor
+
+from wandistiller.batch import Batch, Expert, GeneratedBatch, Prediction
+from wandistiller.flow import JUDGED, FewSteps, FlowSchedule, clean, keyed_normal
+from wandistiller.objectives.base import Networks
+from wandistiller.objectives.dmd2 import Dmd2, Judges
+from wandistiller.simulation import judged, simulate
+from wandistiller.wan import transformer
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise, few_steps
+
+SHAPE = (2, 1, 4, 4)
+SCHEDULE = FlowSchedule(3.0, None, seed=0, global_batch=8, few=FewSteps((1.0, 0.75)))
+TEXT_BLD = torch.zeros(4, 1, 1)
+
+
+def drawn(step: int = 0, schedule: FlowSchedule = SCHEDULE) -> GeneratedBatch:
+    return schedule.generated(SHAPE, TEXT_BLD, [step * 8 + i for i in range(4)], step)
+
+
+def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
+    """The exact velocity where clean latents are independent Gaussians: (x - E[x0 | x]) / t."""
+
+    def velocity(batch: Batch) -> Tensor:
+        t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
+        variance = (1 - t) ** 2 * deviation**2 + t**2
+        x0 = mean + (1 - t) * deviation**2 / variance * (x - (1 - t) * mean)
+        return (x - x0) / t
+
+    return velocity
+
+
+def score(batch: Batch, mean: float, deviation: float) -> Tensor:
+    t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
+    return -(x - (1 - t) * mean) / ((1 - t) ** 2 * deviation**2 + t**2)
+
+
+def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
+    """x0 = (x + t^2 score) / (1 - t), so x0_critic - x0_teacher is t^2 / (1 - t) times the difference."""
+    at = judged(drawn(), keyed_normal((4, *SHAPE), "v"))
+    gradient = Judges(gaussian(0.5, 0.3), gaussian(-0.2, 0.8)).gradient(at)
+    t = at.sigma_B.view(-1, 1, 1, 1, 1)
+    difference = t**2 / (1 - t) * (score(at, -0.2, 0.8) - score(at, 0.5, 0.3))
+    away = at.x0_BCFHW - (at.x_t_BCFHW + t**2 * score(at, 0.5, 0.3)) / (1 - t)
+    expected = difference / away.abs().mean((1, 2, 3, 4), keepdim=True)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
+    batch, target = drawn(), Judges(gaussian(0.5, 0.3), gaussian(0.5, 0.3))
+    assert Dmd2().loss(Prediction(keyed_normal((4, *SHAPE), "v")), target, batch).abs().max() == 0
+    assert target.watched["critic_share"].tolist() == pytest.approx([1.0] * 4)
+
+
+def test_the_loss_passes_the_judges_gradient_to_the_samples() -> None:
+    batch, v = drawn(), keyed_normal((4, *SHAPE), "v").requires_grad_()
+    networks = Networks(gaussian(0, 1), gaussian(0.5, 0.3), gaussian(-0.2, 0.8))
+    target = Dmd2().target(None, batch, networks, SCHEDULE)
+    Dmd2().loss(Prediction(v), target, batch).sum().backward()
+    gradient = target.gradient(judged(batch, v.detach()))
+    numel = v[0].numel()  # x0 = x - sigma v, and the loss is a mean over a sample
+    expected = -batch.sigma_B.view(-1, 1, 1, 1, 1) * gradient / numel
+    torch.testing.assert_close(v.grad, expected)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@torch.no_grad()
+def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int) -> None:
+    model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None)
+    schedule = FlowSchedule(3.0, None, 0, 2, few=few)
+    text_BLD = batch_for(model).text_BLD
+
+    def velocity(batch: Batch) -> Tensor:
+        return transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+
+    exits = set()
+    for step in range(12):
+        batch = schedule.generated((16, 1, 4, 4), text_BLD, [2 * step, 2 * step + 1], step)
+        exits.add(batch.exit)
+        state = simulate(batch, velocity, few)
+        x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, batch.noise_BCFHW, text_BLD, 40, few)
+        sigma, x_BCFHW = path[batch.exit]
+        assert state.sigma_B.tolist() == pytest.approx([sigma] * 2)
+        torch.testing.assert_close(state.x_t_BCFHW, x_BCFHW)
+        if batch.exit == steps - 1:
+            torch.testing.assert_close(clean(state.x_t_BCFHW, velocity(state), state.sigma_B), x0)
+    assert exits == set(range(steps))
+
+
+def test_draws_depend_on_update_and_sample_alone_and_samples_are_judged_within_limits() -> None:
+    one, parts = drawn(3), [SCHEDULE.generated(SHAPE, TEXT_BLD[:2], [24 + i, 25 + i], 3) for i in (0, 2)]
+    for name in ("noise_BCFHW", "sigma_B"):
+        for whole, halves in ((one, parts), (one.judged, [p.judged for p in parts])):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(p, name) for p in halves]))
+    assert {p.exit for p in parts} == {one.exit} and {p.judged.expert for p in parts} == {Expert.HIGH_NOISE}
+    sigma_N = torch.cat([drawn(step).judged.sigma_B for step in range(100)])
+    assert sigma_N.min() >= JUDGED[0] and sigma_N.max() <= 0.9801
+    assert not torch.equal(one.noise_BCFHW, drawn(4).noise_BCFHW)

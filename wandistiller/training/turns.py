@@ -1,0 +1,144 @@
+"""Updates of a step: each is one network's, with a forward and a backward pass for its own loss."""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch
+from wandistiller.config.job import Job
+from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.objectives.base import Networks, mean_square
+from wandistiller.simulation import judged, simulate
+from wandistiller.student.learner import Learner
+from wandistiller.teacher.base import Teacher
+from wandistiller.training.step_result import READING, MicroStepResult
+from wandistiller.utils.logging import activity
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Return `loss`; if it is not finite, make its gradients non-finite too: every engine skips the step.
+
+    This holds on all ranks, whichever had the loss, and for a loss that overflowed in a square while its
+    gradient did not. It needs neither a collective nor a transfer from the device.
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+
+class Turn(ABC):
+    """Updates of the network of one role."""
+
+    def __init__(
+        self, job: Job, batches: MicroBatches, learners: dict[str, Learner], teacher: Teacher | None
+    ):
+        self.job, self.batches, self.learners, self.teacher = job, batches, learners, teacher
+        self.student = learners[STUDENT]
+
+    @property
+    @abstractmethod
+    def learner(self) -> Learner:
+        """The network that learns."""
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of the rows of loss_TB."""
+
+    @abstractmethod
+    def read(self, update: int, micro: int) -> dict[str, Batch]:
+        """Return this rank's samples of a micro-step by kind of states."""
+
+    @abstractmethod
+    def micro_step(self, update: int, micro: int) -> MicroStepResult:
+        """Make a forward and a backward pass on this rank's samples of an update, counted from 0."""
+
+    @abstractmethod
+    def total(self, losses: Tensor | list[float]) -> Tensor | float:
+        """Return the loss of the network: the weighted sum over the rows of loss_TB."""
+
+    def learn(self, batch: Batch, loss_TB: Tensor, watched: dict[str, Tensor]) -> MicroStepResult:
+        """Add the gradient; on the last micro-step of an update the weights change."""
+        with activity(f"the {self.role}'s backward pass"):
+            loss = self.total(loss_TB).mean()
+            self.learner.backward(batch.expert, propagate_nonfinite(loss))
+        with activity("the optimizer's step"):
+            self.learner.step(batch.expert)
+        return MicroStepResult(loss_TB.detach(), batch.sigma_B, batch.expert, watched)
+
+    @property
+    def role(self) -> str:
+        """`student` or `critic`."""
+        return next(role for role, learner in self.learners.items() if learner is self.learner)
+
+
+class StudentTurn(Turn):
+    """The student's updates, by the run's objective."""
+
+    @property
+    def learner(self) -> Learner:
+        return self.student
+
+    @property
+    def names(self) -> list[str]:
+        return [term.name for term in self.job.objective.terms]
+
+    def total(self, losses: Tensor | list[float]) -> Tensor | float:
+        return self.job.objective.total(losses)
+
+    def read(self, update: int, micro: int) -> dict[str, Batch]:
+        return self.batches.batch(update, micro)
+
+    def micro_step(self, update: int, micro: int) -> MicroStepResult:
+        with activity(READING):
+            batches = self.read(update, micro)
+        objective, schedule = self.job.matched_objective, self.job.schedule
+        if GENERATED in batches:
+            with activity("the student's sampling"):
+                batches[GENERATED] = simulate(batches[GENERATED], self.student.velocity, schedule.few)
+        first = next(iter(batches.values()))
+        with activity("the teacher's forward pass"):
+            targets = objective.targets(self.teacher, batches, self._networks, schedule)
+        with activity("the student's forward pass"):
+            predictions = self.student.predict(batches)
+            loss_TB = objective.losses(predictions, targets, batches)
+        return self.learn(first, loss_TB, objective.watched(targets))
+
+    @property
+    def _networks(self) -> Networks:
+        critic = self.learners.get(CRITIC)
+        return Networks(
+            self.student.velocity,
+            self.teacher.velocity if self.teacher else None,
+            critic.velocity if critic else None,
+        )
+
+
+class CriticTurn(Turn):
+    """The critic's updates, by flow matching on samples of the student's."""
+
+    names = (CRITIC,)
+
+    @property
+    def learner(self) -> Learner:
+        return self.learners[CRITIC]
+
+    def total(self, losses: Tensor | list[float]) -> Tensor | float:
+        return losses[0]
+
+    def read(self, update: int, micro: int) -> dict[str, Batch]:
+        return {GENERATED: self.batches.of_student(update, micro)}
+
+    def micro_step(self, update: int, micro: int) -> MicroStepResult:
+        with activity(READING):
+            batch = self.read(update, micro)[GENERATED]
+        with activity("the student's sampling"), torch.no_grad():
+            batch = simulate(batch, self.student.velocity, self.job.schedule.few)
+            states = judged(batch, self.student.velocity(batch))
+        with activity("the critic's forward pass"):
+            v_BCFHW = self.learner.predict({NOISED: states})[NOISED].v_BCFHW
+            loss_TB = mean_square(v_BCFHW - states.v_BCFHW)[None]
+        return self.learn(states, loss_TB, {})
+
+
+TURNS = {STUDENT: StudentTurn, CRITIC: CriticTurn}
