@@ -62,7 +62,7 @@ class Term(ABC):
     """One loss, the only term of its file; its fields are its keys in a recipe's "objective"."""
 
     states: ClassVar[str] = NOISED
-    """Kind of states that the loss is computed at: NOISED or PATH."""
+    """Kind of states that the loss is computed at: NOISED, PATH or GENERATED."""
     weight: Positive = 1.0
     """Factor in the sum, above 0."""
 

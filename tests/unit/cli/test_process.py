@@ -24,7 +24,7 @@ def test_a_command_with_all_standard_streams_closed_has_the_exit_code_of_one_wit
 ) -> None:
     words = words + ["--output_dir", "run"] * (words[0] == "plan" and not code)
     shell = ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$@"', "bash", *WORDS, *words]
-    run(shell, code=code, cwd=tmp_path)
+    assert run(shell, code=code, cwd=tmp_path).returncode == code
 
 
 def test_paths_and_messages_outside_ascii_work_where_python_is_told_to_use_ascii(tmp_path: Path) -> None:
