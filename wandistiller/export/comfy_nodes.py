@@ -53,6 +53,6 @@ def split_step(facts: dict[str, Any], steps: int) -> int:
 
 
 def has_boundary(facts: dict[str, Any]) -> bool:
-    """Whether two experts share the noise levels."""
+    """Return whether two experts share the noise levels."""
     # .get: checkpoints made before `boundary` have no such fact
     return len(facts["experts"]) == 2 and facts.get("boundary") is not None

@@ -121,12 +121,12 @@ def trained_steps(folder: Path) -> int | None:
 
 
 def clip(facts: dict[str, Any]) -> str:
-    """What a student draws."""
+    """Name what a student draws."""
     return "images" if facts["num_frames"] == 1 else f"videos of {facts['num_frames']} frames"
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is ORGANISATION/MODEL on the hub, and no folder here."""
+    """Return whether `name` is ORGANISATION/MODEL on the hub, and no folder here."""
     return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 

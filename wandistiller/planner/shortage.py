@@ -1,4 +1,4 @@
-"""What a run needs more of than this machine has free, before anything is loaded."""
+"""Resources that a run needs more of than this machine has free, before anything is loaded."""
 
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
