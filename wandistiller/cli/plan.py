@@ -11,15 +11,16 @@ import torch
 from wandistiller.cli.plan_report import report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.shorthands import merged
-from wandistiller.config.validate import read_job
+from wandistiller.config.stages import in_stages, read_jobs, runs_of
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
+from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
@@ -63,8 +64,33 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     values = read_json(recipe) if recipe else {}
     machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    config = merged(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
-    job, lines = read_job(config, machine.ranks, here=here), []
+    runs = runs_of(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
+    lines, best, total = [], {}, 0.0
+    jobs = read_jobs(runs, machine.ranks, here=here)
+    rates = hardware_rates.override_rates(hardware_rates.default_rates(machine.device_size), own["rates"])
+    if own["measure"]:
+        dtype = getattr(torch, dtype_name(jobs[0].student_ds))
+        measured = replace(rates, **hardware_rates.measure_rates(swap_folder(jobs[0]), dtype))
+        rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
+        lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
+    before = None
+    for job in jobs:
+        text, before, best[job.stage] = _of_run(replace(job, previous=before), machine, rates, here, own)
+        lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
+        total += before.run.max_steps * StepTime(before, machine, rates).floor() / 3600
+    if len(jobs) > 1:
+        lines.append(f"all {len(jobs)} stages: at least {total:.1f} h for their steps")
+    if file := own["recommend"]:
+        given = {"output_dir": f"runs/{Path(file).stem}"} | values | flags
+        lines += _recommend(file, runs, given, best, machine)
+    return lines
+
+
+def _of_run(
+    job: Job, machine: Machine, rates: Rates, here: bool, own: dict[str, Any]
+) -> tuple[list[str], Job, list[Choice]]:
+    """Return lines on one run, the run with `auto` resolved, and the combinations that fit. Collective."""
+    lines: list[str] = []
 
     def with_disk(job: Job, shipped: bool) -> Machine:
         return on_its_disk(machine, job, swap_folder(job, shipped=shipped) if here else None)
@@ -72,38 +98,35 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     if any(left_open(job)):
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
-    rates = hardware_rates.override_rates(hardware_rates.default_rates(machine.device_size), own["rates"])
-    if own["measure"]:
-        dtype = getattr(torch, dtype_name(job.student_ds))
-        measured = replace(rates, **hardware_rates.measure_rates(swap_folder(job), dtype))
-        rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
-        lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
-    machine = with_disk(job, False)
-    lines += [*report(job, machine, rates, here, own["price_per_gpu_hour"]), ""]
+    lines += [*report(job, with_disk(job, False), rates, here, own["price_per_gpu_hour"]), ""]
     best = choices(job, with_disk(job, True), rates, here)
     fastest = "fastest of the shipped JSONs that fit:"
     lines.append(fastest if best else "no combination of the shipped JSONs fits")
     lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:LISTED]]
-    if file := own["recommend"]:
-        lines += _recommend(file, config, values | flags, best, machine)
-    return lines
+    return lines, job, best
 
 
 def _recommend(
-    file: str | Path, config: RunConfig, given: dict[str, Any], best: list[Choice], machine: Machine
+    file: str | Path,
+    runs: dict[str, RunConfig],
+    given: dict[str, Any],
+    best: dict[str, list[Choice]],
+    machine: Machine,
 ) -> list[str]:
     """Write the recipe with the fastest of `best` on rank 0, and return the lines that say so.
 
     Args:
+        runs: by stage.
         given: values of the recipe and of the flags, as the user wrote them.
+        best: by stage.
     Raises:
         ConfigError: nothing fits.
     """
-    if not best:
+    if not all(best.values()):
         raise ConfigError(f"Nothing fits that could be recommended. {HELPS}, or a teacher in bfloat16.")
     if collectives.rank() == 0:
-        given = {"output_dir": f"runs/{Path(file).stem}"} | given
-        write_json(file, _without_engines(config, given) | best[0].settings)
+        own = {stage: _without_engines(run, given) | best[stage][0].settings for stage, run in runs.items()}
+        write_json(file, own[""] if "" in own else in_stages(own, given))
     return [f"wrote {file}", f"next: {_next_command(file, machine)}"]
 
 

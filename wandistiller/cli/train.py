@@ -5,12 +5,12 @@ from typing import Any
 
 from wandistiller.cli.failures import Failures
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import read_run
-from wandistiller.config.validate import read_job
+from wandistiller.config.stages import read_jobs, read_runs, whole_output
+from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.planner.disk import fetch_problems, log_disk_use
-from wandistiller.planner.resolve_auto import resolve_auto
+from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import shortages
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import lock, sweep
@@ -26,54 +26,61 @@ ELSEWHERE = (
 def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
-        job = read_job(read_run(flags.pop("recipe", None), flags), collectives.world_size())
-    setup_logging(job.run.log_level)
+        stages = read_jobs(read_runs(flags.pop("recipe", None), flags), collectives.world_size())
+    of_all = stages[0].run
+    setup_logging(of_all.log_level)
     with collectives.raise_on_all_ranks():
-        job = resolve_auto(job)
-    if job.run.dry_run:
-        _dry_run(job)
+        stages = resolved(stages)
+    if of_all.dry_run:
+        _dry_run(stages)
         return
-    first = collectives.rank() == 0
+    first, output = collectives.rank() == 0, whole_output(stages)
     with collectives.raise_on_all_ranks():
-        require_weights(job.folder)
-    for line in collectives.gather_problems(shortages(job)):
+        for folder in {job.folder.path: job.folder for job in stages}.values():
+            require_weights(folder)
+    for line in collectives.gather_problems(shortages(stages)):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
-        output_lock = lock(job.output) if first else None
-    for folder in (job.output, job.cache) if first else ():
+        places = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
+        locks = [lock(place) for place in places]
+    for folder in (output, stages[0].cache) if first else ():
         sweep(folder)
-    stopping.install(job.output / STOP if first else None)
-    collectives.init(job.run.log_level)
-    add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
-    collectives.watchdog.timeout = job.run.timeout
-    failures.set_job(job)
+    stopping.install(output / STOP if first else None)
+    collectives.init(of_all.log_level)
+    collectives.watchdog.timeout = of_all.timeout
     collectives.watchdog.failure_context = failures.explain
+
+    def begin(job: Job) -> None:
+        add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
+        failures.set_job(job)
+
     from wandistiller.training import distil, prepare  # here, because it takes seconds
 
-    {"prepare": prepare, "train": distil}[command].run(job)
-    if output_lock:
-        output_lock.close()
+    {"prepare": prepare, "train": distil}[command].run(stages, begin)
+    for held in locks:
+        held.close()
 
 
-def _dry_run(job: Job) -> None:
-    """Log the run and check what can be known before it. Collective.
+def _dry_run(stages: list[Job]) -> None:
+    """Log the runs and check what can be known before them. Collective.
 
     Raises:
         ConfigError: a folder without all weights, or less memory or disk than the plan needs. At a real start
             the latter is a warning, because it is an estimate.
     """
-    for line in job.summary():
-        collectives.log0(line)
-    log_disk_use(job)
+    for job in stages:
+        for line in job.summary():
+            collectives.log0(line)
+    log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():
-        problems = fetch_problems(job)
-        if not job.folder.revision:  # the run itself fetches those of a hub id
-            try:
-                require_weights(job.folder)
-            except ConfigError as error:
-                problems += error.problems
-        if short := shortages(job):
+        problems = []
+        for job in stages:
+            problems += fetch_problems(job)
+            if not job.folder.revision:  # the run itself fetches those of a hub id
+                with collecting(problems):
+                    require_weights(job.folder)
+        if short := shortages(stages):
             problems = [*problems, *short, ELSEWHERE]
         if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(*dict.fromkeys(problems))
     collectives.log0("dry run: nothing was loaded or written")

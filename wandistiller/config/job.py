@@ -8,6 +8,7 @@ from typing import Any
 
 from wandistiller.batch import Expert
 from wandistiller.config.run_config import JSON_FILES, RunConfig
+from wandistiller.config.start import Start, start_after
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.colours import RGB, WHITE, background_of
 from wandistiller.data.dataset import MediaType, PromptDataset
@@ -40,6 +41,12 @@ class Job:
     batch: BatchSize
     objective: Objective
     resume_from: Path | None
+    start: Start | None = None
+    """The run whose student this one trains on; None: the student is new, or of a pipeline's folder."""
+    stage: str = ""
+    """Its name, if it is a stage of a recipe."""
+    previous: "Job | None" = None
+    """The stage before this one."""
 
     @property
     def output(self) -> Path:
@@ -143,7 +150,7 @@ class Job:
             # a hub id's weights may not be here yet, but its commit identifies them
             "teacher": self.folder.revision
             or fingerprint(self.folder.path / e.value for e in self.folder.configs),
-            "student": digest(dataclasses.asdict(self.student), self.student_transformer),
+            "student": digest(self._start, self.student_transformer),
             "data": digest(
                 self.items.digest,
                 *map(str, (self.rollouts, self.size, self.buckets)),
@@ -162,6 +169,25 @@ class Job:
             "precision": dtype_name(self.student_ds),
             **self._tuning,
         }
+
+    @property
+    def _start(self) -> dict[str, Any]:
+        """The student's settings; a run that it starts from counts by its weights, wherever it lies."""
+        settings = dataclasses.asdict(self.student)
+        return settings | {"init": self.start.identity} if self.start else settings
+
+    @property
+    def end(self) -> Start:
+        """The start of a run that follows this one."""
+        r, student = self.run, self.student
+        return start_after(
+            self.output,
+            self.student_transformer,
+            student.experts,
+            self.identity,
+            self.provenance,
+            r.max_steps,
+        )
 
     @property
     def background(self) -> RGB:
@@ -203,6 +229,7 @@ class Job:
             "negative_prompt": r.negative_prompt,
             "objective": str(self.objective),
             "max_steps": r.max_steps,
+            **({"before": self.start.history} if self.start else {}),
             **self._tuning,
         }
 
@@ -244,6 +271,7 @@ class Job:
             *(f"{key:<14} {value}" for key, value in self._tuning.items()),
             f"objective {self.objective}",
             f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
+            *([f"stage     {self.stage}"] if self.stage else []),
             f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
             f"{self.schedule.high_noise_share():.3f}, into {self.output}",
         ]

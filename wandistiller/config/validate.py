@@ -14,6 +14,7 @@ from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
 from wandistiller.config.objective_checks import objective_problems
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
+from wandistiller.config.start import read_start
 from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.data.media import video_problem
@@ -45,17 +46,18 @@ def collecting(problems: list[str]) -> Iterator[None]:
 
 
 @readable()
-def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
+def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | None = None) -> Job:
     """Check a run against its teacher, data, student and engines before any weight is read.
 
     Args:
         here: check it against this machine too.
+        previous: the run that `student_config` names, which need not have begun.
 
     Raises:
         ConfigError: with every problem found.
     """
     problems: list[str] = []
-    parts = _read_parts(run, world, here, problems)
+    parts = _read_parts(run, world, here, previous, problems)
     with collecting(problems):
         parts["objective"] = read_objective(run.objective)
         run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
@@ -63,11 +65,14 @@ def read_job(run: RunConfig, world: int, *, here: bool = True) -> Job:
         run = _complete(run, parts["folder"], parts.get("items"), parts.get("batch"))
     if problems := problems + _combined_problems(run, parts, world, here):
         raise ConfigError(*problems)
-    job = Job(run=run, resume_from=resume.find(Path(run.output_dir), run.resume), **parts)
+    resume_from = resume.find(Path(run.output_dir), run.resume)
+    job = Job(run=run, resume_from=resume_from, previous=previous, **parts)
     return _resumed(job) if job.resume_from else job
 
 
-def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> dict[str, Any]:
+def _read_parts(
+    run: RunConfig, world: int, here: bool, previous: Job | None, problems: list[str]
+) -> dict[str, Any]:
     """Read what the run names, as fields of Job; add the problems of those that are left out."""
     parts: dict[str, Any] = {}
     with collecting(problems):
@@ -76,8 +81,7 @@ def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> 
         parts["items"] = read_dataset(run.data_path)
     if "folder" in parts:
         with collecting(problems):
-            config = read_student_config(*ds_config.load(run.student_config), parts["folder"])
-            parts["student"], parts["student_transformer"] = config
+            parts |= _read_student(run, parts["folder"], previous)
     with collecting(problems):
         where, ds = _student_json(run, parts, world)
         parts["student_ds"], parts["batch"] = ds_config.student_engine(where, ds, world)
@@ -87,6 +91,22 @@ def _read_parts(run: RunConfig, world: int, here: bool, problems: list[str]) -> 
         parts["teacher_ds"] = teacher_engine(where, ds_config.with_dtype(ds, run.teacher_dtype), world)
         problems += config_problems(where, without_block(parts["teacher_ds"]), here=here)
     return parts
+
+
+def _read_student(run: RunConfig, folder: WanFolder, previous: Job | None) -> dict[str, Any]:
+    """Read the student and the run that it starts from, as fields of Job."""
+    where, values = ds_config.load(run.student_config)
+    start = previous.end if previous else read_start(values.get("init"))
+    if not start:
+        student, transformer = read_student_config(where, values, folder)
+    else:
+        student, transformer = read_student_config(
+            where, {"experts": start.experts} | values, folder, start.transformer
+        )
+        if student.experts != start.experts:
+            remedy = f"{start.folder} has {start.experts}. Write that, or leave it out."
+            raise ConfigError(problem(where, "experts", student.experts, remedy))
+    return {"student": student, "student_transformer": transformer, "start": start}
 
 
 def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: bool) -> list[str]:

@@ -22,6 +22,8 @@ MONITORS = {
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
 WANDB_RUN = "wandb_run"
 """File of an output folder: the id by which Weights & Biases continues the curves of a resumed run."""
+_named = [""]
+"""The ids that this process gave to its runs."""
 
 
 def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def name_run(output: Path, ds: dict[str, Any], *, goes_on: bool) -> None:
     if not (goes_on and file.is_file()):
         with atomic(file) as temporary:
             temporary.write_text(uuid.uuid4().hex[:8])
-    os.environ.setdefault("WANDB_RUN_ID", file.read_text())
+    if os.environ.get("WANDB_RUN_ID", _named[-1]) == _named[-1]:  # not the user's
+        os.environ["WANDB_RUN_ID"] = file.read_text()
+        _named.append(file.read_text())
     os.environ.setdefault("WANDB_RESUME", "allow")
 
 
@@ -58,6 +62,15 @@ class Monitors:
         if comet and comet.experiment:  # rank 0 has it
             # or its curves are lost: it waits for Python's teardown (comet_ml 3.58)
             atexit.register(comet.experiment.end)
+
+    def close(self) -> None:
+        """End the curves of W&B and Comet, so that another run of this process gets its own."""
+        if self._all.wandb_monitor and self._all.enabled and not rank():
+            import wandb
+
+            wandb.finish()
+        if self._all.comet_monitor and self._all.comet_monitor.experiment:
+            self._all.comet_monitor.experiment.end()
 
     def go_on_from(self, step: int) -> None:
         """Drop the rows of CSV files after `step`, from which the run goes on, and repeated header lines."""

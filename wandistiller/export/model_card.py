@@ -76,6 +76,7 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
         relation: to the base model: finetune, adapter.
     """
     run = source.folder.parent.parent
+    before = source.facts.get("before", [])
     front, named = _front_matter(source, relation, folder)
     text = f"---\n{front}\n---\n{text}" + NO_LICENCE * (not named)
     if pictures := drawn(run):
@@ -86,7 +87,8 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
     recipe = json.dumps(without_places(source.recipe), indent=1, ensure_ascii=False)
     details = f"<details><summary>the recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>"
-    text += f"\n## How it was made\n\n{details}\n"
+    stages = f"Before it, in stages: {'; '.join(before)}.\n\n" if before else ""
+    text += f"\n## How it was made\n\n{stages}{details}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     write_json(folder / FACTS, source.published)
 

@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
+from wandistiller.config.start import stage_folders
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
@@ -60,7 +61,11 @@ class Source(NamedTuple):
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
         """Yield name and network of each expert, LoRA fused; `dtype` except where diffusers keeps float32."""
         for name in self.experts:
-            yield name, self._fused(name, dtype) if self.facts.get("lora") else self.network(name, dtype)
+            yield name, self.finished(name, dtype)
+
+    def finished(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
+        """One expert, LoRA fused, in `dtype` except where diffusers keeps float32."""
+        return self._fused(name, dtype) if self.facts.get("lora") else self.network(name, dtype)
 
     def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
         """One expert as it was trained, on the CPU: with adapters, without feature matching's projections.
@@ -144,7 +149,8 @@ def without_places(value: Any, key: str = "") -> Any:
 
 @readable()
 def _checkpoint(folder: Path) -> Path:
-    checkpoint = folder if (folder / loading.STATE).is_file() else find(folder, "auto")
+    run = (stage_folders(folder) or [folder])[-1]
+    checkpoint = folder if (folder / loading.STATE).is_file() else find(run, "auto")
     if checkpoint is None or not (checkpoint / loading.STATE).is_file():
         raise ConfigError(
             f"{folder}: no checkpoint there. Name the --output_dir of a run, "

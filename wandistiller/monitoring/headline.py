@@ -23,18 +23,19 @@ class Figure(NamedTuple):
     detail: str
 
 
-def headline(output: Path, lines: Sequence[dict[str, Any]]) -> list[Figure]:
+def headline(output: Path, run: Path, lines: Sequence[dict[str, Any]]) -> list[Figure]:
     """Return the student's score, parameters and seconds as shares of the teacher's.
 
     What was not evaluated is replaced by what the run knows: its loss, and the command that measures.
 
     Args:
-        lines: of metrics.jsonl.
+        run: the output itself, or the folder of its last stage.
+        lines: of that one's metrics.jsonl.
     """
     evaluated = read_if_exists(output / "evaluation.json")
     known = evaluated or {
         side: {"parameters": number}
-        for side, number in read_if_exists(output / "student_start.json").get("parameters", {}).items()
+        for side, number in read_if_exists(run / "student_start.json").get("parameters", {}).items()
     }
     right = _score(evaluated) or _error(evaluated) or _loss(lines)
     return [right, *_small(known), _seconds(evaluated) or _not_measured(output)]

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from wandistiller.config.start import stage_folders
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
@@ -55,14 +56,35 @@ def report(output: Path) -> Path:
     """Write OUTPUT/report/index.html, which needs no other file; parts without data are left out.
 
     Raises:
-        ConfigError: `output` is not the folder of a run, or matplotlib is not installed.
+        ConfigError: `output` is not the folder of a run or of stages, or matplotlib is not installed.
     """
     require_matplotlib()
-    lines, name, file = _metrics(output), escape(output.resolve().name), output / "report" / "index.html"
+    name, file = escape(output.resolve().name), output / "report" / "index.html"
+    stages = [folder for folder in stage_folders(output) if (folder / "metrics.jsonl").is_file()]
+    runs = {run: _metrics(run) for run in stages or [output]}
+    last = list(runs)[-1]
+    body = [f"<h1>{name}</h1>", _headline(output, last, runs[last])]
+    for run, lines in runs.items():
+        if stages:
+            number, _, stage = run.name.partition("_")
+            body.append(f"<h1>Stage {number}: {escape(stage)}</h1>")
+        body += _of_run(run, lines)
+    if stages:
+        body += [*_evaluation(output), *_machine(output), *_settings(output)]
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{name}</title><style>{STYLE}</style>\n" + "\n".join(body) + "</html>\n"
+    )
+    with atomic(file) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return file
+
+
+def _of_run(output: Path, lines: list[dict[str, Any]]) -> list[str]:
+    """Return the parts about one run, or one stage."""
     charts = (_image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
-    body = [
-        f"<h1>{name}</h1>",
-        _headline(output, lines),
+    return [
         _summary(output, lines),
         *_alarms(output, "Alarms", hints=False),
         f'<div class="charts">{"".join(charts)}</div>',
@@ -73,14 +95,6 @@ def report(output: Path) -> Path:
         _memory_by_phase(output),
         *_settings(output),
     ]
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{name}</title><style>{STYLE}</style>\n" + "\n".join(body) + "</html>\n"
-    )
-    with atomic(file) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-    return file
 
 
 def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
@@ -155,8 +169,8 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _headline(output: Path, lines: list[dict[str, Any]]) -> str:
-    figures = [[escape(text) for text in figure] for figure in headline(output, lines)]
+def _headline(output: Path, run: Path, lines: list[dict[str, Any]]) -> str:
+    figures = [[escape(text) for text in figure] for figure in headline(output, run, lines)]
     boxes = (f"<div><b>{value}</b>{label}<small>{detail}</small></div>" for value, label, detail in figures)
     return f'<div class="headline">{"".join(boxes)}</div>'
 

@@ -34,6 +34,8 @@ class DiskUse(NamedTuple):
     """Number at a time: those that are kept, and the next before the oldest is deleted."""
     student: int
     """The finished student, and the frozen weights, once for all checkpoints."""
+    earlier: int = 0
+    """Checkpoints and students of the stages before."""
 
     @property
     def output(self) -> int:
@@ -41,12 +43,13 @@ class DiskUse(NamedTuple):
 
     @property
     def whole(self) -> int:
-        return self.cache + self.output
+        return self.cache + self.output + self.earlier
 
     def __str__(self) -> str:
         return (
             f"cache {_size(self.cache)}, {self.checkpoints} checkpoint(s) at a time of "
             f"{_size(self.checkpoint)}, student {_size(self.student)}"
+            + (f", stages before {_size(self.earlier)}" if self.earlier else "")
         )
 
 
@@ -63,7 +66,11 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     checkpoint = experts * each * network.trained_numel
     if job.objective.critic:
         checkpoint += (4 + optimizer_states(job.critic_ds)) * network_of(*critic_shape(job)).trained_numel
-    return DiskUse(_cache(job, accelerator), checkpoint, kept, experts * student)
+    files = DiskUse(_cache(job, accelerator), checkpoint, kept, experts * student)
+    if not job.previous:
+        return files
+    before = written(job.previous, accelerator=accelerator)
+    return files._replace(cache=max(files.cache, before.cache), earlier=before.earlier + before.output)
 
 
 def _cache(job: Job, accelerator: bool) -> int:
@@ -114,7 +121,8 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
 def to_come(job: Job, *, accelerator: bool) -> dict[Path, int]:
     """Bytes that `job` will still write on this machine, by folder."""
     need = written(job, accelerator=accelerator)
-    return {
+    before = to_come(job.previous, accelerator=accelerator) if job.previous else {}
+    return before | {
         job.cache: max(0, need.cache - _present(job.cache)),
         job.output: max(0, need.output - _present(job.output / "checkpoints")),
     }

@@ -192,6 +192,14 @@ def teachers(config: dict[str, Any], dtype: str, topology: Topology) -> list[tup
     return [(name, ds) for _, name, ds in sorted(candidates, key=lambda row: row[:2])]
 
 
+def resolved(stages: list[Job]) -> list[Job]:
+    """Resolve what the stages of a recipe leave at `auto`. Collective."""
+    done: list[Job] = []
+    for job in stages:
+        done.append(replace(resolve_auto(job), previous=done[-1] if done else None))
+    return done
+
+
 def resolve_auto(job: Job) -> Job:
     """Resolve what `job` leaves at `auto` into JSONs, written to OUTPUT/resolved as any others. Collective.
 

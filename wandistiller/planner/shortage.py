@@ -9,16 +9,20 @@ from wandistiller.planner.phase_peak import most
 from wandistiller.utils.system_memory import GIB
 
 
-def shortages(job: Job) -> list[str]:
-    """List on the first rank of each node each memory and disk of which the plan needs more than is free.
+def shortages(stages: list[Job]) -> list[str]:
+    """List on the first rank of each node each memory and disk of which a recipe's plan needs too much.
 
     The reserve that `plan` and `auto` leave is not counted: such a run may still succeed.
     """
     if collectives.local_rank() != 0:
         return []
-    machine = machine_now()
-    takes = most(plan(job, machine))
-    *memory, _ = demands(takes, machine)
-    short = [d for d in memory if d.need > d.free]
-    short += [d for d in disk_demands(job, machine, machine.ranks_on_node * takes.disk) if d.need > d.free]
-    return [f"The run needs {d} by its plan, and {d.free / GIB:.1f} GiB are free." for d in short]
+    machine, problems = machine_now(), []
+    for job in stages:
+        takes = most(plan(job, machine))
+        *memory, _ = demands(takes, machine)
+        # the last one's counts the files of all
+        disks = disk_demands(job, machine, machine.ranks_on_node * takes.disk) if job is stages[-1] else []
+        which = f"Stage {job.output.name}" if len(stages) > 1 else "The run"
+        short = [d for d in (*memory, *disks) if d.need > d.free]
+        problems += [f"{which} needs {d} by its plan, and {d.free / GIB:.1f} GiB are free." for d in short]
+    return problems

@@ -33,7 +33,7 @@ class StudentConfig:
     """The keys of a student JSON; the teacher's values are the defaults."""
 
     init: Annotated[Text, write("teacher, random, or a folder with a Wan transformer")] = "teacher"
-    """`teacher`, `random`, or the folder of a diffusers pipeline or transformer."""
+    """`teacher`, `random`, or the folder of a diffusers pipeline or transformer, or of a run."""
     num_layers: Size | None = None
     """A number of layers, or a share of the teacher's: 0.5 is half."""
     num_attention_heads: Size | None = None
@@ -50,10 +50,12 @@ class StudentConfig:
 
 
 def read_student_config(
-    where: str, values: dict[str, Any], folder: WanFolder
+    where: str, values: dict[str, Any], folder: WanFolder, trained: dict[str, Any] | None = None
 ) -> tuple[StudentConfig, dict[str, Any]]:
     """Check a student JSON against the teacher.
 
+    Args:
+        trained: the transformer config of the run that `init` names, if it names one.
     Returns:
         The checked config, and the student's full transformer config.
     Raises:
@@ -67,7 +69,7 @@ def read_student_config(
         raise ConfigError(*problems)
     own_folder = student.init not in ("teacher", "random")
     if own_folder:
-        config = _config_of(where, student)
+        config = _config_of(where, student, trained)
     else:
         given = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
         if isinstance(student.keep_layers, list):
@@ -75,7 +77,7 @@ def read_student_config(
         config = {**folder.config, **given}
     problems = transformer_problems(f"{where}: {student.init}" if own_folder else where, config)
     problems = problems or _shape_problems(where, student, config, folder)
-    if own_folder and not problems:  # reads headers only
+    if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
         folders = [transformer_folder(student.init, expert) for expert in experts]
         model = meta_transformer(config)
@@ -156,15 +158,17 @@ def _needless_problems(where: str, student: StudentConfig) -> list[str]:
     return [problem(where, k, given[k], why) for k, why in reasons.items() if given[k] != usual[k]]
 
 
-def _config_of(where: str, student: StudentConfig) -> dict[str, Any]:
-    """Read the transformer config in the folder that the student starts from."""
+def _config_of(where: str, student: StudentConfig, trained: dict[str, Any] | None) -> dict[str, Any]:
+    """Read the transformer config in the folder that the student starts from; a run's is `trained`."""
     if any(getattr(student, k) is not None for k in SIZE_KEYS):
         raise ConfigError(
             f'{where}: "init" names a folder, which fixes the architecture. Leave the sizes out.'
         )
+    if trained:
+        return trained
     file = transformer_folder(student.init, Expert.HIGH_NOISE) / "config.json"
     if not file.is_file():
-        remedy = "Write teacher, random, or a folder with a Wan transformer."
+        remedy = "Write teacher, random, or a folder: of a Wan transformer, or of a run with a checkpoint."
         raise ConfigError(problem(where, "init", student.init, remedy))
     if student.experts == "two" and not (Path(student.init) / Expert.LOW_NOISE.value).is_dir():
         remedy = 'It has one expert. Write "experts": "one", or name another.'

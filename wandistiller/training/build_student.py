@@ -5,6 +5,7 @@ All ranks take the same calibration samples and so agree; results of the teacher
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from wandistiller.batch import CRITIC, Batch, Expert
@@ -13,6 +14,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import name_run
+from wandistiller.export.source import read_source
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.calibration import calibration_batches, measure, velocity_error
 from wandistiller.student.config import (
@@ -70,13 +72,7 @@ def student_models(
     Args:
         projected: add the projections of hidden states that are compared.
     """
-    config = job.student_transformer
-    models = {
-        expert: blank_model(config)
-        if job.resume_from
-        else start_model(job.student, config, job.folder, expert, job.run.seed, (cuts or {}).get(expert))
-        for expert in job.student_experts
-    }
+    models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.student_experts}
     for model in models.values():
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
         if projected and (matched := job.matched_objective.student_blocks):
@@ -84,6 +80,18 @@ def student_models(
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
     return models
+
+
+def _network(job: Job, expert: Expert, cut: WidthSlicer | None) -> nn.Module:
+    """Make a network of the student: blank if the run resumes, as another run left it, or new."""
+    config = job.student_transformer
+    if job.resume_from:
+        return blank_model(config)
+    if not job.start:
+        return start_model(job.student, config, job.folder, expert, job.run.seed, cut)
+    with collectives.raise_on_all_ranks():
+        source = read_source(job.start.folder)
+    return source.finished(expert.value, torch.float32).requires_grad_(True)
 
 
 def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner | None:

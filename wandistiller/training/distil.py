@@ -3,14 +3,18 @@
 import dataclasses
 import gc
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from wandistiller.checkpoint import loading, resume
 from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
+from wandistiller.config.stages import whole_output, write_resolved
+from wandistiller.config.start import read_start
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
+from wandistiller.export.output import replaced
 from wandistiller.export.source import read_source
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
@@ -19,23 +23,51 @@ from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.training.build_student import initial_student
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.training.trainer import Trainer
-from wandistiller.utils.files import write_json
+from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
 
 DONE = "DONE"
 """File in the output folder of a finished run, for programs that wait for it."""
 
 
-def run(job: Job) -> None:
-    """Run the command. Collective but for the export, which rank 0 does after the others have ended."""
-    machine = environment.collect()
+def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
+    """Run the command. Collective but for the exports, which rank 0 does after the others have ended.
+
+    Args:
+        stages: a recipe's runs; each but the first starts from the student of the one before.
+        begin: called before each of them.
+    """
+    machine, output = environment.collect(), whole_output(stages)
     if collectives.rank() == 0:
-        if job.run.resume == "never":
+        for folder in {output, *(job.output for job in stages)}:
+            (folder / DONE).unlink(missing_ok=True)
+        for job in stages if stages[0].run.resume == "never" else ():
             _set_aside(job.output / "checkpoints")
+        write_resolved(stages)
+        write_json(output / "resolved" / "machine.json", machine)
+    for job in stages:
+        begin(job)
+        _run_stage(
+            job if job is stages[0] else dataclasses.replace(job, start=read_start(str(job.start.folder)))
+        )
+        gc.collect()  # engines are in reference cycles
+    collectives.destroy()
+    if collectives.rank() == 0:
+        for job in stages:
+            finished = _export(job)
+        if finished.parent != output:
+            with replaced(output / "student") as folder:
+                shutil.rmtree(folder)
+                link_or_copy(finished, folder)
+            write_json(
+                output / DONE, {"stages": [job.stage for job in stages], "student": str(output / "student")}
+            )
+
+
+def _run_stage(job: Job) -> None:
+    """Train one run to its end, from its last checkpoint. Collective."""
+    if collectives.rank() == 0:
         remove_temporaries(job.output / "checkpoints")
-        (job.output / DONE).unlink(missing_ok=True)
-        job.write_resolved()
-        write_json(job.output / "resolved" / "machine.json", machine)
     for line in job.summary():
         collectives.log0(line)
     log_disk_use(job)
@@ -47,18 +79,20 @@ def run(job: Job) -> None:
         collectives.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:
         _distil(job)
-        gc.collect()  # engines are in reference cycles
-    collectives.destroy()
-    if collectives.rank() == 0:
-        set_activity("exporting the student")
-        with within("export"):
-            (finished,) = DiffusersFormat().write(read_source(job.output), job.output / "student")
-        memory_usage.add(job.output, "export")
-        newest = max(job.samples.glob("step_*.png"), default=job.samples)
-        files = {"picture": newest, "student": finished, "metrics": job.output / "metrics.jsonl"}
-        for name, path in files.items():
-            collectives.log0("%-9s %s", name, path)
-        write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
+
+
+def _export(job: Job) -> Path:
+    """Export the student of a finished run on rank 0; return its folder."""
+    set_activity("exporting the student")
+    with within("export"):
+        (finished,) = DiffusersFormat().write(read_source(job.output), job.output / "student")
+    memory_usage.add(job.output, "export")
+    newest = max(job.samples.glob("step_*.png"), default=job.samples)
+    files = {"picture": newest, "student": finished, "metrics": job.output / "metrics.jsonl"}
+    for name, path in files.items():
+        collectives.log0("%-9s %s", name, path)
+    write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
+    return finished
 
 
 @within("load")
@@ -74,6 +108,7 @@ def _distil(job: Job) -> None:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
     Trainer(job, data, text, teacher, student, critic).train()
+    student.monitors.close()
     for learner in filter(None, (student, critic)):
         destroy_engines(learner.engines.values())
     release_module_references(local_modules(without_guidance(teacher)).values() if teacher else [])

@@ -1,5 +1,6 @@
 """`wandistiller prepare`: fill the cache with encoded prompts and latents, as `train` does if need be."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,14 @@ def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds))
 
 
-def run(job: Job) -> None:
-    """Run the command."""
-    prepare(job)
+def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
+    """Run the command.
+
+    Args:
+        stages: a recipe's runs, which share a cache.
+        begin: called before each of them.
+    """
+    for job in stages:
+        begin(job)
+        prepare(job)
     collectives.destroy()

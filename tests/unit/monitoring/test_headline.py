@@ -30,7 +30,7 @@ def test_an_evaluated_run_is_headed_by_shares_of_the_teacher_s_score_parameters_
     tmp_path: Path,
 ) -> None:
     write_json(tmp_path / "evaluation.json", EVALUATED)
-    assert headline(tmp_path, LINES) == [
+    assert headline(tmp_path, tmp_path, LINES) == [
         ("98.4 %", "of the teacher's score", "prompts fully right: 63, teacher 64, of 64 prompts"),
         ("25 %", "of the teacher's parameters", "7 B, teacher 28 B"),
         ("40 %", "of the teacher's seconds", "0.6 s in 40 steps a sample, teacher 1.5 s in 40 steps"),
@@ -47,7 +47,7 @@ def test_without_a_share_of_a_score_the_velocity_error_stands_there(
         if right is not None:
             sides[name]["fully_right"] = {"count": right, "value": float(right)}
     write_json(tmp_path / "evaluation.json", EVALUATED | sides)
-    first = headline(tmp_path, LINES)[0]
+    first = headline(tmp_path, tmp_path, LINES)[0]
     assert (first.value, first.label) == ("4.2 %", "velocity error") and "0 is the teacher" in first.detail
 
 
@@ -57,14 +57,14 @@ def test_a_run_without_evaluation_is_headed_by_its_loss_its_size_and_the_command
     output = tmp_path / "my run"
     output.mkdir()
     write_json(output / "student_start.json", {"parameters": {"teacher": 6_690_176, "student": 2_551_232}})
-    loss, small, fast = headline(output, LINES)
+    loss, small, fast = headline(output, output, LINES)
     assert loss == ("0.075", "loss, not evaluated", "mean of the last 2 steps; 0.25 in the first 2")
     assert small == ("38.1 %", "of the teacher's parameters", "2.55 M, teacher 6.69 M")
     assert fast.detail.endswith(f"wandistiller evaluate --student '{output / 'student'}'")
 
 
 def test_losses_that_were_never_finite_are_called_so(tmp_path: Path) -> None:
-    assert headline(tmp_path, [{"step": 1, "loss": None}])[0].value == "not finite"
+    assert headline(tmp_path, tmp_path, [{"step": 1, "loss": None}])[0].value == "not finite"
 
 
 def test_the_figures_stand_first_on_the_page(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Stages of one recipe are runs of their own: each starts from the float32 weights of the one before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import equal
+from ranks import losses, metrics, wandistiller, write_json
+from recipes import recipe, train
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import loading
+from wandistiller.cli.main import main
+from wandistiller.export.source import trained_steps
+
+MATCH = {"name": "match", "max_steps": 3, "ema": 0.5}
+CONSISTENCY = {"name": "consistency", "max_steps": 2, "objective": {"name": "consistency", "edges": 2}}
+DMD2 = {"name": "dmd2", "max_steps": 2, "objective": {"name": "dmd2", "steps": 2, "critic_updates": 1}}
+STAGES = [MATCH, CONSISTENCY, DMD2]
+FOLDERS = ("1_match", "2_consistency", "3_dmd2")
+
+
+def staged(folder: Path, wan: Path, name: str, **more: Any) -> Path:
+    """Write a recipe of three stages; return its file."""
+    usual = {"output_dir": str(folder / name), "stages": STAGES, "save_every": 1}
+    given = recipe(folder, wan, **usual | more)
+    del given["max_steps"]
+    return write_json(folder / f"{name}.json", given)
+
+
+def weights(run: Path, step: int, *, averaged: bool = False) -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    return {k: v.clone() for k, v in loading.read_weights(folder, Expert.HIGH_NOISE, averaged)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, wan2: Path) -> Path:
+    """The output of three stages on one rank."""
+    wandistiller("train", "--recipe", staged(folder, wan2, "whole"))
+    return folder / "whole"
+
+
+def test_each_stage_is_a_run_folder_and_the_student_is_the_last_one_s(whole: Path) -> None:
+    for name in FOLDERS:
+        assert {"DONE", "metrics.jsonl", "checkpoints", "samples", "student", "logs"} <= {
+            file.name for file in (whole / name).iterdir()
+        }
+    last, student = (whole / name / "student" for name in ("3_dmd2", "."))
+    names = {str(file.relative_to(last)) for file in last.rglob("*") if file.is_file()}
+    assert all((last / name).read_bytes() == (student / name).read_bytes() for name in names)
+    assert trained_steps(student) == 2 and json.loads((whole / "DONE").read_text())["stages"]
+
+
+def test_a_stage_equals_a_run_of_its_own_that_starts_from_the_folder_of_the_one_before(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    own = {key: value for key, value in CONSISTENCY.items() if key != "name"}
+    alone = train(folder, wan2, "alone", ranks=1, student_config={"init": str(whole / FOLDERS[0])}, **own)
+    assert losses(alone) == losses(whole / FOLDERS[1])
+    assert equal(weights(alone, 2), weights(whole / FOLDERS[1], 2))
+
+
+def test_a_stage_starts_from_the_average_of_the_one_before_in_float32(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    given = staged(folder, wan2, "slow", stages=[MATCH, CONSISTENCY | {"max_steps": 1, "lr": 1e-30}])
+    text = given.read_text().replace('"lr": 0.001', '"lr": "auto"')
+    given.write_text(text.replace('"name": "match"', '"name": "match", "lr": 0.001'))
+    wandistiller("train", "--recipe", given)
+    before = weights(folder / "slow" / FOLDERS[0], 3, averaged=True)
+    assert equal(weights(folder / "slow" / FOLDERS[1], 1), before)
+    assert not equal(weights(folder / "slow" / FOLDERS[0], 3), before)
+
+
+def test_a_recipe_stopped_in_any_stage_goes_on_there_and_ends_bit_for_bit_the_same(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    for stages in range(1, 4):  # as if stopped after each
+        file = staged(folder, wan2, "cut", stages=STAGES[:stages])
+        (folder / "cut" / "DONE").unlink(missing_ok=True)
+        wandistiller("train", "--recipe", file)
+    for name, stage in zip(FOLDERS, STAGES, strict=True):
+        steps = stage["max_steps"]
+        assert equal(weights(folder / "cut" / name, steps), weights(whole / name, steps))
+        assert losses(folder / "cut" / name) == losses(whole / name)
+
+
+def test_losses_on_two_ranks_are_those_of_one(folder: Path, wan2: Path, whole: Path) -> None:
+    wandistiller("train", "--recipe", staged(folder, wan2, "two"), ranks=2)
+    for name in FOLDERS:
+        assert losses(folder / "two" / name) == pytest.approx(losses(whole / name), rel=1e-5)
+
+
+def test_a_finished_recipe_trains_no_step_again(folder: Path, wan2: Path, whole: Path) -> None:
+    before = [metrics(whole / name) for name in FOLDERS]
+    done = wandistiller("train", "--recipe", folder / "whole.json")
+    assert done.stderr.count("steps are done") == 3
+    assert [metrics(whole / name) for name in FOLDERS] == before
+
+
+def test_the_settings_as_they_ran_are_a_recipe_of_the_same_stages(folder: Path, whole: Path) -> None:
+    written = whole / "resolved" / "run.json"
+    assert [stage["name"] for stage in json.loads(written.read_text())["stages"]] == [
+        s["name"] for s in STAGES
+    ]
+    assert wandistiller("train", "--recipe", written).stderr.count("steps are done") == 3
+    alone = whole / FOLDERS[1] / "resolved" / "run.json"
+    assert "steps are done" in wandistiller("train", "--recipe", alone).stderr
+
+
+def test_never_starts_all_stages_anew(folder: Path, wan2: Path) -> None:
+    file = staged(folder, wan2, "anew", stages=[MATCH, CONSISTENCY])
+    wandistiller("train", "--recipe", file)
+    wandistiller("train", "--recipe", file, "--resume", "never")
+    assert all((folder / "anew" / name / "checkpoints.old1").is_dir() for name in FOLDERS[:2])
+
+
+def test_a_dry_run_and_a_plan_name_every_stage_and_write_nothing(folder: Path, wan2: Path) -> None:
+    file = staged(folder, wan2, "dry")
+    dry = wandistiller("train", "--recipe", file, "--dry_run").stderr
+    planned = wandistiller("plan", "--recipe", file).stderr
+    for stage in STAGES:
+        assert f"stage     {stage['name']}" in dry and f"stage {stage['name']}" in planned
+    assert not (folder / "dry").exists()
+
+
+def test_a_changed_earlier_stage_is_refused_before_anything_runs(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    changed = staged(
+        folder, wan2, "changed", output_dir=str(whole), stages=[MATCH | {"max_steps": 4}, *STAGES[1:]]
+    )
+    error = wandistiller("train", "--recipe", changed, code=2).stderr
+    assert "stage consistency" in error and "another student" in error
+    assert len(losses(whole / FOLDERS[0])) == 3
+
+
+def test_a_report_has_all_stages_on_one_page(whole: Path) -> None:
+    assert main(["report", str(whole)]) == 0
+    page = (whole / "report" / "index.html").read_text()
+    places = [page.index(f"Stage {number}: {stage['name']}") for number, stage in enumerate(STAGES, 1)]
+    assert places == sorted(places) and page.count('alt="gradient norm"') == len(STAGES)
+
+
+def test_a_student_s_card_names_the_stages_before_its_own(whole: Path) -> None:
+    card = (whole / "student" / "README.md").read_text()
+    assert "velocity: 3 steps" in card and "consistency(edges=2): 2 steps" in card

@@ -1,0 +1,191 @@
+"""Stages of a recipe: runs that follow each other, each from the student of the one before."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import EITHER, RunConfig
+from wandistiller.config.shorthands import NAMED, merged
+from wandistiller.config.validate import read_job
+from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.files import read_json, write_json
+
+STAGES, NAME = "stages", "name"
+OF_ALL = ("output_dir", "cache_dir", "sample_dir", "resume", "dry_run", "log_level", "timeout")
+"""Settings that hold for the whole recipe."""
+SAME = (
+    *EITHER,
+    ("max_steps", "num_steps", "num_epochs"),
+    (NAMED, "teacher_device_strategy", "teacher_on_cpu"),
+)
+"""Settings that mean the same: a stage's replaces all of the recipe's."""
+FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
+
+
+def read_runs(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> dict[str, RunConfig]:
+    """Read a recipe's file and merge the flags; see `runs_of`."""
+    return runs_of(read_json(recipe) if recipe else {}, flags, recipe, world)
+
+
+def runs_of(
+    values: dict[str, Any], flags: dict[str, Any], recipe: str | None, world: int | None = None
+) -> dict[str, RunConfig]:
+    """Return the run of a recipe, or the runs of its stages by name, in order; flags win over both.
+
+    A stage's own keys replace the recipe's others. It writes to OUTPUT/1_NAME, and all use one cache.
+
+    Args:
+        values: the recipe's.
+        recipe: its name, if there is one.
+        world: number of ranks; default those of this launch.
+
+    Raises:
+        ConfigError: with all problems of all stages; those that all have are reported once.
+    """
+    if STAGES not in values:
+        return {"": merged(values, flags, recipe, world)}
+    where, values, flags = recipe or "recipe", dict(values), dict(flags)
+    stages = values.pop(STAGES)
+    if problems := _stage_problems(where, stages, values | flags):
+        raise ConfigError(*problems)
+    values |= {key: flags.pop(key) for key in ("output_dir", "cache_dir", "sample_dir") if key in flags}
+    runs, found, folder = {}, [], ""
+    for number, stage in enumerate(stages, 1):
+        place = f"{where}, stage {stage[NAME]}"
+        own = _with_places(_laid_over(values, stage), f"{number}_{stage[NAME]}")
+        given = flags
+        if number > 1:
+            own["student_config"] = {"init": folder}
+            given = {key: value for key, value in flags.items() if key != "student_config"}
+        folder = str(own.get("output_dir"))
+        try:
+            runs[stage[NAME]] = merged(own, given, place, world)
+        except ConfigError as error:
+            found.append([(text.replace(place, where), text) for text in error.problems])
+    if found:
+        raise ConfigError(*_once(found, len(stages)))
+    return runs
+
+
+def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[str]:
+    """List what is wrong with the list of stages, apart from the settings in it.
+
+    Args:
+        given: the recipe's other values, and the flags.
+    """
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        return [problem(where, STAGES, stages, 'Write a list of objects, each with a "name".')]
+    problems, names = [], [stage.get(NAME) for stage in stages]
+    for number, name in enumerate(names, 1):
+        if not isinstance(name, str) or not FITTING_NAME.fullmatch(name):
+            remedy = "Write a name of letters, digits, - and _, which its folder gets."
+            problems.append(problem(where, f"{STAGES}, {number}: {NAME}", name, remedy))
+        elif names.index(name) < number - 1:
+            problems.append(
+                problem(where, f"{STAGES}, {number}: {NAME}", name, "Another has it. Write another.")
+            )
+    for number, stage in enumerate(stages, 1):
+        for key in (key for key in OF_ALL if key in stage):
+            remedy = "It holds for all stages. Write it outside of `stages`."
+            problems.append(problem(where, f"{STAGES}, {number}: {key}", stage[key], remedy))
+        if number > 1 and "student_config" in stage:
+            remedy = "A stage trains the student of the stage before; only the first one has this key."
+            problems.append(
+                problem(where, f"{STAGES}, {number}: student_config", stage["student_config"], remedy)
+            )
+    if (resume := given.get("resume", "auto")) not in ("auto", "never"):
+        remedy = "Stages have checkpoints of their own. Write auto or never."
+        problems.append(problem(where, "resume", resume, remedy))
+    return problems
+
+
+def _laid_over(values: dict[str, Any], stage: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's values with the stage's own in place of those that mean the same."""
+    replaced = {key for group in SAME if stage.keys() & set(group) for key in group}
+    if NAMED in stage:
+        replaced.add("teacher_dtype")  # the precision is in that JSON
+    return {k: v for k, v in values.items() if k not in replaced} | {
+        k: v for k, v in stage.items() if k != NAME
+    }
+
+
+def _with_places(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Give the stage folders of its own, and all stages one cache."""
+    output, pictures = values.get("output_dir"), values.get("sample_dir")
+    if isinstance(output, str) and output:
+        values["output_dir"] = str(Path(output) / name)
+        if values.get("cache_dir") is None:
+            values["cache_dir"] = str(Path(output) / "cache")
+    if isinstance(pictures, str) and pictures:
+        values["sample_dir"] = str(Path(pictures) / name)
+    return values
+
+
+def _once(found: list[list[tuple[str, str]]], stages: int) -> list[str]:
+    """Return the problems of all stages; those that every stage has, once and without a stage's name."""
+    general = [dict(problems) for problems in found]
+    common = [text for text in general[0] if len(found) == stages and all(text in one for one in general)]
+    own = [text for one in general for short, text in one.items() if short not in common]
+    return list(dict.fromkeys([*common, *own]))
+
+
+def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> list[Job]:
+    """Check all runs of a recipe before any weight is read; each but the first starts after the one before.
+
+    Args:
+        here: check them against this machine too.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    jobs: list[Job] = []
+    for stage, run in runs.items():
+        try:
+            job = read_job(run, world, here=here, previous=jobs[-1] if jobs else None)
+        except ConfigError as error:
+            if not stage:
+                raise
+            left = ", ".join(list(runs)[len(jobs) + 1 :])
+            texts = [f"stage {stage}: {text}" for text in error.problems]
+            raise ConfigError(*texts, *([f"Not checked yet: {left}."] if left else [])) from None
+        jobs.append(dataclasses.replace(job, stage=stage))
+    return jobs
+
+
+def whole_output(stages: list[Job]) -> Path:
+    """Return the output folder of a recipe: that of its run, or the one around those of its stages."""
+    return stages[0].output.parent if stages[0].stage else stages[0].output
+
+
+def write_resolved(stages: list[Job]) -> None:
+    """Write a recipe's settings as they run to OUTPUT/resolved; of stages also OUTPUT/N_NAME/resolved."""
+    for job in stages:
+        job.write_resolved()
+    if not stages[0].stage:
+        return
+    output = whole_output(stages)
+    given = {job.stage: job.resolved for job in stages}
+    pictures = stages[0].run.sample_dir
+    places = {"output_dir": str(output)} | ({"sample_dir": str(Path(pictures).parent)} if pictures else {})
+    write_json(output / "resolved" / "run.json", in_stages(given, places))
+
+
+def in_stages(runs: dict[str, dict[str, Any]], places: dict[str, Any]) -> dict[str, Any]:
+    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside.
+
+    Args:
+        places: folders of the whole recipe.
+    """
+    first, *_ = runs.values()
+    folders = {key: places[key] for key in ("output_dir", "cache_dir", "sample_dir") if key in places}
+    alike = {key for key in first if all(values.get(key) == first[key] for values in runs.values())}
+    shared = {key: value for key, value in first.items() if key in alike} | folders
+    stages = [
+        {NAME: name} | {k: v for k, v in values.items() if k not in {*alike, *OF_ALL}}
+        for name, values in runs.items()
+    ]
+    for stage in stages[1:]:  # the student of the stage before
+        stage.pop("student_config", None)
+    return shared | {STAGES: stages}

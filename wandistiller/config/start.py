@@ -1,0 +1,61 @@
+"""The end of a run, from whose student another run starts: an earlier stage, or any run's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.loading import STATE, read_state
+from wandistiller.utils.files import digest, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The float32 weights, or their average where there is one, after all steps of a run."""
+
+    folder: Path
+    """The run's output folder, or one of its checkpoints."""
+    transformer: dict[str, Any]
+    """The student's full config."""
+    experts: str
+    """`one` or `two`."""
+    identity: str
+    """Equal for two starts from the same weights."""
+    history: list[str]
+    """Objective and steps of that run and of those before it."""
+
+
+def start_after(
+    folder: Path, transformer: dict[str, Any], experts: str, identity: dict, facts: dict, steps: int
+) -> Start:
+    """Describe the student after `steps` steps of a run of that identity, with these facts."""
+    history = [*facts.get("before", []), f"{facts['objective']}: {steps} steps"]
+    return Start(folder, transformer, experts, digest(identity, steps), history)
+
+
+def stage_folders(output: Path) -> list[Path]:
+    """List the folders of a recipe's stages that have begun, in order; none if `output` is of one run."""
+    file = output / "resolved" / "run.json"
+    stages = read_json(file).get("stages", []) if file.is_file() else []
+    folders = (output / f"{number}_{stage['name']}" for number, stage in enumerate(stages, 1))
+    return [folder for folder in folders if (folder / "checkpoints").is_dir()]
+
+
+def read_start(init: Any) -> Start | None:
+    """Return the end of the run that `init` of a student JSON names; None if it names no run.
+
+    Raises:
+        ConfigError: the run has no checkpoint that can be used.
+    """
+    if not isinstance(init, str):
+        return None
+    folder = (stage_folders(Path(init)) or [Path(init)])[-1]
+    if not any((folder / name).exists() for name in (STATE, "checkpoints")):
+        return None
+    found = folder if (folder / STATE).is_file() else resume.find(folder, "auto")
+    if not found:
+        return None
+    state = read_state(found)
+    facts = state["facts"]
+    experts = "two" if len(facts["experts"]) > 1 else "one"
+    return start_after(folder, facts["transformer"], experts, state["identity"], facts, state["step"])
