@@ -5,12 +5,13 @@ import math
 from collections import deque
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
-from wandistiller.monitoring.metrics import append_line, read_lines, write_lines
+from wandistiller.monitoring.metrics import append_line, keep_lines, read_lines
+from wandistiller.monitoring.signs import SampleStats, Signs
 
 SHORT_WINDOW = 10
 """Steps of a mean that smooths single steps."""
@@ -71,27 +72,50 @@ class Alarms:
         self._least = (math.inf, 0)
         self._images: dict[str, ImageStats] = {}
         self._raised: dict[str, int] = {}
+        self._signs = Signs()
 
-    def go_on_from(self, start: int) -> None:
-        """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon."""
+    def go_on_from(self, start: int, lines: list[dict[str, Any]]) -> None:
+        """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
+
+        Args:
+            lines: the run's, of metrics.jsonl up to there.
+        """
+        self._signs.go_on_from(lines)
         kept = read_lines(self._file, start)
         self._raised = {entry["kind"]: entry["step"] for entry in kept}
-        if rank() == 0 and self._file.is_file():
-            write_lines(self._file, kept)
+        keep_lines(self._file, start)
 
     def step(
-        self, step: int, loss: float, grad_norm: float | None, lr: float, seconds: list[Seconds]
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float | None,
+        lr: float,
+        seconds: list[Seconds],
+        watched: dict[str, float] | None = None,
     ) -> None:
-        """Check optimizer step `step`, counted from 1; `seconds` are those of each rank."""
+        """Check optimizer step `step`, counted from 1.
+
+        Args:
+            seconds: of each rank.
+            watched: numbers of an objective with a critic, whose loss stands still by its nature.
+        """
         self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
         if math.isfinite(loss):
             self._losses.append(loss)
-            self._loss(step, lr)
+            self._loss(step, lr, may_stand=bool(watched))
         if grad_norm is not None:
             self._gradient(step, grad_norm)
             self._norms.append(grad_norm)
         if len(self._slowest) == self._slowest.maxlen and step % SHORT_WINDOW == 0:
             self._time(step)
+        for kind, text in self._signs.step(step, watched or {}, grad_norm):
+            self._alarm(kind, step, text)
+
+    def samples(self, step: int, teacher: SampleStats, student: SampleStats) -> None:
+        """Check new samples of the same prompts."""
+        for kind, text in self._signs.samples(teacher, student):
+            self._alarm(kind, step, text)
 
     def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:
         """Check new pictures, image_CHW in [0, 1], by row: teacher, student."""
@@ -112,7 +136,7 @@ class Alarms:
             text = f"{student.clipped:.0%} of the student's pixels are at an end of their range"
             self._alarm("clipped", step, f"{text}, {teacher.clipped:.0%} of the teacher's. {remedy}")
 
-    def _loss(self, step: int, lr: float) -> None:
+    def _loss(self, step: int, lr: float, *, may_stand: bool) -> None:
         losses = list(self._losses)
         now = mean(losses[-SHORT_WINDOW:])
         least, at = self._least
@@ -122,7 +146,7 @@ class Alarms:
             remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
             text = f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step {at}."
             self._alarm("blow-up", step, f"{text} {remedy}")
-        if len(losses) == 2 * LONG_WINDOW:
+        if len(losses) == 2 * LONG_WINDOW and not may_stand:
             first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
             noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
             if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):

@@ -59,6 +59,14 @@ def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
         temporary.write_text("".join(map(_line, entries)), encoding="utf-8")
 
 
+def keep_lines(file: Path, last: int) -> None:
+    """Drop the lines of a file after step `last`, if there is one, on rank 0."""
+    if rank() == 0 and file.is_file():
+        write_lines(file, read_lines(file, last))
+
+
+SAMPLES = "samples.jsonl"
+"""File of the statistics of sampled latents."""
 EACH = 10
 """Steps at the start of a run, or where it goes on, that each have a log line; then every tenth has."""
 

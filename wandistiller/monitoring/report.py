@@ -12,8 +12,8 @@ from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
-from wandistiller.monitoring.headline import headline, read_if_exists
-from wandistiller.monitoring.metrics import read_lines
+from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
+from wandistiller.monitoring.metrics import SAMPLES, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
@@ -37,6 +37,12 @@ CHARTED = {
     "samples_per_second": ("samples a second", False),
 }
 """Key of metrics.jsonl -> title, and True for a logarithmic axis. Other numbers have their keys as titles."""
+OF_SAMPLES = {
+    "deviation": ("spread of samples", "standard deviation of the latents"),
+    "motion": ("motion of samples", "mean difference of neighbouring latent frames"),
+    "distance": ("variety of samples", "latents of two seeds of one prompt, root mean square"),
+}
+"""Key of samples.jsonl -> title and unit."""
 NOT_CHARTED = {"step", "seconds", "skipped"}
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; }
@@ -114,6 +120,10 @@ def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
         elif all(isinstance(value, int | float) for _, value in values):
             mean = [Line(f"mean of {window}", smooth(values, window))] * (window > 1 and logarithmic)
             charts[key] = Chart(title, "each step", [Line("each step", values), *mean], logarithmic)
+    samples = read_lines(output / SAMPLES)
+    for key, (title, unit) in OF_SAMPLES.items():
+        of = {side: [(one["step"], one[key].get(side)) for one in samples if key in one] for side in SIDES}
+        charts[key] = Chart(title, unit, [Line(side, points) for side, points in of.items()])
     unit = "squared, over the teacher's squared"
     charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output), True)
     charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))

@@ -102,6 +102,7 @@ class Dmd2(Term):
         noised = judged(batch, prediction.v_BCFHW.detach())
         x0_BCFHW = clean(batch.x_t_BCFHW, prediction.v_BCFHW, batch.sigma_B)
         wanted_BCFHW = noised.x0_BCFHW - target.gradient(noised)
+        target.watched["exit"] = torch.full_like(batch.sigma_B, batch.exit)
         return mean_square(x0_BCFHW - wanted_BCFHW) / 2
 
     def watched(self, target: Any) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from wandistiller.engine.monitors import Monitors
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Alarms
 from wandistiller.monitoring.memory_usage import Usage
-from wandistiller.monitoring.metrics import Metrics, scalars
+from wandistiller.monitoring.metrics import SAMPLES, Metrics, keep_lines, read_lines, scalars
+from wandistiller.monitoring.signs import SampleStats
 from wandistiller.training.step_result import StepResult
 from wandistiller.utils.logging import step_seconds
 
@@ -29,7 +30,8 @@ class Monitor:
         job = self._job
         file, run = job.output / "metrics.jsonl", job.run
         self._metrics = Metrics(file, start=step, max_steps=run.max_steps, global_batch=job.batch.total)
-        self._alarms.go_on_from(step)
+        self._alarms.go_on_from(step, read_lines(file, step))
+        keep_lines(job.output / SAMPLES, step)
         self._monitors.go_on_from(step)
         self.record_phases()
 
@@ -39,7 +41,7 @@ class Monitor:
         line = self._metrics.step(step, result.metrics(), memory, step_seconds())
         self._monitors.record(step, scalars(line))
         seconds = [rank.seconds for rank in result.ranks]
-        self._alarms.step(step, result.loss, result.grad_norm, result.lr, seconds)
+        self._alarms.step(step, result.loss, result.grad_norm, result.lr, seconds, result.watched)
         self._ended = {}
 
     def record_phases(self) -> None:
@@ -49,9 +51,18 @@ class Monitor:
         if collectives.rank() == 0:
             memory_usage.write(self._job.output, self._ended)
 
-    def record_pictures(self, step: int, rows: dict[str, list[Tensor]], file: Path) -> None:
-        """Check the pictures drawn after `step` steps, image_CHW by row; show their grid on the monitors."""
+    def record_pictures(
+        self, step: int, rows: dict[str, list[Tensor]], stats: dict[str, SampleStats], file: Path
+    ) -> None:
+        """Check the pictures drawn after `step` steps, and show their grid on the monitors.
+
+        Args:
+            rows: image_CHW by row.
+            stats: of the latents, by row.
+        """
         self._alarms.pictures(step, rows)
+        if len(stats) > 1:
+            self._alarms.samples(step, stats["teacher"], stats["student"])
         self._monitors.show(step, file)
 
     def flush(self) -> None:

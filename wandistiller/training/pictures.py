@@ -12,11 +12,18 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
+from wandistiller.monitoring.metrics import SAMPLES
+from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.images import save_grid
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
+
+Rows = dict[str, list[Tensor]]
+"""image_CHW of each prompt, in [0, 1], by name."""
+Stats = dict[str, SampleStats]
+"""Of the latents of those pictures."""
 
 
 class PictureDrawer:
@@ -29,45 +36,68 @@ class PictureDrawer:
         self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Learner
     ):
         self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
-        self._first: dict[str, list[Tensor]] = {}
+        self._first: tuple[Rows, Stats] = ({}, {})
 
-    def draw(self, done: int) -> dict[str, list[Tensor]]:
-        """Write the grid of the student after `done` steps; return its rows of image_CHW, by name."""
+    def draw(self, done: int) -> tuple[Rows, Stats]:
+        """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
         job = self.job
         vae = Vae(job.folder, collectives.device())
-        self._first = self._first or self._first_row(vae)
-        rows = self._first | {"student": self._row(partial(self._sampled, self.student), vae)}
-        if collectives.rank() == 0:
+        if not self._first[0]:
+            self._first = self._first_row(vae)
+        images, stats = self._row(partial(self._sampled, self.student), vae)
+        rows, of_rows = self._first[0] | {"student": images}, self._first[1] | {"student": stats}
+        if collectives.rank() == 0:  # the grid last: it says that all is there
+            write_stats(job.output / SAMPLES, done, of_rows)
             save_grid(job.picture(done), rows, self.data.sample_prompts)
-        return rows
+        return rows, of_rows
 
-    def _first_row(self, vae: Vae) -> dict[str, list[Tensor]]:
+    def _first_row(self, vae: Vae) -> tuple[Rows, Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher:
-            return {"teacher": self._row(partial(self._sampled, self.teacher), vae)}
-        if self.data.has_rollouts(self.data.sample_prompts):
-            return {"teacher": self._row(self.data.x0_of, vae)}
-        return {}
+            images, stats = self._row(partial(self._sampled, self.teacher), vae)
+        elif self.data.has_rollouts(self.data.sample_prompts):
+            images, stats = self._row(lambda prompts, _: self.data.x0_of(prompts), vae, seeds=1)
+        else:
+            return {}, {}
+        return {"teacher": images}, {"teacher": stats}
 
-    def _row(self, make: Callable[[list[str]], Tensor], vae: Vae) -> list[Tensor]:
-        """Return the middle frame of `make(prompts)` for each prompt, image_CHW in [0, 1] on the CPU."""
+    def _row(
+        self, make: Callable[[list[str], int], Tensor], vae: Vae, seeds: int = 2
+    ) -> tuple[list[Tensor], SampleStats]:
+        """Decode `make(prompts, seed)` for each prompt: image_CHW of the middle frame in [0, 1], on the CPU.
+
+        Args:
+            seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
+        """
         world, prompts, micro = collectives.world_size(), self.data.sample_prompts, self.job.batch.micro
         # equal for all ranks, so that collectives match; the surplus is cut
         share = -(-len(prompts) // world)
         first = collectives.rank() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
-        images = []
+        twice = seeds == 2 and self.job.schedule.few is not None
+        images, stats = [], []
         for part in batched(own, micro):
-            for x0_CFHW in make(part):
+            x0_BCFHW = make(part, 0)
+            stats.append(sample_stats(x0_BCFHW, make(part, 1) if twice else None))
+            for x0_CFHW in x0_BCFHW:
                 pixels_BCFHW = vae.decode(x0_CFHW[None])
                 images.append(pixels_BCFHW[0, :, pixels_BCFHW.shape[2] // 2].clone())
-        return list(collectives.gather_tensor(torch.stack(images))[: len(prompts)].cpu())
+        all_images, stats_PK = (
+            collectives.gather_tensor(own)[: len(prompts)].cpu()
+            for own in (torch.stack(images), torch.cat(stats))
+        )
+        return list(all_images), SampleStats(*stats_PK.mean(0).tolist())
 
-    def _sampled(self, model: Teacher | Learner, prompts: list[str]) -> Tensor:
-        """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts."""
+    def _sampled(self, model: Teacher | Learner, prompts: list[str], seed: int) -> Tensor:
+        """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts.
+
+        Args:
+            seed: 0, or 1 for other samples of the same prompts.
+        """
         job, run, device = self.job, self.job.run, collectives.device()
         shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
+        keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
         few = job.schedule.few if model is self.student else None

@@ -121,9 +121,9 @@ class Trainer:
             return False
         set_activity(f"drawing pictures after step {done}")
         with within("draw"):
-            rows = self.pictures.draw(done)
+            rows, stats = self.pictures.draw(done)
             collectives.log0("drew %s", file)
-            self.monitor.record_pictures(done, rows, file)
+            self.monitor.record_pictures(done, rows, stats, file)
         return True
 
     @within("checkpoint")

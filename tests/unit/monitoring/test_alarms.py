@@ -62,9 +62,9 @@ def test_an_unusual_gradient_raises_an_alarm(last: float, kinds: list[str], tmp_
 def test_a_resumed_run_drops_alarms_of_repeated_steps_and_one_that_was_cut_off(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "kind": "data", "alarm": "a"}}\n' for step in (1, 3)]
     (tmp_path / "alarms.jsonl").write_text("".join(lines) + '{"step": 4, "ki')
-    Alarms(tmp_path).go_on_from(3)
+    Alarms(tmp_path).go_on_from(3, [])
     assert (tmp_path / "alarms.jsonl").read_text() == "".join(lines)
-    Alarms(tmp_path).go_on_from(2)
+    Alarms(tmp_path).go_on_from(2, [])
     assert (tmp_path / "alarms.jsonl").read_text() == lines[0]
 
 

@@ -1,0 +1,108 @@
+"""Signs that a student of few steps goes wrong raise alarms in words, with what to do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import metrics
+from recipes import train
+
+from wandistiller.monitoring.metrics import read_lines
+from wandistiller.monitoring.signs import (
+    WARMED_UP,
+    WINDOW,
+    SampleStats,
+    Signs,
+    sample_stats,
+    write_stats,
+)
+
+WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0}
+LONG = WARMED_UP + 2 * WINDOW
+
+
+def raised(steps: list[dict[str, float]], norms: list[float] | None = None) -> set[str]:
+    """Return the kinds of signs in a run that watches these numbers."""
+    signs, norms = Signs(), norms or [1.0] * len(steps)
+    given = enumerate(zip(steps, norms, strict=True), 1)
+    return {kind for step, (watched, norm) in given for kind, _ in signs.step(step, watched, norm)}
+
+
+def test_a_run_that_goes_well_has_none() -> None:
+    assert raised([WELL] * LONG) == set()
+    assert raised([{}] * LONG, [1.0] * (LONG - 1) + [100.0]) == set()  # no critic: nothing to check
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({"critic_share": 0.95}, "critic lags"),
+        ({"gradient": 1.0}, "critic diverges"),
+        ({"deviation": 1.2}, "saturation"),
+    ],
+)
+def test_a_number_that_leaves_its_range_for_long_is_a_sign(changed: dict[str, float], kind: str) -> None:
+    assert raised([WELL] * LONG + [WELL | changed] * WINDOW) == {kind}
+    assert raised([WELL] * LONG + [WELL | changed] * 3) == set()
+
+
+def test_a_critic_may_lag_at_the_start() -> None:
+    assert raised([WELL | {"critic_share": 1.0}] * WARMED_UP + [WELL] * WINDOW) == set()
+
+
+def test_a_gradient_norm_of_five_times_the_usual_is_a_sign() -> None:
+    assert raised([WELL] * LONG, [1.0] * (LONG - 1) + [5.5]) == {"student jumps"}
+
+
+def test_a_resumed_run_is_compared_with_its_own_start() -> None:
+    signs = Signs()
+    signs.go_on_from([{"watched": WELL}] * LONG)
+    grown = WELL | {"gradient": 1.0}
+    kinds = {kind for step in range(LONG, LONG + WINDOW) for kind, _ in signs.step(step, grown, 1.0)}
+    assert kinds == {"critic diverges"}
+
+
+TEACHER = SampleStats(1.0, 0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("student", "kinds"),
+    [
+        (SampleStats(1.1, 0.09, 0.4), []),
+        (SampleStats(1.2, 0.1, 0.5), ["saturation"]),
+        (SampleStats(1.0, 0.1, 0.2), ["collapse"]),
+        (SampleStats(1.0, 0.05, 0.5), ["slow motion"]),
+    ],
+)
+def test_samples_are_compared_with_the_teacher_s(student: SampleStats, kinds: list[str]) -> None:
+    assert [kind for kind, _ in Signs().samples(TEACHER, student)] == kinds
+
+
+def test_images_without_a_second_seed_have_no_motion_and_no_distance_to_compare() -> None:
+    none = SampleStats(1.0, 0.0, 0.0)
+    assert list(Signs().samples(none, none)) == []
+
+
+def test_statistics_of_known_samples() -> None:
+    x0_BCFHW = torch.zeros(1, 1, 2, 1, 2)
+    x0_BCFHW[0, 0, 1] = 2.0
+    deviation, motion, distance = sample_stats(x0_BCFHW, x0_BCFHW + 3)[0].tolist()
+    assert deviation == pytest.approx((4 / 3) ** 0.5) and motion == 2.0 and distance == pytest.approx(3.0)
+
+
+def test_statistics_of_a_step_drawn_again_take_the_place_of_the_earlier_ones(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    for step, motion in ((1, 0.0), (2, 0.1), (2, 0.2)):
+        write_stats(file, step, {"teacher": TEACHER, "student": SampleStats(1.0, motion, 0.0)})
+    assert [line["motion"]["student"] for line in read_lines(file)] == [0.0, 0.2]
+
+
+def test_a_run_of_few_steps_writes_variety_of_teacher_and_student_and_the_exit(
+    tmp_path: Path, wan2: Path
+) -> None:
+    dmd2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
+    output = train(tmp_path, wan2, ranks=2, max_steps=2, objective=dmd2, sample_every=1)
+    first, second = read_lines(output / "samples.jsonl")
+    assert first["distance"]["teacher"] == second["distance"]["teacher"] > 0
+    assert first["distance"]["student"] != second["distance"]["student"]
+    assert {line["watched"]["exit"] for line in metrics(output)} <= {0.0, 1.0}
