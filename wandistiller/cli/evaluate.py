@@ -53,10 +53,14 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
     evaluator, number = Evaluator(evaluation), len(evaluation.prompts)
-    first, second = evaluation.teacher_sampling, evaluation.student_sampling
-    collectives.log0(f"teacher: {number} prompts, {first.steps} steps, guidance {first.guidance_scale}")
+
+    def announce(who: str, sampling: Sampling) -> None:
+        steps = ", ".join(map(str, dict.fromkeys([sampling.steps, *evaluation.numbers])))
+        collectives.log0(f"{who}: {number} prompts, {steps} steps, guidance {sampling.guidance_scale}")
+
+    announce("teacher", evaluation.teacher_sampling)
     teacher = evaluator.teacher()
-    collectives.log0(f"student: {number} prompts, {second.steps} steps, guidance {second.guidance_scale}")
+    announce("student", evaluation.student_sampling)
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
     if collectives.rank() == 0:
@@ -72,8 +76,10 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
     Raises:
         ConfigError: with every problem; no weights were read.
     """
-    problems = number_problems("evaluate", flags)
-    parts: dict[str, Any] = {}
+    numbers = flags["steps"] or []
+    problems = [p for n in numbers or [None] for p in number_problems("evaluate", flags | {"steps": n})]
+    problems, parts = list(dict.fromkeys(problems)), {}
+    flags = flags | {"steps": numbers[0] if len(numbers) == 1 else None}
     with collecting(problems):
         facts = _facts(flags)
         with collecting(problems):
@@ -108,6 +114,8 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         teacher_sampling=Sampling(**size, steps=flags["teacher_steps"], **guidance),
         student_sampling=Sampling(**size, steps=flags["steps"]),
         clip=flags["clip_path"],
+        numbers=tuple(dict.fromkeys(numbers if len(numbers) > 1 else ())),
+        few_step_shift=facts["shift"] if facts.get("few_steps") else None,
         **{k: flags[k] for k in ("seed", "batch", "quick")},
     )
 

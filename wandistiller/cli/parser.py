@@ -193,13 +193,15 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     add("--teacher_deepspeed_config", metavar="FILE", help="placement of the teacher; default a WanPipeline")
     add("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")
     add("--num_prompts", type=int, default=64, help="spread evenly over those given")
-    for name in ("height", "width", "num_frames", "steps"):
+    for name in ("height", "width", "num_frames"):
         add(f"--{name}", type=int, help="default: what the student was made with")
+    text = "sampling steps of both; of several numbers (1 2 4 40) also a table and a picture by steps"
+    add("--steps", type=int, nargs="+", help=f"{text}; default what each was made with")
     for name in ("guidance_scale", "guidance_scale_2"):
         add(f"--{name}", type=float, help="of the teacher; default as folded into the student")
     add("--negative_prompt", help="the teacher's; default as folded into the student")
     add("--clip_path", type=Path, help="a CLIP folder of transformers: scores with it too")
-    add("--quick", action="store_true", help="no floor: the teacher draws once, not twice")
+    add("--quick", action="store_true", help="draw each prompt once: no floor, no variety")
     add("--batch", type=int, default=8, help="prompts drawn at once")
     add("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
     add("--output", type=Path, help="folder; default: next to the student")

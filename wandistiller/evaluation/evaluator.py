@@ -40,17 +40,21 @@ class Evaluation:
     """Prompts sampled at once; ranks share whole batches, so a sample does not depend on their number."""
     dtype: torch.dtype
     quick: bool
-    """Skip the teacher's second draw, from other seeds."""
+    """Draw each prompt once, not twice from different seeds."""
     clip: Path | None
     teacher_ds: dict[str, Any] | None
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of sampling steps at which both are drawn beside their own."""
+    few_step_shift: float | None = None
+    """Shift of a student of few steps, which has a list of noise levels for each number; None of another."""
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
         size = self.student_sampling.height, self.student_sampling.width
         # prompts of the embedded teacher, whose pictures a program can score
         has_shapes = size == (shapes.IMAGE_SIZE,) * 2 and all(p in shapes.SPECS for p in self.prompts)
-        has = {"": True, "shapes": has_shapes, "clip": self.clip is not None}
+        has = {"": True, "shapes": has_shapes, "clip": self.clip is not None, "twice": not self.quick}
         return [m for m in metrics if has[m.needs]]
 
     @property
@@ -91,16 +95,28 @@ class ScoredSample:
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateResult:
-    """Samples of one candidate for this rank's prompts, and their cost."""
+class Drawn:
+    """Samples of one candidate in one number of steps, for this rank's prompts, and their cost."""
 
     samples: dict[int, ScoredSample]
     """By the prompt's number."""
     second_draw: dict[int, ScoredSample]
-    """Samples from other seeds."""
-    seconds: list[tuple[float, int]]
-    """Seconds and length of each batch."""
+    """Samples from other seeds; none if each prompt is drawn once."""
+    seconds: list[tuple[float, float, int]]
+    """Of each batch: seconds, those of them between text encoder and VAE, and length."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateResult:
+    """What one candidate drew on this rank, by the number of steps, its own first; and its memory."""
+
+    by_steps: dict[int, Drawn]
     peak_gib: dict[str, float]
+
+    @property
+    def own(self) -> Drawn:
+        """Samples in the candidate's own number of steps."""
+        return next(iter(self.by_steps.values()))
 
 
 class Evaluator:
@@ -121,29 +137,28 @@ class Evaluator:
         self._targets: dict[tuple[int, Band], Tensor] = {}  # its velocities, on the CPU
 
     def teacher(self) -> CandidateResult:
-        """Sample once or twice; store the guided velocities on the first samples."""
+        """Sample; store the guided velocities on the samples of its own number of steps."""
         s, memory = self._settings, PeakMemory()
         with memory.running():
             if s.teacher_ds is None:
                 candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
             else:
                 candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
-        samples, seconds, self._x0 = self._draw("teacher", candidate, memory, s.seed)
-        second, other_seed = {}, s.seed + len(s.prompts)
-        if not s.quick:
-            second, _, _ = self._draw("teacher, other seeds", candidate, memory, other_seed)
+        drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         for turn, chunk, _ in collective_turns("teacher, velocities", self._batches):
             for band in self._bands:
                 self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
         candidate.close()
-        return CandidateResult(samples, second, seconds, memory.peak_gib())
+        return CandidateResult(drawn, memory.peak_gib())
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
-            candidate = DiffusersPipeline(s.student, s.student_sampling, self._null_LD, s.dtype)
-        samples, seconds, _ = self._draw("student", candidate, memory, s.seed)
+            candidate = DiffusersPipeline(
+                s.student, s.student_sampling, self._null_LD, s.dtype, s.few_step_shift, s.teacher.boundary
+            )
+        drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         for turn, chunk, counts in collective_turns("student, velocities", self._batches):
             squares = []
             for band in self._bands:
@@ -154,24 +169,43 @@ class Evaluator:
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
             if counts:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
-        return CandidateResult(samples, {}, seconds, memory.peak_gib()), errors
+        return CandidateResult(drawn, memory.peak_gib()), errors
 
     def _draw(
-        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, seed: int
-    ) -> tuple[dict[int, ScoredSample], list[tuple[float, int]], list[Tensor]]:
-        """Sample prompt i from seed + i; return samples, seconds of batches, x0_BCFHW of turns on the CPU."""
-        samples, batch_seconds, x0 = {}, [], []
+        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, own: int
+    ) -> tuple[dict[int, Drawn], list[Tensor]]:
+        """Sample in each number of steps, the candidate's `own` first.
+
+        Returns:
+            What was drawn; x0_BCFHW of its own number by turn, on the CPU.
+        """
+        drawn, own_x0 = {}, []
+        for steps in dict.fromkeys([own, *self._settings.numbers]):
+            name = what if steps == own else f"{what}, {steps} steps"
+            drawn[steps], x0 = self._draw_in(steps, name, candidate, memory)
+            own_x0 = own_x0 or x0
+        return drawn, own_x0
+
+    def _draw_in(
+        self, steps: int, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory
+    ) -> tuple[Drawn, list[Tensor]]:
+        """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
+        s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
         for _, chunk, counts in collective_turns(what, self._batches):
-            prompts, start = [self._settings.prompts[i] for i in chunk], time.monotonic()
-            with memory.running():
-                pixels_BCFHW = candidate.draw(prompts, [seed + i for i in chunk])
-            seconds = time.monotonic() - start
-            x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
-            if counts:
-                batch_seconds.append((seconds, len(chunk)))
-                middle_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
-                samples |= self._score(chunk, DrawnBatch(prompts, middle_BCHW, x0[-1], self._clip))
-        return samples, batch_seconds, x0
+            prompts, middle, x0 = [s.prompts[i] for i in chunk], [], []
+            for first in (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]:
+                start = time.monotonic()
+                with memory.running():
+                    pixels_BCFHW = candidate.draw(prompts, [first + i for i in chunk], steps)
+                if counts and not x0:
+                    drawn.seconds.append((time.monotonic() - start, candidate.denoising, len(chunk)))
+                x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
+                middle.append(pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2])
+            first_x0.append(x0[0])
+            for one, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
+                scored = self._score(chunk, DrawnBatch(prompts, middle[one], x0[one], x0[other], self._clip))
+                (drawn.second_draw if one else drawn.samples).update(scored)
+        return drawn, first_x0
 
     def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:
         s = self._settings

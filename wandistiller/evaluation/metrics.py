@@ -131,9 +131,23 @@ class Clip:
 class DrawnBatch:
     """Samples as input of the metrics, on the CPU."""
 
-    def __init__(self, prompts: list[str], frame_BCHW: Tensor, x0_BCFHW: Tensor, clip: Clip | None):
-        """`frame_BCHW`: the middle frame, in [0, 1]; `x0_BCFHW`: normalised VAE latents."""
-        self.prompts, self.frame_BCHW, self.x0_BCFHW, self._clip = prompts, frame_BCHW, x0_BCFHW, clip
+    def __init__(
+        self,
+        prompts: list[str],
+        frame_BCHW: Tensor,
+        x0_BCFHW: Tensor,
+        other_BCFHW: Tensor,
+        clip: Clip | None,
+    ):
+        """Keep samples.
+
+        Args:
+            frame_BCHW: the middle frame, in [0, 1].
+            x0_BCFHW: normalised VAE latents.
+            other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
+        """
+        self.prompts, self.frame_BCHW, self._clip = prompts, frame_BCHW, clip
+        self.x0_BCFHW, self.other_BCFHW = x0_BCFHW, other_BCFHW
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +176,8 @@ class Metric:
     compute: Callable[[DrawnBatch], Tensor]
     """value_B of a batch, float32."""
     needs: str = ""
-    """`shapes`: prompts of the embedded teacher; `clip`: a CLIP folder; empty for any evaluation."""
+    """`shapes`: prompts of the embedded teacher; `clip`: a CLIP folder; `twice`: two samples of each prompt;
+    empty for any evaluation."""
     summary: Callable[[Tensor, int], dict[str, float | None]] = _mean
     """value_N and seed -> figure and interval."""
 
@@ -195,6 +210,18 @@ METRICS = [
         compute=lambda drawn: torch.tensor(shapes.fully_right(drawn.frame_BCHW, drawn.prompts)).float(),
     ),
     Metric(name="clip_score", label="CLIP score", needs="clip", compute=lambda drawn: drawn.clip[1]),
+    Metric(
+        name="picture_error",
+        label="squared error to the asked picture",
+        needs="shapes",
+        compute=lambda drawn: shapes.mse_to_prompts(drawn.frame_BCHW, drawn.prompts),
+    ),
+    Metric(
+        name="variety",
+        label="difference of two seeds' latents, RMS",
+        needs="twice",
+        compute=lambda drawn: (drawn.x0_BCFHW - drawn.other_BCFHW).square().flatten(1).mean(1).sqrt(),
+    ),
 ]
 FEATURES = [
     Features(name="latent", compute=_latent_moments),

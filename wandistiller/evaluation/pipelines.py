@@ -1,8 +1,10 @@
 """Pipelines under evaluation, which draw samples and predict velocities, and the memory that they take."""
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,22 +21,52 @@ from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import denoise
+from wandistiller.wan.sampling import denoise, few_step_scheduler, few_steps
 
 
 class DiffusersPipeline:
     """The WanPipeline of diffusers, as users run it."""
 
-    def __init__(self, folder: WanFolder, sampling: Sampling, null_text_LD: Tensor, dtype: torch.dtype):
+    def __init__(
+        self,
+        folder: WanFolder,
+        sampling: Sampling,
+        null_text_LD: Tensor,
+        dtype: torch.dtype,
+        few_step_shift: float | None = None,
+        handover: float | None = None,
+    ):
+        """Load it.
+
+        Args:
+            few_step_shift: of a student of few steps, for other numbers of them than `sampling` has.
+            handover: noise level at which the experts of a two-expert student change.
+        """
         self._pipeline, self._sampling = open_pipeline(folder.path, dtype), sampling
+        self._shift, self._handover = few_step_shift, handover if folder.boundary is not None else None
+        self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
+        self._outside = Stopwatch()
+        for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
+            self._outside.add(part, method)
+        self.denoising = 0.0
+        """Seconds of the last call of `draw` between text encoder and VAE."""
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
         experts = LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low})
         self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(sampling)))
         self._last_expert = Expert.HIGH_NOISE
 
-    def draw(self, prompts: list[str], seeds: list[int]) -> Tensor:
+    def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
         """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
-        return draw(self._pipeline, prompts, seeds, self._sampling)
+        scheduler, boundary = self._own
+        if self._shift and steps != self._sampling.steps:
+            few = few_steps(self._shift, steps, self._handover)
+            scheduler, boundary = few_step_scheduler(self._shift, steps), few.boundary
+        self._pipeline.scheduler = scheduler
+        self._pipeline.register_to_config(boundary_ratio=boundary)
+        self._outside.seconds, start = 0.0, time.monotonic()
+        pixels_BCFHW = draw(self._pipeline, prompts, seeds, replace(self._sampling, steps=steps))
+        self.denoising = time.monotonic() - start - self._outside.seconds
+        return pixels_BCFHW
 
     def velocity(self, batch: Batch) -> Tensor:
         """Predict v_BCFHW, float32, guidance included."""
@@ -47,6 +79,33 @@ class DiffusersPipeline:
         """Drop the networks, so that their memory can be freed; here nothing but this object holds them."""
 
 
+class Stopwatch:
+    """Adds up the seconds of calls of methods."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, owner: Any, name: str) -> None:
+        """Time the calls of the method `name` of `owner` from now on."""
+        method = getattr(owner, name)
+
+        def timed(*given: Any, **more: Any) -> Any:
+            _wait(collectives.device())
+            start = time.monotonic()
+            result = method(*given, **more)
+            _wait(collectives.device())
+            self.seconds += time.monotonic() - start
+            return result
+
+        setattr(owner, name, timed)
+
+
+def _wait(device: torch.device) -> None:
+    """Wait until the accelerator has computed what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class PlacedTeacher:
     """A teacher placed by its DeepSpeed JSON, with the same methods, all collective."""
 
@@ -56,14 +115,18 @@ class PlacedTeacher:
         guidance = Guidance(text[sampling.negative_prompt or ""], scales(sampling))
         self._network = build_teacher(folder, ds, guidance)
         self.velocity = self._network.velocity
+        self.denoising = 0.0
 
-    def draw(self, prompts: list[str], seeds: list[int]) -> Tensor:
+    def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
         folder, settings, device = self._folder, self._sampling, collectives.device()
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
         text_BLD = torch.stack([self._text[p] for p in prompts]).to(device)
-        x0_BCFHW, _ = denoise(self.velocity, folder, folder.shift, noise_BCFHW, text_BLD, settings.steps)
+        start = time.monotonic()
+        x0_BCFHW, _ = denoise(self.velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
+        _wait(device)
+        self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()
 
     def close(self) -> None:

@@ -1,20 +1,24 @@
 """Results of an evaluation: JSON for programs, Markdown tables for people, and a picture."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.evaluator import Band, CandidateResult, Evaluation, ScoredSample, bands
+from wandistiller.evaluation.evaluator import Band, CandidateResult, Drawn, Evaluation, ScoredSample, bands
 from wandistiller.evaluation.metrics import METRICS, Estimate, frechet, ratio_of_sums
 from wandistiller.flow import band_name
+from wandistiller.monitoring.charts import Chart, Line, svg
+from wandistiller.monitoring.headline import SCORES
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import save_grid
 from wandistiller.wan.transformer import count_parameters
 
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
-COSTS = {"parameters": "parameters", "seconds_per_sample": "seconds per sample"}
+TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
+COSTS = {"parameters": "parameters"} | TIMES
 NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's for shares, else bootstrap.
 
 - *Velocity error*: sum |v_student - v_teacher|² / sum |v_teacher|², the teacher guided, on its own samples
@@ -27,15 +31,16 @@ NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's 
   "-" stands for samples that are not finite. Compare only distances of one set of features at one number of
   prompts.
 - *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
+- *Difference of two seeds*: variety; a student that draws the same whatever the noise has 0.
 - *Peak memory*: of loading and drawing, on one rank, above what the process held before. *Seconds*: of one
-  rank, with text encoder and VAE{placed}."""
+  rank, with text encoder and VAE{placed}; *denoising*: without both."""
 
 
 def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
     """Merge the ranks' shares into the figures and the picture's rows."""
     sides = {"teacher": [t for t, _, _ in shares], "student": [s for _, s, _ in shares]}
-    samples = {name: _in_order([s.samples for s in seen]) for name, seen in sides.items()}
-    second = _in_order([s.second_draw for s in sides["teacher"]])
+    samples = {name: _in_order([r.own.samples for r in ranks]) for name, ranks in sides.items()}
+    second = _in_order([r.own.second_draw for r in sides["teacher"]])
     squares_NS2 = torch.stack(_in_order([errors for _, _, errors in shares]))
     result: dict[str, Any] = {
         "prompts": len(settings.prompts),
@@ -46,8 +51,10 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
     result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
-    rows = {name: [s.frame_CHW for s in drawn if s.frame_CHW is not None] for name, drawn in samples.items()}
-    return result, rows
+    if settings.numbers:
+        result["by_steps"] = {name: _by_steps(settings, ranks) for name, ranks in sides.items()}
+        return result, _rows_by_steps(settings, sides, result["by_steps"])
+    return result, {name: _frames(drawn) for name, drawn in samples.items()}
 
 
 def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
@@ -56,31 +63,75 @@ def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
     return [merged[i] for i in sorted(merged)]
 
 
+def _frames(samples: list[ScoredSample]) -> list[Tensor]:
+    return [sample.frame_CHW for sample in samples if sample.frame_CHW is not None]
+
+
+def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the seconds of all batches, those of them for denoising, and their lengths."""
+    whole, denoising, length = zip(*(batch for r in ranks for batch in r.seconds), strict=True)
+    return torch.tensor(whole), torch.tensor(denoising), torch.tensor(length)
+
+
+def _figures(settings: Evaluation, ranks: list[Drawn]) -> dict[str, Any]:
+    """Return seconds and scores of one candidate in one number of steps."""
+    seconds, denoising, length = _seconds(ranks)
+    figures = {
+        "seconds_per_sample": ratio_of_sums(seconds, length, settings.seed).as_dict(),
+        "denoising_seconds": ratio_of_sums(denoising, length, settings.seed).as_dict(),
+    }
+    samples = _in_order([r.samples for r in ranks])
+    for m in settings.computable(METRICS):
+        figures[m.name] = m.summary(torch.stack([s.scores[m.name] for s in samples]), settings.seed)
+    return figures
+
+
 def _columns(
     settings: Evaluation, sides: dict[str, list[CandidateResult]], samples: dict[str, list[ScoredSample]]
 ) -> dict[str, Any]:
     """Columns of the table: both sides, and the ratio of student to teacher, paired by prompt or batch."""
     columns: dict[str, dict[str, Any]] = {}
-    folders, seconds, seed = {"teacher": settings.teacher, "student": settings.student}, {}, settings.seed
+    folders, seed = {"teacher": settings.teacher, "student": settings.student}, settings.seed
     for name, ranks in sides.items():
-        pairs = zip(*(pair for r in ranks for pair in r.seconds), strict=True)
-        seconds[name], length = (torch.tensor(numbers) for numbers in pairs)
         columns[name] = {
             "parameters": sum(count_parameters(config) for config in folders[name].configs.values()),
-            "seconds_per_sample": ratio_of_sums(seconds[name], length, seed).as_dict(),
             "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
+            **_figures(settings, [r.own for r in ranks]),
         }
     teacher, student = columns.values()
+    taken = {name: _seconds([r.own for r in ranks]) for name, ranks in sides.items()}
     ratio = columns["ratio"] = {
         "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict(),
-        "seconds_per_sample": ratio_of_sums(seconds["student"], seconds["teacher"], seed).as_dict(),
+        "seconds_per_sample": ratio_of_sums(taken["student"][0], taken["teacher"][0], seed).as_dict(),
+        "denoising_seconds": ratio_of_sums(taken["student"][1], taken["teacher"][1], seed).as_dict(),
     }
     for m in settings.computable(METRICS):
         value_N = {name: torch.stack([s.scores[m.name] for s in drawn]) for name, drawn in samples.items()}
-        teacher[m.name], student[m.name] = (m.summary(value_N[name], seed) for name in sides)
         if (value := m.ratio(value_N["student"], value_N["teacher"], seed)) is not None:
             ratio[m.name] = value
     return columns
+
+
+def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, Any]:
+    """Return the figures of a candidate by its number of steps, the smallest first."""
+    numbers = sorted(ranks[0].by_steps)
+    return {str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in numbers}
+
+
+def _rows_by_steps(
+    settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, Any]
+) -> dict[str, list[Tensor]]:
+    """Return the picture's rows: the teacher in its own steps, the student in each smaller number."""
+    own = settings.teacher_sampling.steps
+    numbers = [("teacher", own)] + [
+        ("student", n) for n in sorted(sides["student"][0].by_steps, reverse=True) if n < own
+    ]
+    return {
+        f"{side}, {n} step{'s' * (n > 1)}: {figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
+            _frames(_in_order([r.by_steps[n].samples for r in sides[side]]))
+        )
+        for side, n in numbers
+    }
 
 
 def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any]:
@@ -122,6 +173,10 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
     files = {what: settings.output / name for what, name in names.items()}
     tables = markdown(result)
     write_json(files["figures"], result)
+    if "by_steps" in result and (curve := quality_chart(result["by_steps"])):
+        files["curve"] = settings.output / "evaluation_steps.svg"
+        with atomic(files["curve"]) as temporary:
+            temporary.write_bytes(curve)
     save_grid(files["picture"], rows, [settings.prompts[i] for i in settings.shown])
     heading = f"# {settings.student.name} compared with its teacher {settings.teacher.name}"
     placed = "; a teacher that its own JSON places without the text encoder" if settings.teacher_ds else ""
@@ -151,7 +206,39 @@ def markdown(result: dict[str, Any]) -> str:
     for kind, e in result["frechet"].items():
         three = (_cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
         kinds.append([f"{kind}, {e['features']}", *three])
-    return "\n\n".join(_table(rows) for rows in (sides, errors, kinds) if len(rows) > 1)
+    return "\n\n".join(_table(rows) for rows in (sides, _steps(result), errors, kinds) if len(rows) > 1)
+
+
+def _steps(result: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table by steps: of both, how many times faster than the teacher in its own steps."""
+    by_steps = result.get("by_steps", {})
+    labels = {m.name: m.label for m in METRICS if by_steps and m.name in result["teacher"]}
+    own = by_steps and by_steps["teacher"][str(result["teacher_steps"])]
+    rows = [["steps", *labels.values(), *TIMES.values(), "times faster", "times faster, denoising alone"]]
+    for side, numbers in by_steps.items():
+        for n, figures in numbers.items():
+            faster = (own[key]["value"] / figures[key]["value"] for key in TIMES)
+            cells = (f"{figures[key]['value']:.3g}" for key in TIMES)
+            scores = (_cell(figures[name]) for name in labels)
+            rows.append([f"{side}, {n}", *scores, *cells, *(f"{times:.3g}" for times in faster)])
+    return rows
+
+
+def quality_chart(by_steps: dict[str, Any]) -> bytes | None:
+    """Draw quality against seconds, SVG; None without matplotlib or a score."""
+    has = next(iter(by_steps["teacher"].values()))
+    name = next((name for name in SCORES if name in has), None)
+    if not (name and find_spec("matplotlib")):
+        return None
+    lines = [
+        Line(
+            side,
+            [(figures["denoising_seconds"]["value"], figures[name]["value"]) for figures in numbers.values()],
+            [f"{n} step{'s' * (n != '1')}" for n in numbers],
+        )
+        for side, numbers in by_steps.items()
+    ]
+    return svg(Chart(SCORES[name], "by sampling steps", lines, along="seconds of denoising a sample"))
 
 
 def _cell(value: int | dict[str, Any]) -> str:

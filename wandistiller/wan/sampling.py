@@ -41,12 +41,17 @@ def few_step_config(shift: float, steps: int) -> dict[str, Any]:
 
 def few_steps(shift: float, steps: int, boundary: float | None) -> FewSteps:
     """Return the levels that `few_step_config` gives, split at the `boundary` of a two-expert student."""
-    sigmas = _scheduler(few_step_config(shift, steps), steps).sigmas.tolist()[:-1]
+    sigmas = few_step_scheduler(shift, steps).sigmas.tolist()[:-1]
     if boundary is not None:
         high = [sigma for sigma in sigmas if sigma > boundary + AT_BOUNDARY]
         if len(high) < steps:  # in the middle, as the pipeline rounds timesteps
             boundary = (high[-1] + sigmas[len(high)]) / 2
     return FewSteps(tuple(sigmas), boundary)
+
+
+def few_step_scheduler(shift: float, steps: int) -> SchedulerMixin:
+    """Return diffusers' scheduler of a student of few steps."""
+    return _scheduler(few_step_config(shift, steps), steps)
 
 
 def _scheduler(config: dict[str, Any], steps: int, device: torch.device | None = None) -> SchedulerMixin:
