@@ -53,6 +53,8 @@ class GeneratedBatch(Batch):
     """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
     judged: Batch
     """The noise level at which the sample is judged, its noise, and the teacher's expert for it."""
+    fresh: tuple[Tensor, ...] = ()
+    """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
 
 
 @dataclass(frozen=True, slots=True)

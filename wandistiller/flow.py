@@ -26,6 +26,10 @@ def keyed_normal(shape: torch.Size | tuple[int, ...], *key: int | str) -> Tensor
     return torch.randn(shape, generator=keyed_generator(*key))
 
 
+EULER, RENOISE = "euler", "renoise"
+"""Samplers of students of few steps: along the velocity, or to clean latents that are noised again."""
+
+
 class FewSteps(NamedTuple):
     """The sampler that a student of few steps is trained for."""
 
@@ -33,10 +37,22 @@ class FewSteps(NamedTuple):
     """Noise level of each call, falling from 1; 0 follows."""
     boundary: float | None = None
     """Between the last level of a student's high-noise expert and the first of its other one."""
+    sampler: str = EULER
 
     def expert(self, call: int) -> Expert:
         """Return the expert of a call, counted from 0."""
         return expert_at(self.sigmas[call], self.boundary)
+
+    def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, fresh_BCFHW: Tensor | None) -> Tensor:
+        """Return the state after a call, counted from 0, with its velocity.
+
+        Args:
+            fresh_BCFHW: new noise, which RENOISE takes.
+        """
+        sigma, following = (*self.sigmas, 0.0)[call : call + 2]
+        if self.sampler == EULER:
+            return x_BCFHW + (following - sigma) * v_BCFHW
+        return (1 - following) * (x_BCFHW - sigma * v_BCFHW) + following * fresh_BCFHW
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +152,16 @@ class FlowSchedule:
         step_block = step, self._block(sample_index_B, step)
         calls = len(self.few.sigmas)
         exit_ = int(self._uniform("exit", *step_block) * calls)
-        start_BCFHW, noise_BCFHW = (
+        renewed = exit_ if self.few.sampler == RENOISE else 0
+        start_BCFHW, noise_BCFHW, *fresh = (
             torch.stack([keyed_normal(shape, self.seed, kind, step, i) for i in sample_index_B])
-            for kind in ("start", "judged noise")
+            for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
         )
         expert = self.draw_expert(*step_block)
         sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
         sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(*JUDGED)
-        sigma_B, start_BCFHW, noise_BCFHW = (
-            t.to(text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW)
+        sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
+            t.to(text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
         )
         judged = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
         return GeneratedBatch(
@@ -156,6 +173,7 @@ class FlowSchedule:
             self.few.expert(0),
             exit_,
             judged,
+            tuple(fresh),
         )
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:

@@ -12,15 +12,15 @@ from wandistiller.flow import FewSteps, clean, path
 
 @torch.no_grad()
 def simulate(batch: GeneratedBatch, student: Callable[[Batch], Tensor], few: FewSteps) -> GeneratedBatch:
-    """Sample from the batch's noise to the state before its drawn call, by Euler's method as in use.
+    """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
 
     Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
     """
-    state, sigmas = batch, torch.tensor(few.sigmas, device=batch.sigma_B.device)
+    state = batch
     for call in range(batch.exit):
-        v_BCFHW = student(state)
-        x_BCFHW = state.x_t_BCFHW + (sigmas[call + 1] - sigmas[call]) * v_BCFHW
-        sigma_B = sigmas[call + 1].expand(len(batch.sigma_B))
+        fresh_BCFHW = batch.fresh[call] if batch.fresh else None
+        x_BCFHW = few.following(call, state.x_t_BCFHW, student(state), fresh_BCFHW)
+        sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
         state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
     return state
 

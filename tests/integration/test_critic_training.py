@@ -88,10 +88,11 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
     "objective",
     [
         pytest.param(FROM_TEACHER, marks=pytest.mark.slow),
+        pytest.param(DMD2 | {"steps": 3, "sampler": "renoise"}, marks=pytest.mark.slow),
         pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
         [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
     ],
-    ids=["critic from the teacher", "critic follows", "joint"],
+    ids=["critic from the teacher", "renoise", "critic follows", "joint"],
 )
 def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, objective: Any) -> None:
     name = "_".join(str(objective).split()[-2:]).strip("}]'\"")
@@ -119,6 +120,11 @@ def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, o
             "critic of the student's shape",
         ),
         ({"objective": [DMD2, {"name": "consistency", "edges": 4}]}, "dmd2 for 2 and consistency for 4"),
+        (
+            {"objective": [DMD2, {"name": "consistency", "steps": 2}]},
+            "dmd2 for euler and consistency for ren",
+        ),
+        ({"objective": {"name": "consistency", "edges": 2, "steps": 2}}, "has edges 2 and steps 2"),
         ({"objective": [DMD2, "velocity"], "buckets": True}, "dmd2 draws its own at one size"),
     ],
 )

@@ -154,7 +154,10 @@ def test_a_placed_teacher_is_the_stock_one(wan2: Path, tmp_path: Path) -> None:
 
 def untimed(result: dict[str, Any]) -> dict[str, Any]:
     """The figures, without those of time and memory."""
-    timed, sides = ("seconds_per_sample", "peak_memory_gib"), ("teacher", "student", "ratio")
+    timed, sides = (
+        ("seconds_per_sample", "denoising_seconds", "peak_memory_gib"),
+        ("teacher", "student", "ratio"),
+    )
     return result | {side: {k: v for k, v in result[side].items() if k not in timed} for side in sides}
 
 
@@ -167,6 +170,34 @@ def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp
     wandistiller("evaluate", *words, ranks=2)
     assert untimed(one) == untimed(json.loads((output / "evaluation.json").read_text()))
     assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
+    words = ["--student", "tiny", "--teacher_path", "tiny", "--guidance_scale", "1", "--num_prompts", "4"]
+    result = evaluate(read(*words, "--steps", "1", "2", "--output", tmp_path))
+    assert result["steps"] == result["teacher_steps"] == 40  # each in its own, and in the given ones
+    for side in ("teacher", "student"):
+        assert list(result["by_steps"][side]) == ["1", "2", "40"]
+        assert result["by_steps"][side]["40"]["fully_right"] == result[side]["fully_right"]
+    same = [[of[n]["picture_error"] for n in ("1", "2", "40")] for of in result["by_steps"].values()]
+    assert same[0] == same[1] and len({error["value"] for error in same[0]}) == 3
+    table = (tmp_path / "evaluation.md").read_text()
+    rows = re.findall(r"^\| (teacher, \d+|student, \d+) ", table, re.MULTILINE)
+    assert rows == [f"{side}, {n}" for side in ("teacher", "student") for n in (1, 2, 40)]
+    assert (tmp_path / "evaluation_steps.svg").read_text().startswith("<?xml")
+    tiles = Image.open(tmp_path / "evaluation.png").height
+    assert tiles > 4 * 128  # the teacher, and the student in 40, 2 and 1 steps
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_denoising_is_part_of_the_seconds_and_variety_is_0_only_of_a_student_that_ignores_the_noise(
+    twin: tuple[dict[str, Any], Path],
+) -> None:
+    for side in ("teacher", "student"):
+        figures = twin[0][side]
+        assert 0 < figures["denoising_seconds"]["value"] < figures["seconds_per_sample"]["value"]
+        assert figures["variety"]["value"] > 0
 
 
 def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Path) -> None:

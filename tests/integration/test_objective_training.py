@@ -98,6 +98,32 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
     assert torch.dist(stock, ours) < 1e-5 * ours.norm()
 
 
+@torch.no_grad()
+def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan2: Path) -> None:
+    objective = {"name": "consistency", "intervals": 8, "steps": 2}
+    output = trained(folder, wan2, "renoise", 1, objective=objective, student_config=NARROW)
+    pipe = WanPipeline.from_pretrained(output / "student", dtype=torch.float32)
+    text_BLD, _ = pipe.encode_prompt(["a red circle"], do_classifier_free_guidance=False)
+    noise = keyed_normal((1, 16, 1, 4, 4), "start")
+    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    torch.manual_seed(5)
+    stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
+    torch.manual_seed(5)
+    fresh = torch.randn(noise.shape)
+    teacher, shift = LocalTeacher({Expert.HIGH_NOISE: pipe.transformer}), open_wan(str(wan2)).shift
+    few = few_steps(shift, 2, None, "renoise")
+    x1_BCFHW = noise - transformer.velocity(pipe.transformer, noise, torch.ones(1), text_BLD)
+    x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * fresh
+    sigma_B = torch.tensor(few.sigmas[1:])
+    x0_BCFHW = x_BCFHW - few.sigmas[1] * transformer.velocity(pipe.transformer, x_BCFHW, sigma_B, text_BLD)
+    assert torch.dist(stock, x0_BCFHW) < 1e-3 * x0_BCFHW.norm()
+    folder_of_student = open_wan(str(output / "student"))
+    ours, _ = denoise(teacher.velocity, folder_of_student, shift, noise, text_BLD, 40, few, lambda _: fresh)
+    assert torch.dist(stock, ours) < 1e-3 * ours.norm()
+    card = " ".join((output / "student" / "README.md").read_text().split())
+    assert "by noising its clean latents again (LCM)" in card and "torch.manual_seed" in card
+
+
 def test_a_student_of_few_steps_says_how_to_sample_it_and_sample_does(few: Path, tmp_path: Path) -> None:
     card = " ".join((few / "student" / "README.md").read_text().split())
     assert "2 steps only, by Euler's method from the noise levels 1, 0.8" in card

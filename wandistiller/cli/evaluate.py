@@ -22,6 +22,7 @@ from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS
+from wandistiller.flow import EULER
 from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
@@ -32,8 +33,8 @@ from wandistiller.wan.transformer import top_modules
 
 FACT_TYPES = of_type(
     (Count, "height width num_frames steps teacher_steps"),
-    (NotNegative, "guidance_scale guidance_scale_2"),
-    (Text, "teacher_path teacher_revision"),
+    (NotNegative, "guidance_scale guidance_scale_2 shift"),
+    (Text, "teacher_path teacher_revision sampler"),
 )
 """Keys that are read of an exported student's facts, and their types."""
 
@@ -76,10 +77,8 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
     Raises:
         ConfigError: with every problem; no weights were read.
     """
-    numbers = flags["steps"] or []
-    problems = [p for n in numbers or [None] for p in number_problems("evaluate", flags | {"steps": n})]
-    problems, parts = list(dict.fromkeys(problems)), {}
-    flags = flags | {"steps": numbers[0] if len(numbers) == 1 else None}
+    problems, flags = _steps(flags)
+    parts: dict[str, Any] = {}
     with collecting(problems):
         facts = _facts(flags)
         with collecting(problems):
@@ -114,10 +113,24 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         teacher_sampling=Sampling(**size, steps=flags["teacher_steps"], **guidance),
         student_sampling=Sampling(**size, steps=flags["steps"]),
         clip=flags["clip_path"],
-        numbers=tuple(dict.fromkeys(numbers if len(numbers) > 1 else ())),
-        few_step_shift=facts["shift"] if facts.get("few_steps") else None,
-        **{k: flags[k] for k in ("seed", "batch", "quick")},
+        few_steps=_few_steps(facts),
+        **{k: flags[k] for k in ("seed", "batch", "quick", "numbers")},
     )
+
+
+def _few_steps(facts: dict[str, Any]) -> tuple[float, str] | None:
+    """Shift and sampler of a student of few steps."""
+    # .get: checkpoints made before `sampler` have no such fact
+    known = facts.get("few_steps") and facts.get("shift")
+    return (facts["shift"], facts.get("sampler") or EULER) if known else None
+
+
+def _steps(flags: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Problems with the numbers in `flags`; `flags` with several numbers of steps apart, in `numbers`."""
+    given = flags["steps"] or []
+    problems = [p for n in given or [None] for p in number_problems("evaluate", flags | {"steps": n})]
+    one, several = (given[0], ()) if len(given) == 1 else (None, tuple(dict.fromkeys(given)))
+    return list(dict.fromkeys(problems)), flags | {"steps": one, "numbers": several}
 
 
 def _facts(flags: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Job:
         r, boundary = self.run, self.folder.boundary
         handover = boundary if self.student.experts == "two" else None
         number = self.objective.sampling_steps
-        few = few_steps(r.shift, number, handover) if number else None
+        few = few_steps(r.shift, number, handover, self.objective.few_step_sampler) if number else None
         return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few)
 
     @cached_property
@@ -223,6 +223,7 @@ class Job:
             "num_frames": r.num_frames,
             "steps": len(few.sigmas) if few else r.sample_steps,
             "few_steps": few and list(few.sigmas),
+            "sampler": few and few.sampler,
             "teacher_steps": r.sample_steps,
             "guidance_scale": r.guidance_scale,
             "guidance_scale_2": r.guidance_scale_2,

@@ -99,14 +99,16 @@ def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: 
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
     settings = asdict(sampling)
     steps = settings.pop("steps")
-    frames_BFHWC = pipeline(
-        prompt=prompts,
-        **settings,
-        num_inference_steps=steps,
-        generator=[torch.Generator().manual_seed(s) for s in seeds],
-        output_type="np",
-        max_sequence_length=TEXT_TOKENS,
-    ).frames
+    with torch.random.fork_rng():
+        torch.manual_seed(seeds[0])  # of noise between steps, which is not the generators' (diffusers 0.42.1)
+        frames_BFHWC = pipeline(
+            prompt=prompts,
+            **settings,
+            num_inference_steps=steps,
+            generator=[torch.Generator().manual_seed(s) for s in seeds],
+            output_type="np",
+            max_sequence_length=TEXT_TOKENS,
+        ).frames
     return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
 
 

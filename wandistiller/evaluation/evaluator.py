@@ -46,8 +46,8 @@ class Evaluation:
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
-    few_step_shift: float | None = None
-    """Shift of a student of few steps, which has a list of noise levels for each number; None of another."""
+    few_steps: tuple[float, str] | None = None
+    """Shift and sampler of a student of few steps, which has levels for each number; None of another."""
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
@@ -156,7 +156,7 @@ class Evaluator:
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
             candidate = DiffusersPipeline(
-                s.student, s.student_sampling, self._null_LD, s.dtype, s.few_step_shift, s.teacher.boundary
+                s.student, s.student_sampling, self._null_LD, s.dtype, s.few_steps, s.teacher.boundary
             )
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         for turn, chunk, counts in collective_turns("student, velocities", self._batches):

@@ -33,17 +33,17 @@ class DiffusersPipeline:
         sampling: Sampling,
         null_text_LD: Tensor,
         dtype: torch.dtype,
-        few_step_shift: float | None = None,
+        few: tuple[float, str] | None = None,
         handover: float | None = None,
     ):
         """Load it.
 
         Args:
-            few_step_shift: of a student of few steps, for other numbers of them than `sampling` has.
+            few: shift and sampler of a student of few steps, for other numbers than `sampling` has.
             handover: noise level at which the experts of a two-expert student change.
         """
         self._pipeline, self._sampling = open_pipeline(folder.path, dtype), sampling
-        self._shift, self._handover = few_step_shift, handover if folder.boundary is not None else None
+        self._few, self._handover = few, handover if folder.boundary is not None else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = Stopwatch()
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
@@ -58,9 +58,10 @@ class DiffusersPipeline:
     def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
         """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
         scheduler, boundary = self._own
-        if self._shift and steps != self._sampling.steps:
-            few = few_steps(self._shift, steps, self._handover)
-            scheduler, boundary = few_step_scheduler(self._shift, steps), few.boundary
+        if self._few and steps != self._sampling.steps:
+            shift, sampler = self._few
+            scheduler = few_step_scheduler(shift, steps, sampler)
+            boundary = few_steps(shift, steps, self._handover).boundary
         self._pipeline.scheduler = scheduler
         self._pipeline.register_to_config(boundary_ratio=boundary)
         self._outside.seconds, start = 0.0, time.monotonic()

@@ -121,11 +121,11 @@ def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, A
 def _rows_by_steps(
     settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, Any]
 ) -> dict[str, list[Tensor]]:
-    """Return the picture's rows: the teacher in its own steps, the student in each smaller number."""
+    """Return the picture's rows: the teacher in its own steps, the student in its own and in fewer."""
     own = settings.teacher_sampling.steps
-    numbers = [("teacher", own)] + [
-        ("student", n) for n in sorted(sides["student"][0].by_steps, reverse=True) if n < own
-    ]
+    drawn = sides["student"][0].by_steps
+    smaller = [n for n in sorted(drawn, reverse=True) if n < own or n == settings.student_sampling.steps]
+    numbers = [("teacher", own), *(("student", n) for n in smaller)]
     return {
         f"{side}, {n} step{'s' * (n > 1)}: {figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
             _frames(_in_order([r.by_steps[n].samples for r in sides[side]]))

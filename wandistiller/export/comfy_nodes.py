@@ -3,7 +3,7 @@
 from typing import Any
 
 from wandistiller.batch import Expert
-from wandistiller.flow import FlowSchedule, expert_at
+from wandistiller.flow import RENOISE, FlowSchedule, expert_at
 
 COMFY = """
 In ComfyUI, `{latent}` has width {width}, height {height}, length {num_frames}. ComfyUI knows neither the
@@ -38,7 +38,7 @@ def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
     text = COMFY + NODES + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": ""}
     if facts.get("few_steps"):
-        more["sampler"] = "euler"
+        more["sampler"] = "lcm" if facts.get("sampler") == RENOISE else "euler"
     elif has_boundary(facts):
         splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40) if steps != facts["steps"]}
         more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))

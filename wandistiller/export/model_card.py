@@ -10,7 +10,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from wandistiller.export.comfy_nodes import has_boundary
-from wandistiller.export.source import FACTS, Source, clip, is_hub_id, without_places
+from wandistiller.export.source import FACTS, Source, clip, is_hub_id, sampler_in_words, without_places
+from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
@@ -35,8 +36,11 @@ steps of {objective}. """
 )
 FEW_STEPS = """
 
-It samples in {steps} step{plural} only, by Euler's method from the noise level{plural} {levels}: keep their \
+It samples in {steps} step{plural} only, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
+GLOBAL_NOISE = """
+Between steps diffusers takes noise from torch's own generator: for the same picture again call
+`torch.manual_seed` too."""
 TWO_EXPERTS = """
 
 The high-noise expert serves the noise levels (sigma) from {boundary:.6g} up, the low-noise expert those \
@@ -61,7 +65,10 @@ def few_steps_sentence(facts: dict[str, Any]) -> str:
     if not (levels := facts.get("few_steps")):
         return ""
     listed = ", ".join(f"{level:.4g}" for level in levels)
-    return FEW_STEPS.format(steps=len(levels), plural="s" * (len(levels) > 1), levels=listed)
+    text = FEW_STEPS.format(
+        steps=len(levels), plural="s" * (len(levels) > 1), levels=listed, sampler=sampler_in_words(facts)
+    )
+    return text + GLOBAL_NOISE * (facts.get("sampler") == RENOISE and len(levels) > 1)
 
 
 def joined(files: list[str]) -> str:

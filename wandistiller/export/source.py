@@ -12,6 +12,7 @@ from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
+from wandistiller.flow import RENOISE
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
@@ -46,7 +47,7 @@ class Source(NamedTuple):
 
     @property
     def _sampler(self) -> str:
-        return " by Euler's method" if self.facts.get("few_steps") else ""
+        return f" {sampler_in_words(self.facts)}" if self.facts.get("few_steps") else ""
 
     @property
     def description(self) -> str:
@@ -123,6 +124,13 @@ def trained_steps(folder: Path) -> int | None:
     file = folder / FACTS
     levels = file.is_file() and read_json(file).get("few_steps")
     return len(levels) if isinstance(levels, list) and levels else None
+
+
+def sampler_in_words(facts: dict[str, Any]) -> str:
+    """Say how a student of few steps samples."""
+    # .get: checkpoints made before `sampler` have no such fact
+    renoise = facts.get("sampler") == RENOISE
+    return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 
 
 def clip(facts: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Prediction
-from wandistiller.flow import FlowSchedule
+from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 
 Ask = Callable[[Batch], Tensor]
@@ -85,6 +85,11 @@ class Term(ABC):
     def sampling_steps(self) -> int | None:
         """Number of steps that the student is to sample in; None: as many as its teacher."""
         return None
+
+    @property
+    def few_step_sampler(self) -> str:
+        """Sampler of those steps."""
+        return EULER
 
     @property
     def critic(self) -> Critic | None:

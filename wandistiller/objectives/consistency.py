@@ -8,7 +8,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
-from wandistiller.flow import FlowSchedule
+from wandistiller.flow import EULER, RENOISE, FlowSchedule
 from wandistiller.objectives.base import Networks, Term, mean_square
 from wandistiller.utils.validation import write
 
@@ -47,6 +47,9 @@ class Consistency(Term):
     """Teacher's steps from pure noise to data; `continuous`: the limit of many, with a bounded gradient."""
     edges: Annotated[int, Ge(1), Le(1000)] | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
+    steps: Annotated[int, Ge(1), Le(1000)] | None = None
+    """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or to
+    sample in as many as the teacher."""
 
     @property
     def student_calls(self) -> float:
@@ -54,7 +57,19 @@ class Consistency(Term):
 
     @property
     def sampling_steps(self) -> int | None:
-        return self.edges
+        return self.edges or self.steps
+
+    @property
+    def few_step_sampler(self) -> str:
+        return RENOISE if self.steps else EULER
+
+    def problems(self, where: str) -> list[str]:
+        if not (self.edges and self.steps):
+            return []
+        return [
+            f"recipe: `{where}` has edges {self.edges} and steps {self.steps}. Keep `edges` for steps along "
+            "the path (Euler's method), or `steps` for those that noise the data again."
+        ]
 
     def target(
         self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule

@@ -8,7 +8,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from wandistiller.batch import GENERATED, Batch, GeneratedBatch, Prediction
-from wandistiller.flow import FlowSchedule, clean
+from wandistiller.flow import EULER, FlowSchedule, clean
 from wandistiller.objectives.base import Ask, Critic, Networks, Term, mean_square
 from wandistiller.simulation import judged
 from wandistiller.utils.validation import Positive, Share
@@ -63,6 +63,8 @@ class Dmd2(Term):
 
     steps: Annotated[int, Ge(1), Le(1000)] = 4
     """Sampling steps to train for."""
+    sampler: Literal["euler", "renoise"] = EULER
+    """Along the student's velocity, or to its clean latents, which are noised again."""
     critic_updates: Annotated[int, Ge(1), Le(1000)] = 5
     """The critic's updates before each of the student's."""
     critic_start: Literal["student", "teacher"] = "student"
@@ -80,6 +82,10 @@ class Dmd2(Term):
     @property
     def sampling_steps(self) -> int | None:
         return self.steps
+
+    @property
+    def few_step_sampler(self) -> str:
+        return self.sampler
 
     @property
     def critic(self) -> Critic | None:

@@ -44,6 +44,11 @@ class Objective:
         return next((n for term in self.terms if (n := term.sampling_steps)), None)
 
     @property
+    def few_step_sampler(self) -> str | None:
+        """Sampler of those steps."""
+        return next((term.few_step_sampler for term in self.terms if term.sampling_steps), None)
+
+    @property
     def student_blocks(self) -> list[int]:
         """Student blocks whose hidden states are compared, each once; final after `for_student`."""
         return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))
@@ -138,6 +143,11 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
     names = [term.name for term in terms]
     problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
     steps = {term.name: n for term in terms if (n := term.sampling_steps)}
+    samplers = {term.name: term.few_step_sampler for term in terms if term.sampling_steps}
+    if len(set(samplers.values())) > 1:
+        listed = " and ".join(f"{name} for {sampler}" for name, sampler in samplers.items())
+        remedy = "Take `edges` of consistency with euler, and with renoise neither `edges` nor `steps`."
+        problems.append(f"recipe: `objective` trains {listed}. {remedy}")
     if len(set(steps.values())) > 1:
         listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
         problems.append(f"recipe: `objective` trains {listed} sampling steps. Write one number in both.")

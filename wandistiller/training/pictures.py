@@ -101,7 +101,12 @@ class PictureDrawer:
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
         few = job.schedule.few if model is self.student else None
+
+        def fresh(call: int) -> Tensor:
+            noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]
+            return torch.stack(noise).to(device)
+
         x0_BCFHW, _ = denoise(
-            model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps, few
+            model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps, few, fresh
         )
         return x0_BCFHW

@@ -8,7 +8,7 @@ from diffusers import SchedulerMixin
 from torch import Tensor
 
 from wandistiller.batch import Batch
-from wandistiller.flow import TRAIN_TIMESTEPS, FewSteps, expert_at
+from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
 from wandistiller.wan.known import scheduler_class
 from wandistiller.wan.pipeline import WanFolder
@@ -23,12 +23,12 @@ def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
     return config | {"shift" if "shift" in config else "flow_shift": shift}
 
 
-def few_step_config(shift: float, steps: int) -> dict[str, Any]:
+def few_step_config(shift: float, steps: int, sampler: str = EULER) -> dict[str, Any]:
     """Return the scheduler_config.json with which stock diffusers samples in few steps as they are trained.
 
     diffusers 0.42.1 lays its levels evenly from 1 to 1/1000 before it shifts them. A shift of
     s n / (s + n - 1), and the levels stretched to end with s / (s + n - 1), make them those of
-    `FlowSchedule.steps`, sigma_k = shifted(1 - k/n), within 0.002.
+    `FlowSchedule.steps`, sigma_k = shifted(1 - k/n), within 0.002. RENOISE takes torch's global generator.
     """
     last = shift / (shift + steps - 1)
     config = {
@@ -36,22 +36,23 @@ def few_step_config(shift: float, steps: int) -> dict[str, Any]:
         "num_train_timesteps": int(TRAIN_TIMESTEPS),
         "shift": steps * last,
     }
+    config |= {"stochastic_sampling": True} if sampler == RENOISE else {}
     return config | ({"shift_terminal": last} if steps > 1 else {})  # one level cannot be stretched
 
 
-def few_steps(shift: float, steps: int, boundary: float | None) -> FewSteps:
+def few_steps(shift: float, steps: int, boundary: float | None, sampler: str = EULER) -> FewSteps:
     """Return the levels that `few_step_config` gives, split at the `boundary` of a two-expert student."""
     sigmas = few_step_scheduler(shift, steps).sigmas.tolist()[:-1]
     if boundary is not None:
         high = [sigma for sigma in sigmas if sigma > boundary + AT_BOUNDARY]
         if len(high) < steps:  # in the middle, as the pipeline rounds timesteps
             boundary = (high[-1] + sigmas[len(high)]) / 2
-    return FewSteps(tuple(sigmas), boundary)
+    return FewSteps(tuple(sigmas), boundary, sampler)
 
 
-def few_step_scheduler(shift: float, steps: int) -> SchedulerMixin:
+def few_step_scheduler(shift: float, steps: int, sampler: str = EULER) -> SchedulerMixin:
     """Return diffusers' scheduler of a student of few steps."""
-    return _scheduler(few_step_config(shift, steps), steps)
+    return _scheduler(few_step_config(shift, steps, sampler), steps)
 
 
 def _scheduler(config: dict[str, Any], steps: int, device: torch.device | None = None) -> SchedulerMixin:
@@ -73,6 +74,7 @@ def denoise(
     text_BLD: Tensor,
     steps: int,
     few: FewSteps | None = None,
+    fresh: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
     """Sample with the pipeline's own scheduler. All ranks must call it with the same number of steps.
 
@@ -80,6 +82,7 @@ def denoise(
         velocity: v_BCFHW of a teacher or student.
         noise_BCFHW: the starting point, standard normal.
         few: the sampler of a few-step student, in place of `steps` of the pipeline's.
+        fresh: new noise_BCFHW after a call, counted from 0, for a sampler that takes it.
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
     """
@@ -88,11 +91,16 @@ def denoise(
     scheduler = _scheduler(config, steps, noise_BCFHW.device)
     x_t_BCFHW, states = noise_BCFHW, []
     # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
-    for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
+    for call, (t, exact) in enumerate(zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False)):
         sigma = t.item() / TRAIN_TIMESTEPS
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
         states.append((exact, x_t_BCFHW))
         batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
         with torch.no_grad():
-            x_t_BCFHW = scheduler.step(velocity(batch), t, x_t_BCFHW, return_dict=False)[0]
+            v_BCFHW = velocity(batch)
+        if few and few.sampler == RENOISE:
+            last = call + 1 == steps
+            x_t_BCFHW = few.following(call, x_t_BCFHW, v_BCFHW, noise_BCFHW if last else fresh(call))
+        else:
+            x_t_BCFHW = scheduler.step(v_BCFHW, t, x_t_BCFHW, return_dict=False)[0]
     return x_t_BCFHW, states

@@ -71,10 +71,10 @@ def test_the_loss_passes_the_judges_gradient_to_the_samples() -> None:
     torch.testing.assert_close(v.grad, expected)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize(("steps", "sampler"), [(1, "euler"), (2, "euler"), (4, "euler"), (4, "renoise")])
 @torch.no_grad()
-def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int) -> None:
-    model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None)
+def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampler: str) -> None:
+    model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None, sampler)
     schedule = FlowSchedule(3.0, None, 0, 2, few=few)
     text_BLD = batch_for(model).text_BLD
 
@@ -86,7 +86,10 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int) -> No
         batch = schedule.generated((16, 1, 4, 4), text_BLD, [2 * step, 2 * step + 1], step)
         exits.add(batch.exit)
         state = simulate(batch, velocity, few)
-        x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, batch.noise_BCFHW, text_BLD, 40, few)
+        fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
+        fresh[: len(batch.fresh)] = batch.fresh
+        given = batch.noise_BCFHW, text_BLD, 40, few, fresh.__getitem__
+        x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, *given)
         sigma, x_BCFHW = path[batch.exit]
         assert state.sigma_B.tolist() == pytest.approx([sigma] * 2)
         torch.testing.assert_close(state.x_t_BCFHW, x_BCFHW)

@@ -10,6 +10,7 @@ from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
 from wandistiller.export.source import Source
+from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
 from wandistiller.wan.hub import is_used
@@ -81,7 +82,7 @@ def _copy_part(source: Path, target: Path) -> None:
 def _scheduler(teacher: WanFolder, facts: dict[str, Any]) -> dict[str, Any]:
     """The scheduler's config: for few steps with the noise levels that are trained, else the teacher's."""
     if facts.get("few_steps"):
-        return few_step_config(facts["shift"], facts["steps"])
+        return few_step_config(facts["shift"], facts["steps"], facts.get("sampler", EULER))
     config = known_config(teacher.path / "scheduler" / "scheduler_config.json")
     config["shift" if "shift" in config else "flow_shift"] = facts["shift"]
     return config

@@ -24,6 +24,7 @@ from wandistiller.export.model_card import (
 )
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source, clip
+from wandistiller.flow import EULER
 from wandistiller.student.trainable import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
@@ -148,7 +149,7 @@ def _scheduler(facts: dict[str, Any]) -> dict[str, str]:
     if not facts.get("few_steps"):
         call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts['shift']})"
         return {"classes": "WanPipeline", "scheduler": f"pipe.scheduler = {call}"}
-    config = few_step_config(facts["shift"], facts["steps"])
+    config = few_step_config(facts["shift"], facts["steps"], facts.get("sampler", EULER))
     name = config.pop("_class_name")
     call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
     lines = [f"pipe.scheduler = {call}"]
