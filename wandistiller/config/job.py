@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.batch import Expert
+from wandistiller.config.critic import derived
 from wandistiller.config.run_config import JSON_FILES, RunConfig
 from wandistiller.config.start import Start, start_after
 from wandistiller.data.buckets import make_buckets
@@ -15,7 +16,7 @@ from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
 from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
+from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
@@ -41,6 +42,8 @@ class Job:
     batch: BatchSize
     objective: Objective
     resume_from: Path | None
+    own_critic_ds: dict[str, Any] | None = None
+    """The critic's DeepSpeed JSON, if the run names one."""
     start: Start | None = None
     """The run whose student this one trains on; None: the student is new, or of a pipeline's folder."""
     stage: str = ""
@@ -95,12 +98,10 @@ class Job:
 
     @cached_property
     def critic_ds(self) -> dict[str, Any]:
-        """The student's JSON with the critic's learning rate and, in a schedule, number of updates."""
-        critic = self.objective.critic
-        ds = apply_overrides(self.student_ds, EngineOverrides(lr=critic.lr))
-        if (steps := ds.get("scheduler", {}).get("params", {}).get("total_num_steps")) is not None:
-            ds["scheduler"]["params"]["total_num_steps"] = steps * critic.updates
-        return ds
+        """The critic's DeepSpeed JSON."""
+        if not self.own_critic_ds:
+            return derived(self.student_ds, self.objective.critic)
+        return self.own_critic_ds | {key: self.student_ds[key] for key in BATCH_KEYS}
 
     @property
     def critic_transformer(self) -> dict[str, Any]:
@@ -167,8 +168,18 @@ class Job:
             "scheduler": self.student_ds.get("scheduler"),
             "gradient_clipping": self.student_ds["gradient_clipping"],
             "precision": dtype_name(self.student_ds),
+            **self._critic,
             **self._tuning,
         }
+
+    @property
+    def _critic(self) -> dict[str, Any]:
+        """What a critic's own JSON says of its learning."""
+        if not (ds := self.own_critic_ds):
+            return {}
+        keys = ("scheduler", "gradient_clipping")
+        learning = _learning(ds["optimizer"]), dtype_name(ds), *(ds.get(key) for key in keys)
+        return {"critic": list(learning)}
 
     @property
     def _start(self) -> dict[str, Any]:
@@ -242,15 +253,17 @@ class Job:
             "deepspeed_config": self.student_ds,
             "teacher_deepspeed_config": self.teacher_ds,
             "student_config": student,
+            "critic_deepspeed_config": self.own_critic_ds,
         }
         return {k: v for k, v in given.items() if v is not None and k != "dry_run"}
 
     def write_resolved(self) -> None:
         """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
         folder, recipe = self.output / "resolved", self.resolved
-        for key, name in zip(JSON_FILES, ("student", "student_deepspeed", "teacher_deepspeed"), strict=True):
-            write_json(folder / f"{name}.json", recipe[key])
-            recipe[key] = str(folder / f"{name}.json")
+        for key, name in JSON_FILES.items():
+            if recipe.get(key):
+                write_json(folder / f"{name}.json", recipe[key])
+                recipe[key] = str(folder / f"{name}.json")
         write_json(folder / "run.json", recipe)
 
     def summary(self) -> list[str]:

@@ -43,6 +43,14 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     problems, objective = [], parts["objective"]
     if "student" in parts and parts["student"].experts == "two":
         problems.append('`experts` is "two", but dmd2 trains a student of one network. Write "one".')
+    own, student = parts.get("own_critic_ds"), parts.get("student_ds")
+    if objective.critic.follows and own and student:
+        if own["zero_optimization"] != student["zero_optimization"]:
+            problems.append(
+                "`critic_follows` moves each rank's part of the critic's weights, but the JSON of "
+                "`critic_deepspeed_config` has another `zero_optimization` than the student's. Write the "
+                "same, or leave one of the two keys out."
+            )
     if run.buckets and objective.needs_latents:
         problems.append(
             "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave `buckets` "

@@ -22,7 +22,13 @@ TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
 Scale = Annotated[float, Ge(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
-JSON_FILES = ("student_config", "deepspeed_config", "teacher_deepspeed_config")
+JSON_FILES = {
+    "student_config": "student",
+    "deepspeed_config": "student_deepspeed",
+    "teacher_deepspeed_config": "teacher_deepspeed",
+    "critic_deepspeed_config": "critic_deepspeed",
+}
+"""Settings that name a JSON file -> the file's name in OUTPUT/resolved, without .json."""
 EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
 """Pairs of settings of which a run takes one."""
 JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
@@ -60,6 +66,9 @@ class RunConfig:
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
         "ds_configs/teacher/zero_inference_cpu.json", "the teacher's engine: its placement"
+    )
+    critic_deepspeed_config: JsonFile | None = engines(
+        None, "the critic's engine (dmd2); default the student's, with the objective's critic_lr"
     )
     batch_size: Amount | None = engines(
         None, "samples per rank and micro-step, written into the student's JSON"

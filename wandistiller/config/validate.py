@@ -11,6 +11,7 @@ import torch
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.loading import read_state
+from wandistiller.config.critic import KEY, read_own
 from wandistiller.config.job import Job
 from wandistiller.config.objective_checks import objective_problems
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
@@ -63,6 +64,9 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
         run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
     if "folder" in parts:
         run = _complete(run, parts["folder"], parts.get("items"), parts.get("batch"))
+    if run.critic_deepspeed_config is not None:
+        with collecting(problems):
+            parts["own_critic_ds"] = _read_critic(run, parts, here)
     if problems := problems + _combined_problems(run, parts, world, here):
         raise ConfigError(*problems)
     resume_from = resume.find(Path(run.output_dir), run.resume)
@@ -107,6 +111,19 @@ def _read_student(run: RunConfig, folder: WanFolder, previous: Job | None) -> di
             remedy = f"{start.folder} has {start.experts}. Write that, or leave it out."
             raise ConfigError(problem(where, "experts", student.experts, remedy))
     return {"student": student, "student_transformer": transformer, "start": start}
+
+
+def _read_critic(run: RunConfig, parts: dict[str, Any], here: bool) -> dict[str, Any] | None:
+    """Read the critic's own JSON, once all that it depends on is known."""
+    if not {"objective", "batch", "student_transformer", "folder"} <= parts.keys():
+        return None
+    named, critic = run.critic_deepspeed_config, parts["objective"].critic
+    if not critic:
+        remedy = "Only dmd2 has a critic. Leave it out."
+        raise ConfigError(f"`{KEY}` is given, but `objective` is {parts['objective']}. {remedy}")
+    of_teacher = critic.start == "teacher"
+    config = parts["folder"].config if of_teacher else parts["student_transformer"]
+    return read_own(named, critic, parts["batch"], width(config), run.max_steps, here=here)
 
 
 def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: bool) -> list[str]:

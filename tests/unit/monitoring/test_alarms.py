@@ -41,6 +41,7 @@ FALLING = [1 / step for step in range(1, 102)]
 LOSSES: dict[str, tuple[list[float], list[str]]] = {
     "falls": ([1 / step for step in range(1, 3 * LONG_WINDOW)], []),
     "grows to three times its least": ([1.0] * 20 + [4.0] * 100, ["blow-up"]),
+    "is noisy": ([0.3, 0.3, 3.0, 3.0] * 5 + [0.3] * 10 + [3.0, 0.3] * 20, []),
     "has one bad step": ([1.0] * 20 + [15.0] + [1.0] * 20, []),
     "stands still": ([1.0 + 0.1 * (i % 2) for i in range(2 * LONG_WINDOW + REPEAT_AFTER)], ["plateau"] * 2),
 }
