@@ -20,7 +20,7 @@ LONG_WINDOW = 200
 BLOWN_UP = 3.0
 """Times the least mean of SHORT_WINDOW steps so far."""
 UNUSUAL = 1.5
-"""Times the median of recent steps: a noisy loss, as of consistency, has low and high means by chance."""
+"""Times the mean of recent steps: a noisy loss, as of consistency, has low and high means by chance."""
 STILL = 0.01
 """Relative decrease of the loss over LONG_WINDOW steps below which it stands still."""
 LARGE, SMALL = 20.0, 1e-3
@@ -144,7 +144,7 @@ class Alarms:
         least, at = self._least
         if len(losses) >= SHORT_WINDOW and now < least:
             self._least = (now, step)
-        elif now > BLOWN_UP * least and now > UNUSUAL * median(losses):
+        elif now > BLOWN_UP * least and now > UNUSUAL * mean(losses):
             remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
             text = f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step {at}."
             self._alarm("blow-up", step, f"{text} {remedy}")
