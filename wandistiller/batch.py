@@ -55,6 +55,16 @@ class GeneratedBatch(Batch):
     """The noise level at which the sample is judged, its noise, and the teacher's expert for it."""
     fresh: tuple[Tensor, ...] = ()
     """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
+    end: float = 0.0
+    """Noise level to which the samples lead that are judged: 0, or an expert's hand-over to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedBatch(Batch):
+    """Samples of the student's at a noise level; x0 is its prediction of clean latents."""
+
+    target_BCFHW: Tensor
+    """The velocity dx_t/dt of the path to those samples, which a critic learns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,8 @@ class FlowSchedule:
     handover: float | None = None
     """Sigma at which a student's high-noise expert hands over to its other one; None: it has one expert."""
     few: FewSteps | None = None
+    trained: Expert | None = None
+    """The only expert of the student that is trained; None: all."""
 
     def shifted(self, u: Level) -> Level:
         """Map uniform u in [0, 1] to sigma in [0, 1]; 1 is pure noise.
@@ -113,6 +115,8 @@ class FlowSchedule:
 
     def draw_expert(self, step: int, block: int) -> Expert:
         """Draw the expert of one block of one optimizer step, equal on every rank by construction."""
+        if self.trained:
+            return self.trained
         u = self._uniform("expert", step, block)
         return Expert.HIGH_NOISE if u < self.high_noise_share() else Expert.LOW_NOISE
 
@@ -150,8 +154,10 @@ class FlowSchedule:
             shape: of a latent, CFHW.
         """
         step_block = step, self._block(sample_index_B, step)
-        calls = len(self.few.sigmas)
-        exit_ = int(self._uniform("exit", *step_block) * calls)
+        calls = range(len(self.few.sigmas))
+        exits = [call for call in calls if self.trained in (None, self.few.expert(call))]
+        exit_ = exits[int(self._uniform("exit", *step_block) * len(exits))]
+        end = self.handover if self.trained is Expert.HIGH_NOISE else 0.0
         renewed = exit_ if self.few.sampler == RENOISE else 0
         start_BCFHW, noise_BCFHW, *fresh = (
             torch.stack([keyed_normal(shape, self.seed, kind, step, i) for i in sample_index_B])
@@ -159,7 +165,8 @@ class FlowSchedule:
         )
         expert = self.draw_expert(*step_block)
         sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
-        sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(*JUDGED)
+        least, most = JUDGED
+        sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
         sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
             t.to(text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
         )
@@ -174,6 +181,7 @@ class FlowSchedule:
             exit_,
             judged,
             tuple(fresh),
+            end,
         )
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:

@@ -121,7 +121,8 @@ def read_weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterat
     Args:
         averaged: yield the moving average of the trained weights.
     """
-    shapes = json.loads((folder / expert.value / ENGINE).read_text())["shapes"]
+    engine = folder / expert.value / ENGINE  # none of an expert that is not trained
+    shapes = json.loads(engine.read_text())["shapes"] if engine.is_file() else {}
     for number, (name, shape) in enumerate(shapes.items()):
         if number % TENSORS_PER_OPEN == 0:
             pieces = ShardedTensors(rank_files(folder / expert.value))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from wandistiller.config.job import Job
+from wandistiller.config.summary import summary
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import DiskUse, disk_demands, written
@@ -34,7 +35,7 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
     phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
     return [
         *_machine(machine),
-        *job.summary()[:-1],
+        *summary(job)[:-1],
         "",
         *_table(phases, machine),
         _activations(job, machine),

@@ -6,6 +6,7 @@ from typing import Any
 from wandistiller.cli.failures import Failures
 from wandistiller.config.job import Job
 from wandistiller.config.stages import read_jobs, read_runs, whole_output
+from wandistiller.config.summary import summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
@@ -69,7 +70,7 @@ def _dry_run(stages: list[Job]) -> None:
             the latter is a warning, because it is an estimate.
     """
     for job in stages:
-        for line in job.summary():
+        for line in summary(job):
             collectives.log0(line)
     log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():

@@ -15,16 +15,14 @@ from wandistiller.data.colours import RGB, WHITE, background_of
 from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
-from wandistiller.engine.ds_config import BatchSize, dtype_name, stage
+from wandistiller.engine.ds_config import BatchSize, dtype_name
 from wandistiller.engine.ds_schema import BATCH_KEYS
-from wandistiller.flow import FlowSchedule
+from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_steps
-from wandistiller.wan.transformer import count_parameters
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,21 @@ class Job:
         r, boundary = self.run, self.folder.boundary
         handover = boundary if self.student.experts == "two" else None
         number = self.objective.sampling_steps
-        few = few_steps(r.shift, number, handover, self.objective.few_step_sampler) if number else None
-        return FlowSchedule(r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few)
+        objective = self.objective
+        few = few_steps(r.shift, number, handover, objective.few_step_sampler) if number else None
+        trained = objective.trained_expert
+        return FlowSchedule(
+            r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few, trained
+        )
+
+    @property
+    def drawn(self) -> FewSteps | None:
+        """The sampler of pictures in training: of a high-noise expert alone, its own part of the path."""
+        few = self.schedule.few
+        if not few or self.objective.trained_expert is not Expert.HIGH_NOISE:
+            return few
+        own = tuple(s for call, s in enumerate(few.sigmas) if few.expert(call) is Expert.HIGH_NOISE)
+        return few._replace(sigmas=own)
 
     @cached_property
     def critic_ds(self) -> dict[str, Any]:
@@ -111,7 +122,20 @@ class Job:
 
     @property
     def student_experts(self) -> list[Expert]:
+        """The student's networks."""
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
+
+    @property
+    def trained_experts(self) -> list[Expert]:
+        """The student's networks that are trained; all but with an objective of one expert."""
+        return [e for e in self.student_experts if self.objective.trained_expert in (None, e)]
+
+    @property
+    def teachers_folder(self) -> WanFolder:
+        """The teacher, with the expert alone that an objective of one expert needs."""
+        if not (one := self.objective.trained_expert):
+            return self.folder
+        return dataclasses.replace(self.folder, configs={one: self.folder.configs[one]})
 
     @property
     def is_cut(self) -> bool:
@@ -265,30 +289,6 @@ class Job:
                 write_json(folder / f"{name}.json", recipe[key])
                 recipe[key] = str(folder / f"{name}.json")
         write_json(folder / "run.json", recipe)
-
-    def summary(self) -> list[str]:
-        """Describe the run in a few lines."""
-        f, r, layers = self.folder, self.run, self.student_transformer["num_layers"]
-        teacher = sum(count_parameters(c) for c in f.configs.values())
-        student = count_parameters(self.student_transformer) * len(self.student_experts)
-        b, media = self.batch, (self.items.kinds != MediaType.PROMPT).sum()
-        left_out = f", {self.items.duplicates} duplicates left out" if self.items.duplicates else ""
-        return [
-            f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
-            f"{f.config['num_layers']} layers, {read_placement(self.teacher_ds).describe(self.teacher_ds)}, "
-            f"{dtype_name(self.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
-            f"student   {student / 1e6:.1f}M parameters, {len(self.student_experts)} expert(s) of "
-            f"{layers} layers, from {self.student.init}, ZeRO stage {stage(self.student_ds)}, "
-            f"{dtype_name(self.student_ds)}",
-            f"data      {len(self.items)} prompts, {media} with media, "
-            f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
-            *(f"{key:<14} {value}" for key, value in self._tuning.items()),
-            f"objective {self.objective}",
-            f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
-            *([f"stage     {self.stage}"] if self.stage else []),
-            f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
-            f"{self.schedule.high_noise_share():.3f}, into {self.output}",
-        ]
 
 
 def _learning(optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from wandistiller.batch import PATH
 from wandistiller.config.run_config import RunConfig
 from wandistiller.data.dataset import MediaType
 from wandistiller.flow import FlowSchedule
+from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS
 from wandistiller.wan.sampling import few_steps, path_sigmas
 
 
@@ -41,8 +42,19 @@ def _level_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
 def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """List settings beside which a critic cannot train."""
     problems, objective = [], parts["objective"]
-    if "student" in parts and parts["student"].experts == "two":
-        problems.append('`experts` is "two", but dmd2 trains a student of one network. Write "one".')
+    one, networks = objective.trained_expert, parts["student"].experts if "student" in parts else None
+    if networks == "two" and not one:
+        problems.append(
+            '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2 the key '
+            '`expert`: "high_noise" in one stage and "low_noise" in the next.'
+        )
+    if one and networks == "two" and _is_made_of_measurements(parts):
+        problems.append(
+            "dmd2 has `expert`, which loads one expert of the teacher, but making this student measures "
+            "both. Train it in a stage before, or name its folder as `init`."
+        )
+    if networks == "one" and one:
+        problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
     own, student = parts.get("own_critic_ds"), parts.get("student_ds")
     if objective.critic.follows and own and student:
         if own["zero_optimization"] != student["zero_optimization"]:
@@ -62,6 +74,13 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
             'a part of the student. Write `critic_start` "student".'
         )
     return problems
+
+
+def _is_made_of_measurements(parts: dict[str, Any]) -> bool:
+    """Return whether the teacher is measured to choose the student's layers or its cut."""
+    student, own, whole = parts["student"], parts["student_transformer"], parts["folder"].config
+    is_cut = any(own[key] != whole[key] for key in WIDTH_KEYS)
+    return student.init == "teacher" and (student.keep_layers == IMPORTANCE or is_cut)
 
 
 def _path_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.batch import NOISED, Batch, Expert, Prediction
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 
@@ -90,6 +90,11 @@ class Term(ABC):
     def few_step_sampler(self) -> str:
         """Sampler of those steps."""
         return EULER
+
+    @property
+    def trained_expert(self) -> Expert | None:
+        """The only expert of a two-expert student that is trained; None: all."""
+        return None
 
     @property
     def critic(self) -> Critic | None:

@@ -7,7 +7,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from wandistiller.batch import GENERATED, Batch, GeneratedBatch, Prediction
+from wandistiller.batch import GENERATED, Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
 from wandistiller.flow import EULER, FlowSchedule, clean
 from wandistiller.objectives.base import Ask, Critic, Networks, Term, mean_square
 from wandistiller.simulation import judged
@@ -26,7 +26,7 @@ class Judges:
         """Numbers of each sample of the last call, by name."""
 
     @torch.no_grad()
-    def gradient(self, batch: Batch) -> Tensor:
+    def gradient(self, batch: JudgedBatch) -> Tensor:
         """Return the gradient in x0_BCFHW at noised samples: t (v_teacher - v_critic), normalised.
 
         t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
@@ -37,7 +37,7 @@ class Judges:
         scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
         step_B = (batch.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
         gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
-        errors = (mean_square(v - batch.v_BCFHW) for v in (critic_BCFHW, teacher_BCFHW))
+        errors = (mean_square(v - batch.target_BCFHW) for v in (critic_BCFHW, teacher_BCFHW))
         self.watched = {
             "critic_share": next(errors) / next(errors).clamp(min=LEAST),
             "gradient": gradient_BCFHW.abs().flatten(1).mean(1),
@@ -56,7 +56,10 @@ class Dmd2(Term):
     A step of the run is `critic_updates` updates of the critic, each on samples of its own, and then one of
     the student. There is no data: prompts are enough.
 
-    Source: Yin et al. 2024, arXiv:2405.14867.
+    Of a student of two experts one is trained in a run. The high-noise one's samples lead to the hand-over
+    and are judged above it; the other's begin with the finished high-noise expert.
+
+    Source: Yin et al. 2024, arXiv:2405.14867; experts: Fan et al. 2025, arXiv:2510.27684.
     """
 
     states: ClassVar[str] = GENERATED
@@ -65,6 +68,8 @@ class Dmd2(Term):
     """Sampling steps to train for."""
     sampler: Literal["euler", "renoise"] = EULER
     """Along the student's velocity, or to its clean latents, which are noised again."""
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
     critic_updates: Annotated[int, Ge(1), Le(1000)] = 5
     """The critic's updates before each of the student's."""
     critic_start: Literal["student", "teacher"] = "student"
@@ -91,10 +96,20 @@ class Dmd2(Term):
     def critic(self) -> Critic | None:
         return Critic(self.critic_updates, self.critic_start, self.critic_lr, self.critic_follows)
 
+    @property
+    def trained_expert(self) -> Expert | None:
+        return Expert[self.expert.upper()] if self.expert else None
+
     def problems(self, where: str) -> list[str]:
+        problems = []
+        if self.expert and self.sampler != EULER:
+            remedy = 'Two experts sample along the path: write "sampler" "euler", or leave it out.'
+            problems.append(
+                f'recipe: `{where}.sampler` is "{self.sampler}" and `{where}.expert` given. {remedy}'
+            )
         if not self.critic_follows or self.critic_start == "student":
-            return []
-        return [
+            return problems
+        return problems + [
             f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
             'student\'s shape. Write `critic_start` "student", or leave it out.'
         ]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Prediction
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Critic, Networks, Term
 from wandistiller.teacher.base import Teacher
@@ -47,6 +47,11 @@ class Objective:
     def few_step_sampler(self) -> str | None:
         """Sampler of those steps."""
         return next((term.few_step_sampler for term in self.terms if term.sampling_steps), None)
+
+    @property
+    def trained_expert(self) -> Expert | None:
+        """The only expert of a two-expert student that is trained; None: all."""
+        return next((expert for term in self.terms if (expert := term.trained_expert)), None)
 
     @property
     def student_blocks(self) -> list[int]:
@@ -143,6 +148,9 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
     names = [term.name for term in terms]
     problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
     steps = {term.name: n for term in terms if (n := term.sampling_steps)}
+    if len(terms) > 1 and (one := next((term for term in terms if term.trained_expert), None)):
+        remedy = "Write it alone, or without `expert`."
+        problems.append(f"recipe: `objective` sums {one.name} of one `expert` with other terms. {remedy}")
     samplers = {term.name: term.few_step_sampler for term in terms if term.sampling_steps}
     if len(set(samplers.values())) > 1:
         listed = " and ".join(f"{name} for {sampler}" for name, sampler in samplers.items())

@@ -59,14 +59,16 @@ def _size(nbytes: int) -> str:
 
 def written(job: Job, *, accelerator: bool) -> DiskUse:
     """Files of `job`; prompts are encoded in bf16 with an accelerator, else in float32."""
-    run, experts, network = job.run, len(job.student_experts), student_network(job)
+    run, network = job.run, student_network(job)
+    experts, trained = len(job.student_experts), len(job.trained_experts)
     each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
     kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
-    student = 4 * network.frozen_numel + 2 * count_parameters(job.student_transformer)
-    checkpoint = experts * each * network.trained_numel
+    weights = count_parameters(job.student_transformer)
+    student = experts * 2 * weights + trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
+    checkpoint = trained * each * network.trained_numel
     if job.objective.critic:
         checkpoint += (4 + optimizer_states(job.critic_ds)) * network_of(*critic_shape(job)).trained_numel
-    files = DiskUse(_cache(job, accelerator), checkpoint, kept, experts * student)
+    files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
     if not job.previous:
         return files
     before = written(job.previous, accelerator=accelerator)

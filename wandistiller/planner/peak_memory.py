@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from wandistiller.batch import Expert
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
@@ -130,11 +131,14 @@ class _Planner:
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
         j, ds, ranks, ema = self.job, self.job.student_ds, self.machine.ranks, self.job.run.ema is not None
-        experts = len(j.student_experts)
+        experts = len(j.trained_experts)
         parts = student_parts(self.network, experts, ds, ranks, accelerator=self.gpu, ema=ema)
         saved = activation_bytes(j.student_transformer, ds, self.latent, self.samples, accelerator=self.gpu)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
+        if Expert.HIGH_NOISE in {*j.student_experts} - {*j.trained_experts}:  # the samples begin with it
+            whole = count_parameters(j.student_transformer) * itemsize(ds)
+            kept["student's finished expert"] = Bytes(device=whole)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}

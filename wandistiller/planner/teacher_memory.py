@@ -42,7 +42,7 @@ def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: 
     ds, placement, gpu = job.teacher_ds, read_placement(job.teacher_ds), machine.device_free is not None
     if not placement.memory_known:
         return {}, {}
-    weights = teacher_bytes(job.folder, ds, placement.sharers(machine.topology))
+    weights = teacher_bytes(job.teachers_folder, ds, placement.sharers(machine.topology))
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     activations = call_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)

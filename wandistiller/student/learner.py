@@ -6,7 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from diffusers import WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Batch, Expert, Prediction, concat_batches, split_prediction
 from wandistiller.distributed import collectives
@@ -43,6 +43,7 @@ class Learner:
         ema: float | None = None,
         ema_start: int = 0,
         role: str = STUDENT,
+        frozen: dict[Expert, nn.Module] | None = None,
     ):
         """Put each model into an engine of the config `ds`, checked by `student_engine`. Collective.
 
@@ -51,13 +52,18 @@ class Learner:
             learning_rates: factors by part, as in `parameter_patterns.factor`.
             ema: decay of the average of the weights, which begins after `ema_start` steps.
             role: only the student has the run's monitors.
+            frozen: networks of other experts, which do not learn, on the device that they compute on.
         """
         policy, copies, ds = read_recompute(ds), empties_inputs(ds), without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
-        rates = learning_rates or {}
+        rates, self._frozen = learning_rates or {}, frozen or {}
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
-        self.engines = {expert: _engine(model, ds, rates, expert, role) for expert, model in models.items()}
+        self.engines = {}
+        for expert, model in models.items():  # the first engine of the student has the run's monitors
+            monitored = role == STUDENT and not self.engines
+            own = ds if monitored else without_monitors(ds)
+            self.engines[expert] = _engine(model, own, rates, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
@@ -67,8 +73,8 @@ class Learner:
         self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
 
     def engine(self, expert: Expert) -> Any:
-        """Return the engine that trains on batches of `expert`; a one-expert student has only one."""
-        return self.engines.get(expert, self.engines[Expert.HIGH_NOISE])
+        """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
+        return self.engines[expert] if expert in self.engines else next(iter(self.engines.values()))
 
     def predict(self, batches: dict[str, Batch]) -> dict[str, Prediction]:
         """Make one forward pass for all kinds of states, as engines count a backward by its forward."""
@@ -139,11 +145,15 @@ class Learner:
 
     def forward(self, batch: Batch) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
+        inputs = batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD
+        if batch.expert in self._frozen:
+            with torch.no_grad():
+                return Prediction(transformer.velocity(self._frozen[batch.expert], *inputs))
         engine = self.engine(batch.expert)
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
         network = engine if torch.is_grad_enabled() else engine.module
-        v_BCFHW = transformer.velocity(network, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
-        blocks = self._blocks.get(batch.expert, self._blocks[Expert.HIGH_NOISE])
+        v_BCFHW = transformer.velocity(network, *inputs)
+        blocks = next(b for e, b in self._blocks.items() if self.engines[e] is engine)
         features, blocks.features = blocks.features, {}
         return Prediction(v_BCFHW, features)
 
@@ -152,8 +162,7 @@ def _engine(
     model: WanTransformer3DModel,
     ds: dict[str, Any],
     learning_rates: dict[str, float],
-    expert: Expert,
-    role: str,
+    name: str,
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, ds)
     if ds.get("flops_profiler", {}).get("enabled"):
@@ -161,9 +170,7 @@ def _engine(
     if on_nvme(ds):
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         sizes = [p.numel() for p in model.parameters()]
-        ds = nvme.to_own_folder(ds, sizes, f"{role}_{expert.value}", collectives.world_size())
-    if expert is not Expert.HIGH_NOISE or role != STUDENT:  # which has the run's monitors
-        ds = without_monitors(ds)
+        ds = nvme.to_own_folder(ds, sizes, name, collectives.world_size())
     with partition_before_moving(model, ds), without_dummy_step():
         engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     skip_nonfinite_steps(engine)

@@ -31,6 +31,7 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
     teacher: Teacher | None = None
     if here:
         device = torch.device("cpu") if placement.on_cpu else collectives.device()
-        teacher = LocalTeacher({e: experts.get(e, experts[Expert.HIGH_NOISE]).eval() for e in Expert}, device)
+        one, *_ = experts.values()
+        teacher = LocalTeacher({e: experts.get(e, one).eval() for e in Expert}, device)
         teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)

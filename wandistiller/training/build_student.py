@@ -13,6 +13,7 @@ from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
 from wandistiller.student.blocks import add_projections
@@ -56,12 +57,40 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Le
         cuts: how each network is cut from the teacher, if it is narrower.
     """
     set_activity("building the student")
-    models, run = student_models(job, cuts), job.run
-    checkpointer.keep_frozen(models, job.output, job.resume_from)
+    models, run, others = student_models(job, cuts), job.run, _untrained(job, cuts)
+    checkpointer.keep_frozen(models | others, job.output, job.resume_from)
     name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
+    # samples begin with the high-noise expert, and none of its own reach the other
+    asked = {expert: model for expert, model in others.items() if expert is Expert.HIGH_NOISE}
     return Learner(
-        models, job.student_ds, learning_rates=run.learning_rates, ema=run.ema, ema_start=run.ema_start
+        models,
+        job.student_ds,
+        learning_rates=run.learning_rates,
+        ema=run.ema,
+        ema_start=run.ema_start,
+        frozen={expert: _placed(model, dtype_name(job.student_ds)) for expert, model in asked.items()},
     )
+
+
+def _untrained(job: Job, cuts: dict[Expert, WidthSlicer] | None) -> dict[Expert, nn.Module]:
+    """Make the student's networks that an objective of one expert does not train, float32 on the CPU."""
+    left = [expert for expert in job.student_experts if expert not in job.trained_experts]
+    models = {
+        expert: _network(job, expert, (cuts or {}).get(expert)).requires_grad_(False) for expert in left
+    }
+    if job.resume_from:
+        loading.load_frozen(models, job.resume_from)
+    return models
+
+
+def _placed(model: nn.Module, dtype: str) -> nn.Module:
+    """Move a network that does not learn to where this rank computes, in the precision of its engine."""
+    for name in [name for name, _ in model.named_parameters()]:
+        kept = transformer.parameter_dtype(name, getattr(torch, dtype))
+        value = model.get_parameter(name).detach().to(collectives.device(), kept)
+        transformer.set_parameter(model, name, value)
+    model.rope.to(collectives.device())
+    return model.eval().requires_grad_(False)
 
 
 def student_models(
@@ -72,7 +101,7 @@ def student_models(
     Args:
         projected: add the projections of hidden states that are compared.
     """
-    models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.student_experts}
+    models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.trained_experts}
     for model in models.values():
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
         if projected and (matched := job.matched_objective.student_blocks):
@@ -104,11 +133,12 @@ def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Lea
         return None
     set_activity("building the critic")
     if settings.start == "teacher":
-        config, high = job.folder.config, Expert.HIGH_NOISE
-        start = StudentConfig()  # the whole low-noise expert
-        model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, high, 0)
+        (expert,), config = job.trained_experts, job.folder.config
+        # the whole expert of the same noise levels; of one network the low-noise expert
+        start = StudentConfig(experts=job.student.experts)
+        model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, expert, 0)
         set_trainable(model, None, None, job.run.seed)
-        models = {high: model}
+        models = {expert: model}
     else:
         models = student_models(job, cuts, projected=False)
     return Learner(models, job.critic_ds, role=CRITIC)

@@ -53,7 +53,7 @@ class PictureDrawer:
 
     def _first_row(self, vae: Vae) -> tuple[Rows, Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
-        if self.teacher:
+        if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
             images, stats = self._row(partial(self._sampled, self.teacher), vae)
         elif self.data.has_rollouts(self.data.sample_prompts):
             images, stats = self._row(lambda prompts, _: self.data.x0_of(prompts), vae, seeds=1)
@@ -100,7 +100,7 @@ class PictureDrawer:
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
-        few = job.schedule.few if model is self.student else None
+        few = job.drawn if model is self.student else None
 
         def fresh(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]

@@ -149,7 +149,9 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """Load the run's teacher, placed by its JSON, with guidance. Collective."""
     set_activity("loading the teacher")
-    return build_teacher(job.folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance))
+    return build_teacher(
+        job.teachers_folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance)
+    )
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:

@@ -137,7 +137,7 @@ class CriticTurn(Turn):
             states = judged(batch, self.student.velocity(batch))
         with activity("the critic's forward pass"):
             v_BCFHW = self.learner.predict({NOISED: states})[NOISED].v_BCFHW
-            loss_TB = mean_square(v_BCFHW - states.v_BCFHW)[None]
+            loss_TB = mean_square(v_BCFHW - states.target_BCFHW)[None]
         return self.learn(states, loss_TB, {})
 
 

@@ -76,7 +76,7 @@ def denoise(
     few: FewSteps | None = None,
     fresh: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
-    """Sample with the pipeline's own scheduler. All ranks must call it with the same number of steps.
+    """Sample with the pipeline's scheduler, or as a student of few steps. All ranks must take equally many.
 
     Args:
         velocity: v_BCFHW of a teacher or student.
@@ -86,21 +86,25 @@ def denoise(
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
     """
-    steps, boundary = (len(few.sigmas), few.boundary) if few else (steps, folder.boundary)
-    config = few_step_config(shift, steps) if few else pipeline_config(folder, shift)
-    scheduler = _scheduler(config, steps, noise_BCFHW.device)
     x_t_BCFHW, states = noise_BCFHW, []
-    # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
-    for call, (t, exact) in enumerate(zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False)):
-        sigma = t.item() / TRAIN_TIMESTEPS
+
+    def predict(sigma: float, boundary: float | None) -> Tensor:
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
-        states.append((exact, x_t_BCFHW))
         batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
         with torch.no_grad():
-            v_BCFHW = velocity(batch)
-        if few and few.sampler == RENOISE:
-            last = call + 1 == steps
-            x_t_BCFHW = few.following(call, x_t_BCFHW, v_BCFHW, noise_BCFHW if last else fresh(call))
-        else:
-            x_t_BCFHW = scheduler.step(v_BCFHW, t, x_t_BCFHW, return_dict=False)[0]
+            return velocity(batch)
+
+    if few:
+        for call, sigma in enumerate(few.sigmas):
+            states.append((sigma, x_t_BCFHW))
+            last = call + 1 == len(few.sigmas)
+            new = fresh(call) if few.sampler == RENOISE and not last else noise_BCFHW
+            x_t_BCFHW = few.following(call, x_t_BCFHW, predict(sigma, few.boundary), new)
+        return x_t_BCFHW, states
+    scheduler = _scheduler(pipeline_config(folder, shift), steps, noise_BCFHW.device)
+    # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
+    for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
+        states.append((exact, x_t_BCFHW))
+        v_BCFHW = predict(t.item() / TRAIN_TIMESTEPS, folder.boundary)
+        x_t_BCFHW = scheduler.step(v_BCFHW, t, x_t_BCFHW, return_dict=False)[0]
     return x_t_BCFHW, states

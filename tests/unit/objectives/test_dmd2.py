@@ -1,6 +1,7 @@
 """DMD2 against scores of Gaussians, sums done by hand, and the sampler that the student is used with."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from engines import batch_for, loaded
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, GeneratedBatch, Prediction
+from wandistiller.batch import Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
 from wandistiller.flow import JUDGED, FewSteps, FlowSchedule, clean, keyed_normal
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.dmd2 import Dmd2, Judges
@@ -107,3 +108,51 @@ def test_draws_depend_on_update_and_sample_alone_and_samples_are_judged_within_l
     sigma_N = torch.cat([drawn(step).judged.sigma_B for step in range(100)])
     assert sigma_N.min() >= JUDGED[0] and sigma_N.max() <= 0.9801
     assert not torch.equal(one.noise_BCFHW, drawn(4).noise_BCFHW)
+
+
+S = 0.875
+ONE_EXPERT = replace(SCHEDULE, boundary=S, handover=S, trained=Expert.HIGH_NOISE)
+
+
+def phased(step: int) -> GeneratedBatch:
+    schedule = replace(ONE_EXPERT, few=few_steps(7.0, 4, S))
+    return schedule.generated(SHAPE, TEXT_BLD, list(range(8 * step, 8 * step + 4)), step)
+
+
+def test_samples_of_the_high_noise_expert_are_judged_above_the_hand_over_alone() -> None:
+    sigma_N = torch.cat([phased(step).judged.sigma_B for step in range(100)])
+    assert sigma_N.min() >= S + JUDGED[0] - 1e-6 and sigma_N.max() <= JUDGED[1] + 1e-6
+    assert {phased(step).exit for step in range(50)} == {0, 1} and phased(0).end == S
+
+
+def test_a_state_at_the_hand_over_has_the_noise_of_the_path_at_every_level_above_it() -> None:
+    """x_s = (1 - s) x0 + s e gives x_t = (1 - t) x0 + noise of variance t^2."""
+    batch = phased(0)
+    x0, e = torch.full_like(batch.x_t_BCFHW, 2.0), keyed_normal(batch.x_t_BCFHW.shape, "e")
+    x_s = (1 - S) * x0 + S * e
+    to_s = replace(batch, x_t_BCFHW=x_s, sigma_B=torch.full((4,), S))  # a step of length 0
+    found, t = judged(to_s, e - x0), batch.judged.sigma_B.view(-1, 1, 1, 1, 1)
+    a = (1 - t) / (1 - S)
+    noise = (found.x_t_BCFHW - (1 - t) * x0 - a * S * e) / (t**2 - (a * S) ** 2).sqrt()
+    torch.testing.assert_close(noise, batch.judged.noise_BCFHW, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.x0_BCFHW, x0, rtol=1e-4, atol=1e-4)
+
+
+def test_the_critic_s_target_is_the_derivative_of_the_path_in_t() -> None:
+    batch, v = phased(1), keyed_normal((4, *SHAPE), "v")
+    double = {name: getattr(batch, name).double() for name in ("x_t_BCFHW", "sigma_B")}
+
+    def at(t_B: torch.Tensor) -> JudgedBatch:
+        where = replace(batch.judged, sigma_B=t_B, noise_BCFHW=batch.judged.noise_BCFHW.double())
+        return judged(replace(batch, judged=where, **double), v.double())
+
+    t_B, h = batch.judged.sigma_B.double(), 1e-6
+    slope = (at(t_B + h).x_t_BCFHW - at(t_B - h).x_t_BCFHW) / (2 * h)
+    torch.testing.assert_close(at(t_B).target_BCFHW, slope, rtol=1e-5, atol=1e-6)
+
+
+def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:
+    batch, v = drawn(2), keyed_normal((4, *SHAPE), "v")
+    plain, nearly = judged(batch, v), judged(replace(batch, end=1e-9), v)
+    torch.testing.assert_close(nearly.x_t_BCFHW, plain.x_t_BCFHW)
+    torch.testing.assert_close(nearly.target_BCFHW, plain.target_BCFHW)

@@ -1,0 +1,135 @@
+"""Phased DMD2: the two experts of a student one after the other, one of each role in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import equal
+from diffusers import WanPipeline
+from ranks import losses, metrics, wandistiller, write_json
+from recipes import recipe, student_engine
+
+from wandistiller.batch import Expert
+from wandistiller.checkpoint import loading
+from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.planner.machine import this_machine
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.phase_peak import most
+from wandistiller.wan.sampling import few_steps
+
+HIGH, LOW = Expert
+DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 1, "critic_lr": 2e-3}
+ONE = DMD2 | {"expert": "high_noise"}
+STAGES = [
+    {"name": "match", "max_steps": 1, "student_config": {"num_layers": 2, "experts": "two"}},
+    {"name": "high", "max_steps": 3, "objective": DMD2 | {"expert": "high_noise"}},
+    {"name": "low", "max_steps": 3, "objective": DMD2 | {"expert": "low_noise"}},
+]
+SHIFT = 7.0  # half of the steps are above the boundary 0.875, and one is at it
+
+
+def phased(folder: Path, wan: Path, name: str, ranks: int, *flags: str, **more: Any) -> Path:
+    given = recipe(folder, wan, output_dir=str(folder / name), save_every=1, shift=SHIFT, stages=STAGES)
+    del given["max_steps"], given["student_config"]
+    file = write_json(folder / f"{name}.json", given | more)
+    wandistiller("train", "--recipe", file, *flags, ranks=ranks)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("phased")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, wan2: Path) -> Path:
+    return phased(folder, wan2, "whole", 1)
+
+
+def weights(run: Path, step: int, expert: Expert) -> dict[str, torch.Tensor]:
+    found = loading.read_weights(run / "checkpoints" / f"step_{step:08d}", expert)
+    return {name: value.clone() for name, value in found}
+
+
+def test_each_stage_changes_its_own_expert_alone(whole: Path) -> None:
+    match, high, low = (whole / name for name in ("1_match", "2_high", "3_low"))
+    before, after, end = weights(match, 1, HIGH), weights(high, 3, HIGH), weights(low, 3, HIGH)
+    assert not equal(before, after) and equal(after, end)
+    before, after, end = weights(match, 1, LOW), weights(high, 3, LOW), weights(low, 3, LOW)
+    assert equal(before, after) and not equal(after, end)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_do_not_depend_on_ranks_or_stage(folder: Path, wan2: Path, whole: Path, stage: int) -> None:
+    engine = student_engine(stage, offload=stage > 0)
+    two = phased(folder, wan2, f"two_{stage}", 2, deepspeed_config=engine)
+    for name in ("2_high", "3_low"):
+        assert losses(two / name) == pytest.approx(losses(whole / name), rel=1e-5)
+        critics = ([line["critic"]["loss"] for line in metrics(f / name)] for f in (two, whole))
+        assert next(critics) == pytest.approx(next(critics), rel=1e-5)
+        assert {line["expert"] for line in metrics(whole / name)} == {
+            {"2_high": HIGH, "3_low": LOW}[name].value
+        }
+
+
+def test_a_resumed_stage_has_the_losses_bit_for_bit(folder: Path, wan2: Path, whole: Path) -> None:
+    for name in ("2_high", "3_low"):
+        written = whole / name / "resolved" / "run.json"
+        middle = whole / name / "checkpoints" / "step_00000001"
+        wandistiller("train", "--recipe", written, "--resume", middle, "--output_dir", folder / name)
+        assert losses(folder / name) == losses(whole / name)[1:]
+
+
+def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
+    high, low = ({line["watched"]["exit"] for line in metrics(whole / name)} for name in ("2_high", "3_low"))
+    few = few_steps(SHIFT, 4, 0.875)
+    assert all(few.expert(int(call)) is HIGH for call in high)
+    assert all(few.expert(int(call)) is LOW for call in low)
+
+
+def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None:
+    pipe = WanPipeline.from_pretrained(whole / "student", dtype=torch.float32)
+    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0}
+    assert pipe("a red circle", num_inference_steps=4, **size).frames[0].shape[-1] == 3
+    assert pipe.config.boundary_ratio == pytest.approx(few_steps(SHIFT, 4, 0.875).boundary)
+    low = weights(whole / "3_low", 3, LOW)
+    kept = {name: p for name, p in pipe.transformer_2.named_parameters() if "norm2" in name}  # in float32
+    assert kept and all(torch.equal(p, low[name]) for name, p in kept.items())
+
+
+def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:
+    given = recipe(folder, wan2, output_dir=str(folder / "plan"), shift=SHIFT, stages=STAGES)
+    del given["max_steps"], given["student_config"]
+    jobs = read_jobs(runs_of(given, {}, None, 1), 1)
+    phases = [plan(job, this_machine(folder))["train"] for job in jobs]
+    assert "student's finished expert" in phases[2].kept and "student's finished expert" not in phases[1].kept
+    teachers = [phase.kept["teacher's weights"].host for phase in phases]
+    assert teachers[1] == teachers[2] < teachers[0]
+    assert all(most(plan(job, this_machine(folder))).host > 0 for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"objective": ONE, "student_config": {"num_layers": 2}}, "is one network"),
+        ({"objective": [ONE, "velocity"]}, "with other terms"),
+        ({"objective": ONE | {"sampler": "renoise"}}, 'write "sampler" "euler"'),
+        ({"objective": DMD2}, "dmd2 trains one network in a run"),
+        (
+            {
+                "objective": DMD2 | {"expert": "low_noise"},
+                "student_config": {"experts": "two", "keep_layers": "importance", "num_layers": 2},
+            },
+            "making this student measures both",
+        ),
+    ],
+)
+def test_what_does_not_go_with_one_expert_is_refused(
+    folder: Path, wan2: Path, more: dict[str, Any], message: str
+) -> None:
+    usual = {"student_config": {"num_layers": 2, "experts": "two"}, "shift": SHIFT}
+    given = recipe(folder, wan2, output_dir=str(folder / "refused"), **usual | more)
+    file = write_json(folder / "refused.json", given)
+    done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
+    assert message in " ".join(done.stderr.split())

@@ -1,0 +1,32 @@
+"""A run in a few lines."""
+
+from wandistiller.config.job import Job
+from wandistiller.data.dataset import MediaType
+from wandistiller.engine.ds_config import dtype_name, stage
+from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.wan.transformer import count_parameters
+
+
+def summary(job: Job) -> list[str]:
+    """Describe the run in a few lines."""
+    f, r, layers = job.folder, job.run, job.student_transformer["num_layers"]
+    teacher = sum(count_parameters(c) for c in f.configs.values())
+    student = count_parameters(job.student_transformer) * len(job.student_experts)
+    b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
+    left_out = f", {job.items.duplicates} duplicates left out" if job.items.duplicates else ""
+    return [
+        f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
+        f"{f.config['num_layers']} layers, {read_placement(job.teacher_ds).describe(job.teacher_ds)}, "
+        f"{dtype_name(job.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
+        f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
+        f"{layers} layers, from {job.student.init}, ZeRO stage {stage(job.student_ds)}, "
+        f"{dtype_name(job.student_ds)}",
+        f"data      {len(job.items)} prompts, {media} with media, "
+        f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
+        *(f"{key:<14} {value}" for key, value in job._tuning.items()),
+        f"objective {job.objective}",
+        f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
+        *([f"stage     {job.stage}"] if job.stage else []),
+        f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
+        f"{job.schedule.high_noise_share():.3f}, into {job.output}",
+    ]
