@@ -145,6 +145,11 @@ class FlowSchedule:
         keys = [(self.seed, "noise", step, i) for i in sample_index_B]
         return with_noise(x0_BCFHW, text_BLD, expert, sigmas, keys)
 
+    def noised_as(self, like: Batch, x0_BCFHW: Tensor, sample_index_B: list[int], step: int) -> Batch:
+        """Put clean latents on the path at the noise levels, and with the text, of another batch."""
+        keys = [(self.seed, "real noise", step, i) for i in sample_index_B]
+        return with_noise(x0_BCFHW, like.text_BLD, like.expert, like.sigma_B.tolist(), keys)
+
     def generated(
         self, shape: tuple[int, ...], text_BLD: Tensor, sample_index_B: list[int], step: int
     ) -> GeneratedBatch:

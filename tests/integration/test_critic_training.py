@@ -1,17 +1,20 @@
 """DMD2: equal to a plain PyTorch loop, one loss curve over ranks and stages, resumed bit for bit."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpointed import exported
 from plain import PlainDmd2
 from ranks import losses, metrics, wandistiller
 from recipes import ADAM, recipe, recipe_file, student_engine, train
 from trainers import trainer_of
 
 from wandistiller.batch import CRITIC, STUDENT, Expert
+from wandistiller.student.blocks import PROJECTIONS
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
@@ -113,8 +116,9 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         pytest.param(DMD2 | {"steps": 3, "sampler": "renoise"}, marks=pytest.mark.slow),
         pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
         [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
+        DMD2 | {"gan": 0.03},
     ],
-    ids=["critic from the teacher", "renoise", "critic follows", "joint"],
+    ids=["critic from the teacher", "renoise", "critic follows", "joint", "heads"],
 )
 def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, objective: Any) -> None:
     name = "_".join(str(objective).split()[-2:]).strip("}]'\"")
@@ -132,7 +136,7 @@ def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, o
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"student_config": {"num_layers": 2, "experts": "two"}}, "dmd2 trains a student of one network"),
+        ({"student_config": {"num_layers": 2, "experts": "two"}}, "dmd2 trains one network in a run"),
         (
             {"objective": DMD2 | {"critic_start": "teacher"}, "lora": {"rank": 2}},
             '`critic_start` is "teacher"',
@@ -145,6 +149,10 @@ def test_its_variants_have_one_loss_curve_and_resume(folder: Path, wan2: Path, o
         (
             {"objective": [DMD2, {"name": "consistency", "steps": 2}]},
             "dmd2 for euler and consistency for ren",
+        ),
+        (
+            {"objective": DMD2 | {"gan": 0.1, "critic_follows": 0.1}},
+            "`objective.gan` does not go with `objective.critic_follows`",
         ),
         ({"objective": {"name": "consistency", "edges": 2, "steps": 2}}, "has edges 2 and steps 2"),
         ({"critic_deepspeed_config": student_engine(2), "objective": "velocity"}, "Only dmd2 has a critic"),
@@ -169,6 +177,16 @@ def test_what_a_critic_cannot_be_trained_beside_is_refused(
     file = recipe_file(folder, wan2, "refused", **SETTINGS | settings)
     done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
     assert message in " ".join(done.stderr.split())
+
+
+def test_heads_learn_to_tell_samples_from_latents_and_move_the_student(folder: Path, wan2: Path) -> None:
+    many = {"max_steps": 8, "objective": DMD2 | {"gan": 0.03}}
+    output = trained(folder, wan2, "heads", 1, **many)
+    lines = metrics(output)
+    assert lines[0]["critic"]["losses"]["heads"] == pytest.approx(2 * math.log(2), rel=0.2)
+    assert lines[-1]["critic"]["losses"]["heads"] < lines[0]["critic"]["losses"]["heads"]
+    assert lines[-1]["watched"]["adversarial"] > 0
+    assert not [name for name in exported(output) if name.startswith(PROJECTIONS)]
 
 
 def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> None:

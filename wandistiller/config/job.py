@@ -193,7 +193,7 @@ class Job:
             "gradient_clipping": self.student_ds["gradient_clipping"],
             "precision": dtype_name(self.student_ds),
             **self._critic,
-            **self._tuning,
+            **self.tuning,
         }
 
     @property
@@ -235,7 +235,7 @@ class Job:
         return [self.background] if pictures and self.background != WHITE else []
 
     @property
-    def _tuning(self) -> dict[str, Any]:
+    def tuning(self) -> dict[str, Any]:
         """Settings of trained parts and averages that are not the default."""
         keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
         return {key: value for key in keys if (value := getattr(self.run, key))}
@@ -266,7 +266,7 @@ class Job:
             "objective": str(self.objective),
             "max_steps": r.max_steps,
             **({"before": self.start.history} if self.start else {}),
-            **self._tuning,
+            **self.tuning,
         }
 
     @property

@@ -23,7 +23,7 @@ def summary(job: Job) -> list[str]:
         f"{dtype_name(job.student_ds)}",
         f"data      {len(job.items)} prompts, {media} with media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
-        *(f"{key:<14} {value}" for key, value in job._tuning.items()),
+        *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
         *([f"stage     {job.stage}"] if job.stage else []),

@@ -48,6 +48,11 @@ class MicroBatches:
         index_B = self.indices(update, micro)
         return self._schedule.generated(self._latent, self._data.text(index_B), index_B, update)
 
+    def real(self, update: int, micro: int, like: Batch) -> Batch:
+        """Return cached latents of the same prompts at the noise levels of `like`."""
+        index_B = self.indices(update, micro)
+        return self._schedule.noised_as(like, self._data.x0(index_B), index_B, update)
+
     def indices(self, update: int, micro: int) -> list[int]:
         """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank."""
         world, size = collectives.world_size(), self._size

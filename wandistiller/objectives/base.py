@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Expert, Prediction
+from wandistiller.batch import GENERATED, NOISED, Batch, Expert, Prediction
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 
@@ -24,6 +24,8 @@ class Networks(NamedTuple):
     teacher: Ask | None = None
     """With guidance."""
     critic: Ask | None = None
+    slope: Callable[[Batch, Callable[[Prediction], Tensor]], Tensor] | None = None
+    """Gradient in x_t_BCFHW of a number computed from the critic's prediction."""
 
 
 class Critic(NamedTuple):
@@ -37,6 +39,8 @@ class Critic(NamedTuple):
     """Learning rate; None: the student's."""
     follows: float
     """Share of the way that its weights go to the student's after each of the student's updates."""
+    judges_reality: bool = False
+    """True if it has heads that tell the student's samples from cached latents."""
 
 
 def _logit_normal(sigma_B: Tensor) -> Tensor:
@@ -80,6 +84,11 @@ class Term(ABC):
     def student_calls(self) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return 0
+
+    @property
+    def needs_latents(self) -> bool:
+        """True if cached latents are used."""
+        return self.states != GENERATED
 
     @property
     def sampling_steps(self) -> int | None:

@@ -6,22 +6,39 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from wandistiller.batch import GENERATED, Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
 from wandistiller.flow import EULER, FlowSchedule, clean
-from wandistiller.objectives.base import Ask, Critic, Networks, Term, mean_square
+from wandistiller.objectives.base import Critic, Networks, Term, mean_square
 from wandistiller.simulation import judged
-from wandistiller.utils.validation import Positive, Share
+from wandistiller.utils.validation import NotNegative, Positive, Share
 
 LEAST = 1e-4
 """Least divisor of the gradient."""
 
 
+def realism(prediction: Prediction) -> Tensor:
+    """Return the mean logit_B of a critic's heads that a sample is real."""
+    heads = [logit_BS1.float().flatten(1).mean(1) for logit_BS1 in prediction.features.values()]
+    return torch.stack(heads).mean(0)
+
+
+def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
+    """Compute loss_B of a critic's heads on samples of the student's and on cached latents at the same noise.
+
+    softplus(D(fake)) + softplus(-D(real)). Source: Goodfellow et al. 2014, arXiv:1406.2661.
+    """
+    return softplus(realism(fake)) + softplus(-realism(real))
+
+
 class Judges:
     """Teacher and critic, which are called once the student's samples are known."""
 
-    def __init__(self, teacher: Ask, critic: Ask):
-        self._teacher, self._critic = teacher, critic
+    def __init__(self, networks: Networks, gan: float = 0.0):
+        """`gan`: weight of the critic's heads."""
+        self._teacher, self._critic, self._slope = networks.teacher, networks.critic, networks.slope
+        self._gan = gan
         self.watched: dict[str, Tensor] = {}
         """Numbers of each sample of the last call, by name."""
 
@@ -40,10 +57,24 @@ class Judges:
         errors = (mean_square(v - batch.target_BCFHW) for v in (critic_BCFHW, teacher_BCFHW))
         self.watched = {
             "critic_share": next(errors) / next(errors).clamp(min=LEAST),
-            "gradient": gradient_BCFHW.abs().flatten(1).mean(1),
+            "gradient": _mean_of(gradient_BCFHW.abs()),
             "deviation": batch.x0_BCFHW.flatten(1).std(1),
         }
-        return gradient_BCFHW
+        if not self._gan:
+            return gradient_BCFHW
+        adversarial_BCFHW = self._gan * self._adversarial(batch)
+        self.watched["adversarial"] = _mean_of(adversarial_BCFHW.abs())
+        return gradient_BCFHW + adversarial_BCFHW
+
+    def _adversarial(self, batch: JudgedBatch) -> Tensor:
+        """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
+        slope_BCFHW = self._slope(batch, lambda prediction: softplus(-realism(prediction)).sum())
+        kept_B1111 = 1 - batch.sigma_B.view(-1, 1, 1, 1, 1)
+        return batch.x0_BCFHW[0].numel() * kept_B1111 * slope_BCFHW
+
+
+def _mean_of(x_BCFHW: Tensor) -> Tensor:
+    return x_BCFHW.flatten(1).mean(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +109,8 @@ class Dmd2(Term):
     """The critic's learning rate; None: the student's."""
     critic_follows: Share = 0.0
     """Share of the way that the critic's weights go to the student's after each of its updates, 0 to 1."""
+    gan: NotNegative = 0.0
+    """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
     @property
     def student_calls(self) -> float:
@@ -94,7 +127,12 @@ class Dmd2(Term):
 
     @property
     def critic(self) -> Critic | None:
-        return Critic(self.critic_updates, self.critic_start, self.critic_lr, self.critic_follows)
+        settings = self.critic_updates, self.critic_start, self.critic_lr, self.critic_follows
+        return Critic(*settings, judges_reality=self.gan > 0)
+
+    @property
+    def needs_latents(self) -> bool:
+        return self.gan > 0
 
     @property
     def trained_expert(self) -> Expert | None:
@@ -107,6 +145,9 @@ class Dmd2(Term):
             problems.append(
                 f'recipe: `{where}.sampler` is "{self.sampler}" and `{where}.expert` given. {remedy}'
             )
+        for key in ("expert", "critic_follows"):
+            if self.gan and getattr(self, key):
+                problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
         if not self.critic_follows or self.critic_start == "student":
             return problems
         return problems + [
@@ -117,7 +158,7 @@ class Dmd2(Term):
     def target(
         self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
     ) -> Judges:
-        return Judges(networks.teacher, networks.critic)
+        return Judges(networks, self.gan)
 
     def loss(self, prediction: Prediction, target: Any, batch: GeneratedBatch) -> Tensor:
         noised = judged(batch, prediction.v_BCFHW.detach())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.batch import CRITIC, NOISED, STUDENT, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Critic, Networks, Term
 from wandistiller.teacher.base import Teacher
@@ -113,8 +113,8 @@ class Objective:
 
     @property
     def needs_latents(self) -> bool:
-        """True if a loss is computed at states made of cached latents."""
-        return self.states != {GENERATED}
+        """True if a loss uses cached latents."""
+        return any(term.needs_latents for term in self.terms)
 
     @property
     def student_calls(self) -> float:

@@ -96,6 +96,8 @@ class _Planner:
         critic, critic_steps = self._critic() if j.objective.critic else ({}, {})
         if critic:  # both are asked while the student's activations are held
             steps |= critic_steps | {"the student's judges": steps["student"] | call}
+            if slope := steps.pop("the critic's slope", None):
+                steps["the student's judges, slope"] = steps["student"] | slope
         student |= critic
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
@@ -152,7 +154,8 @@ class _Planner:
     def _critic(self) -> tuple[Parts, dict[str, Parts]]:
         """Memory of the critic that is kept, and the alternatives of its updates."""
         j, ds, ranks, shape = self.job, self.job.critic_ds, self.machine.ranks, critic_shape(self.job)
-        network, samples = network_of(*shape), j.batch.micro
+        has_heads = j.objective.critic.judges_reality  # on samples and cached latents
+        network, samples = network_of(*shape), j.batch.micro * (2 if has_heads else 1)
         parts = student_parts(network, 1, ds, ranks, accelerator=self.gpu)
         saved = activation_bytes(shape[0], ds, self.latent, samples, accelerator=self.gpu)
         kept = {f"critic's {use}": replace(b, transient=0) for use, b in parts.items()}
@@ -162,7 +165,12 @@ class _Planner:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, ds))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, ds, ranks))
         passes = step | {"critic's activations": Bytes(transient=saved)}
-        return kept, {"critic": passes, "critic's optimizer": step | optimizer}
+        steps = {"critic": passes, "critic's optimizer": step | optimizer}
+        if has_heads:  # a gradient of their input, without checkpointing
+            whole = {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
+            n = activation_bytes(shape[0], whole, self.latent, j.batch.micro, accelerator=self.gpu)
+            steps["the critic's slope"] = {"critic's activations, all kept": Bytes(transient=n)}
+        return kept, steps
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""

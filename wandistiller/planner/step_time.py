@@ -77,8 +77,10 @@ def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
     yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), o.student_calls)
     if o.critic:  # the student's update asks it once
-        updates = o.critic.updates
-        yield _Learner(CRITIC, critic_shape(job), job.critic_ds, updates, 1, 1 / updates)
+        updates, heads = o.critic.updates, o.critic.judges_reality
+        # with heads there are cached latents too, and a gradient of the input costs two calls more
+        calls = (3 if heads else 1) / updates
+        yield _Learner(CRITIC, critic_shape(job), job.critic_ds, updates, 2 if heads else 1, calls)
 
 
 def _shares(job: Job) -> dict[Latent, float]:

@@ -1,6 +1,7 @@
 """A student's blocks in training: activation checkpointing, and the hidden states for feature matching."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,20 @@ def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: 
     setattr(model, PROJECTIONS, projections)
 
 
+def add_heads(model: WanTransformer3DModel, blocks: Iterable[int]) -> None:
+    """Give `model` a linear head on the normalised output of each of these blocks: a number for each patch.
+
+    Its weights start at 0, equal on every rank, and so do its outputs.
+    """
+    width = transformer.width(model.config)
+    heads = nn.ModuleDict()
+    for k in blocks:
+        heads[str(k)] = nn.Sequential(nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 1))
+    for p in heads.parameters():
+        nn.init.zeros_(p)
+    setattr(model, PROJECTIONS, heads)
+
+
 class Blocks:
     """Runs the blocks of one network while gradients are on, instead of diffusers' plain loop."""
 
@@ -52,11 +67,22 @@ class Blocks:
         for part in (block.get_submodule(name) for block in chosen for name in parts):
             part.forward = partial(_checkpointed, part, part.forward, copies)
         self._whole, self._copies = chosen if not parts else set(), copies
+        self._recomputes = True
         if self._whole or self._projections:
             model.enable_gradient_checkpointing(self._run)
 
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Keep all activations within: reentrant checkpoints refuse gradients of inputs alone."""
+        self._recomputes = False
+        try:
+            yield
+        finally:
+            self._recomputes = True
+
     def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        run = partial(_checkpointed, block, block, self._copies) if block in self._whole else block
+        recomputed = self._recomputes and block in self._whole
+        run = partial(_checkpointed, block, block, self._copies) if recomputed else block
         h_BSD, number = run(h_BSD, *others), self._number[block]
         if project := self._projections.get(str(number)):
             # inside the engine's forward, so that ZeRO-3 gathers the projection

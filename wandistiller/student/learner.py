@@ -1,6 +1,7 @@
 """A network in training, the student or its critic: DeepSpeed engines, one per expert."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -143,6 +144,19 @@ class Learner:
         """Return v_BCFHW, float32, with gradient if that is enabled."""
         return self.forward(batch).v_BCFHW
 
+    def slope(self, batch: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+        """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
+        x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
+        blocks = self._blocks_of(self.engine(batch.expert))
+        with torch.enable_grad(), blocks.stored():
+            network = self.engine(batch.expert).module
+            v_BCFHW = transformer.velocity(network, x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+            features, blocks.features = blocks.features, {}
+            return torch.autograd.grad(value(Prediction(v_BCFHW, features)), x_t_BCFHW)[0]
+
+    def _blocks_of(self, engine: Any) -> Blocks:
+        return next(blocks for expert, blocks in self._blocks.items() if self.engines[expert] is engine)
+
     def forward(self, batch: Batch) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
         inputs = batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD
@@ -153,7 +167,7 @@ class Learner:
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
         network = engine if torch.is_grad_enabled() else engine.module
         v_BCFHW = transformer.velocity(network, *inputs)
-        blocks = next(b for e, b in self._blocks.items() if self.engines[e] is engine)
+        blocks = self._blocks_of(engine)
         features, blocks.features = blocks.features, {}
         return Prediction(v_BCFHW, features)
 

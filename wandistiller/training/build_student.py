@@ -16,7 +16,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
-from wandistiller.student.blocks import add_projections
+from wandistiller.student.blocks import add_heads, add_projections
 from wandistiller.student.calibration import calibration_batches, measure, velocity_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -141,6 +141,9 @@ def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Lea
         models = {expert: model}
     else:
         models = student_models(job, cuts, projected=False)
+    for model in models.values() if settings.judges_reality else ():
+        layers = len(model.blocks)
+        add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
     return Learner(models, job.critic_ds, role=CRITIC)
 
 

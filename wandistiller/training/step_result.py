@@ -153,10 +153,11 @@ def _gathered(
 
 
 def mean_of(results: list[StepResult]) -> dict[str, Any]:
-    """Return loss and gradient norm, means, and the learning rate of several updates; {} of none."""
+    """Return loss and gradient norm, means, the learning rate, and losses if several; {} of no updates."""
     if not results:
         return {}
     norms = [r.grad_norm for r in results]
     norm = None if None in norms else sum(norms) / len(norms)
     loss = sum(r.loss for r in results) / len(results)
-    return {"loss": loss, "grad_norm": norm, "lr": results[-1].lr}
+    terms = {name: sum(r.losses[name] for r in results) / len(results) for name in results[0].losses}
+    return {"loss": loss, "grad_norm": norm, "lr": results[-1].lr} | ({"losses": terms} if terms else {})

@@ -10,6 +10,7 @@ from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.objectives.base import Networks, mean_square
+from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
@@ -111,33 +112,45 @@ class StudentTurn(Turn):
             self.student.velocity,
             self.teacher.velocity if self.teacher else None,
             critic.velocity if critic else None,
+            critic.slope if critic else None,
         )
 
 
-class CriticTurn(Turn):
-    """The critic's updates, by flow matching on samples of the student's."""
+REAL, HEADS = "real", "heads"
+"""Kind of states: cached latents with noise. Row of the losses of the critic's heads."""
+HEADS_WEIGHT = 0.01
+"""Of the heads' loss in the critic's: it hardly moves the critic itself. Source: DMD2's settings for SDXL."""
 
-    names = (CRITIC,)
+
+class CriticTurn(Turn):
+    """The critic's updates, by flow matching on samples of the student's; its heads learn what is real."""
+
+    @property
+    def names(self) -> list[str]:
+        return [CRITIC, HEADS] if self.job.objective.critic.judges_reality else [CRITIC]
 
     @property
     def learner(self) -> Learner:
         return self.learners[CRITIC]
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
-        return losses[0]
+        return losses[0] + HEADS_WEIGHT * losses[1] if HEADS in self.names else losses[0]
 
     def read(self, update: int, micro: int) -> dict[str, Batch]:
-        return {GENERATED: self.batches.of_student(update, micro)}
+        batch = self.batches.of_student(update, micro)
+        real = {REAL: self.batches.real(update, micro, batch.judged)} if HEADS in self.names else {}
+        return {GENERATED: batch, **real}
 
     def micro_step(self, update: int, micro: int) -> MicroStepResult:
         with activity(READING):
-            batch = self.read(update, micro)[GENERATED]
+            batches = self.read(update, micro)
         with activity("the student's sampling"), torch.no_grad():
-            batch = simulate(batch, self.student.velocity, self.job.schedule.few)
+            batch = simulate(batches.pop(GENERATED), self.student.velocity, self.job.schedule.few)
             states = judged(batch, self.student.velocity(batch))
         with activity("the critic's forward pass"):
-            v_BCFHW = self.learner.predict({NOISED: states})[NOISED].v_BCFHW
-            loss_TB = mean_square(v_BCFHW - states.target_BCFHW)[None]
+            fake, *real = self.learner.predict({NOISED: states, **batches}).values()
+            losses = [mean_square(fake.v_BCFHW - states.target_BCFHW)]
+            loss_TB = torch.stack(losses + [heads_loss(fake, one) for one in real])
         return self.learn(states, loss_TB, {})
 
 

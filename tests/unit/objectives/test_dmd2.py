@@ -1,5 +1,6 @@
 """DMD2 against scores of Gaussians, sums done by hand, and the sampler that the student is used with."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
 from wandistiller.flow import JUDGED, FewSteps, FlowSchedule, clean, keyed_normal
 from wandistiller.objectives.base import Networks
-from wandistiller.objectives.dmd2 import Dmd2, Judges
+from wandistiller.objectives.dmd2 import Dmd2, Judges, heads_loss
 from wandistiller.simulation import judged, simulate
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
@@ -39,6 +40,10 @@ def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
     return velocity
 
 
+NONE = gaussian(0, 1)
+"""In place of a student, which is not asked."""
+
+
 def score(batch: Batch, mean: float, deviation: float) -> Tensor:
     t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
     return -(x - (1 - t) * mean) / ((1 - t) ** 2 * deviation**2 + t**2)
@@ -47,7 +52,7 @@ def score(batch: Batch, mean: float, deviation: float) -> Tensor:
 def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
     """x0 = (x + t^2 score) / (1 - t), so x0_critic - x0_teacher is t^2 / (1 - t) times the difference."""
     at = judged(drawn(), keyed_normal((4, *SHAPE), "v"))
-    gradient = Judges(gaussian(0.5, 0.3), gaussian(-0.2, 0.8)).gradient(at)
+    gradient = Judges(Networks(NONE, gaussian(0.5, 0.3), gaussian(-0.2, 0.8))).gradient(at)
     t = at.sigma_B.view(-1, 1, 1, 1, 1)
     difference = t**2 / (1 - t) * (score(at, -0.2, 0.8) - score(at, 0.5, 0.3))
     away = at.x0_BCFHW - (at.x_t_BCFHW + t**2 * score(at, 0.5, 0.3)) / (1 - t)
@@ -56,7 +61,7 @@ def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
 
 
 def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
-    batch, target = drawn(), Judges(gaussian(0.5, 0.3), gaussian(0.5, 0.3))
+    batch, target = drawn(), Judges(Networks(NONE, gaussian(0.5, 0.3), gaussian(0.5, 0.3)))
     assert Dmd2().loss(Prediction(keyed_normal((4, *SHAPE), "v")), target, batch).abs().max() == 0
     assert target.watched["critic_share"].tolist() == pytest.approx([1.0] * 4)
 
@@ -156,3 +161,31 @@ def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:
     plain, nearly = judged(batch, v), judged(replace(batch, end=1e-9), v)
     torch.testing.assert_close(nearly.x_t_BCFHW, plain.x_t_BCFHW)
     torch.testing.assert_close(nearly.target_BCFHW, plain.target_BCFHW)
+
+
+def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
+    """D(x_t) = mean of a x_t; the loss of a sample is gan softplus(-D), and ours a mean over its elements."""
+    a, batch = 3.0, judged(drawn(), keyed_normal((4, *SHAPE), "v"))
+
+    def slope(at: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+        x = at.x_t_BCFHW.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = {0: (a * x).flatten(1)[..., None]}
+            return torch.autograd.grad(value(Prediction(x, logits)), x)[0]
+
+    networks = Networks(NONE, gaussian(0.5, 0.3), gaussian(0.5, 0.3), slope)
+    found = Judges(networks, gan=0.03).gradient(batch)
+    x0 = batch.x0_BCFHW.detach().requires_grad_()
+    t = batch.sigma_B.view(-1, 1, 1, 1, 1)
+    logit_B = a * ((1 - t) * x0 + t * batch.noise_BCFHW).flatten(1).mean(1)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.softplus(-logit_B).sum(), x0)
+    torch.testing.assert_close(found, 0.03 * x0[0].numel() * wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_heads_loss_of_a_blind_critic_is_two_log_two_and_falls_where_it_sees() -> None:
+    def seen(logit: float) -> Prediction:
+        return Prediction(torch.zeros(2), {0: torch.full((2, 5, 1), logit), 1: torch.full((2, 5, 1), logit)})
+
+    assert heads_loss(seen(0.0), seen(0.0)).tolist() == pytest.approx([2 * math.log(2)] * 2)
+    expected = 2 * math.log1p(math.exp(-1.0))
+    assert heads_loss(seen(-1.0), seen(1.0)).tolist() == pytest.approx([expected] * 2)
