@@ -1,6 +1,7 @@
 """The fault campaign: runs killed at random moments and restarted, compared with an undisturbed one.
 
     python tests/bench/faults.py                             # 50 runs on one and two ranks, float32 and bf16
+    python tests/bench/faults.py --staged --runs 20          # three stages, the last with a critic
     python tests/bench/faults.py --runs 8 --ranks 2 --folder DIR  # goes on from what DIR holds
 
 Each run is killed with SIGKILL in a phase drawn in turn, some again at any moment: one rank, all of them, or
@@ -37,27 +38,32 @@ def main() -> int:
     made.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     made.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument(
+        "--staged", action="store_true", help="a recipe of three stages: match, consistency, dmd2"
+    )
     made.add_argument("--folder", type=Path, help="kept, with the outputs of the runs that went wrong")
     args = made.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        found = campaign(folder, args.runs, args.ranks, args.precision, args.seed)
+        found = campaign(folder, args.runs, args.ranks, args.precision, args.seed, staged=args.staged)
     print(table(found), flush=True)
     return int(any(row["wrong"] for row in found))
 
 
-def campaign(folder: Path, runs: int, ranks: list[int], precisions: list[str], seed: int) -> list[dict]:
+def campaign(
+    folder: Path, runs: int, ranks: list[int], precisions: list[str], seed: int, *, staged: bool
+) -> list[dict]:
     """Return the outcome of each run, {"kills", "wrong", ...}; runs found in `folder` are not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / f"results_{seed}.jsonl"
     found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     kinds = list(itertools.product(ranks, precisions))
-    phases = [*PHASES, RESUMING]
+    phases = Campaign(folder / "phases", 1, "float32", staged=staged).phases
     made: dict[tuple[int, str], Campaign] = {}
     for number in range(len(found), runs):
         kind, phase = kinds[(number + number // len(phases)) % len(kinds)], phases[number % len(phases)]
         if kind not in made:
-            made[kind] = Campaign(folder / f"{kind[1]}_{kind[0]}", *kind)
+            made[kind] = Campaign(folder / f"{kind[1]}_{kind[0]}", *kind, staged=staged)
             made[kind].measure()
         print(f"run {number + 1} of {runs}: {phase}", flush=True)
         outcome = one(made[kind], f"{seed}_{number}", phase, random.Random(f"{seed} {number}"))

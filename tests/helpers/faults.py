@@ -22,6 +22,13 @@ from same_output import differences
 from small_wan import make_wan
 
 STEPS, SAVE_EVERY = 6, 2
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 1, "critic_lr": 2e-3}
+STAGES = [
+    {"name": "match"},
+    {"name": "consistency", "objective": {"name": "consistency", "edges": 2}},
+    {"name": "dmd2", "objective": DMD2},
+]
+"""Of a recipe in stages, each of STEPS steps."""
 WITHOUT_KILL = 240.0
 """Seconds after which an undisturbed launch is given up."""
 ORPHANS = 90.0
@@ -43,6 +50,7 @@ PHASES = {
     "building the student": Phase("doing: (building the student|measuring the student)"),
     "forward": Phase(r"doing: step \d+, the (teacher|student)'s forward pass"),
     "backward": Phase(r"doing: step \d+, the student's backward pass"),
+    "critic's pass": Phase(r"doing: step \d+, the (critic's (forward|backward) pass|student's sampling)"),
     "optimizer's step": Phase(r"doing: (step \d+, the optimizer's step|finishing step \d+)"),
     "checkpoint write": Phase(r"doing: saving the checkpoint of step \d+"),
     "checkpoint publication": Phase(r"doing: saving the checkpoint of step \d+", r"saved \S*/step_\d+"),
@@ -82,16 +90,30 @@ class Launch:
     seconds: float
 
     def resumed_from(self) -> int | None:
-        """Return the finished steps at the start; None if it was killed before it logged them."""
-        if self.logged("all .* steps are done"):
-            return STEPS
-        found = (re.search(rf"resumed .*: (\d+) of {STEPS} steps", line.text) for line in self.lines)
-        return next((int(m[1]) for m in found if m), 0 if self.logged(f"^step 1/{STEPS} ") else None)
+        """Return the finished steps of all stages at the start; None if it was killed before that line."""
+        found = None
+        for what, done in self._places():
+            if what == "step":
+                return done - 1
+            found = done
+        return found
 
     def reached(self) -> int:
-        """Return the last finished step."""
-        steps = (re.match(rf"step (\d+)/{STEPS} ", line.text) for line in self.lines)
-        return max((int(m[1]) for m in steps if m), default=0)
+        """Return the last finished step, counted over all stages."""
+        return max((done for what, done in self._places() if what == "step"), default=0)
+
+    def _places(self) -> Iterator[tuple[str, int]]:
+        """Yield `step` or `resumed` and the finished steps of all stages, from the lines that say so."""
+        before, names = 0, [stage["name"] for stage in STAGES]
+        for line in self.lines:
+            if m := re.match(r"stage +(\w+)$", line.text):
+                before = STEPS * names.index(m[1])
+            elif m := re.match(rf"step (\d+)/{STEPS} ", line.text):
+                yield "step", before + int(m[1])
+            elif m := re.search(rf"resumed .*: (\d+) of {STEPS} steps", line.text):
+                yield "resumed", before + int(m[1])
+            elif re.search("all .* steps are done", line.text):
+                yield "resumed", before + STEPS
 
     def until_first_step(self) -> float | None:
         return next((line.at for line in self.lines if re.match(rf"step \d+/{STEPS} ", line.text)), None)
@@ -139,8 +161,9 @@ class Outcome:
 class Campaign:
     """Small runs of one recipe in `folder`, on one number of ranks, in one precision."""
 
-    def __init__(self, folder: Path, ranks: int, precision: str):
-        self.folder, self.ranks, self.precision = folder, ranks, precision
+    def __init__(self, folder: Path, ranks: int, precision: str, *, staged: bool = False):
+        """`staged`: the recipe has three stages, the last with a critic."""
+        self.folder, self.ranks, self.precision, self.staged = folder, ranks, precision, staged
         self.folder.mkdir(parents=True, exist_ok=True)
         self.timeline: list[Line] = []
         if not (folder / "wan").exists():
@@ -173,6 +196,7 @@ class Campaign:
             "sample_prompts": ["a red circle", "a blue square"],
             "log_level": "debug",
         }
+        settings |= {"stages": STAGES} if self.staged else {}
         file = write_json(self.folder / f"{name}.json", recipe(self.folder, self.folder / "wan", **settings))
         words = launcher(self.ranks) if self.ranks > 1 else [sys.executable]
         return [*words, "-m", "wandistiller", "train", "--recipe", str(file)]
@@ -226,8 +250,18 @@ class Campaign:
                 last = "\n".join(line.text for line in done.lines[-30:])
                 outcome.wrong.append(f"exit code {done.code}: {last}")
         if ended and not outcome.wrong:
-            outcome.wrong += differences(self.reference, self.folder / name)
+            runs = [f"{n}_{stage['name']}" for n, stage in enumerate(STAGES, 1)] if self.staged else ["."]
+            outcome.wrong += [
+                f"{run}: {wrong}"
+                for run in runs
+                for wrong in differences(self.reference / run, self.folder / name / run)
+            ]
         return outcome
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases that its runs have."""
+        return [*(p for p in PHASES if self.staged or p != "critic's pass"), RESUMING]
 
 
 def launch(

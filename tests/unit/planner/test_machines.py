@@ -17,6 +17,12 @@ CPU_MEMORY = {
     "4x24_wan2.2_a14b": 256,
     "8x80_wan2.1_14b": 1000,
     "8x80_wan2.2_a14b": 1000,
+    "1x24_wan2.1_1.3b_few_step": 64,
+    "1x24_wan2.1_14b_few_step": 128,
+    "1x24_wan2.2_a14b_few_step": 192,
+    "8x80_wan2.1_1.3b_few_step": 1000,
+    "8x80_wan2.1_14b_few_step": 1000,
+    "8x80_wan2.2_a14b_few_step": 1000,
 }
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
 
@@ -28,7 +34,7 @@ def test_a_shipped_recipe_fits_its_machine(
 ) -> None:
     recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
     teacher = read_json(recipe)["teacher_path"]
-    assert teacher in PUBLISHED and len(recipe.read_text().splitlines()) <= 12
+    assert teacher in PUBLISHED and len(recipe.read_text().splitlines()) <= 20
     paths = f"--teacher_path {published / teacher} --data_path {published}/prompts.txt"
     flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"

@@ -1,0 +1,82 @@
+"""A critic's update that is not finite: neither network learns from it, and the sample is named."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import metrics, wandistiller
+from recipes import recipe_file, student_engine
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from wandistiller.batch import CRITIC, STUDENT, Expert
+from wandistiller.checkpoint import loading
+from wandistiller.checkpoint.safetensors_stream import ShardedTensors
+
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
+SETTINGS: dict[str, Any] = {
+    "objective": DMD2,
+    "max_steps": 4,
+    "save_every": 1,
+    "sample_prompts": ["a red square"],  # of no sample
+    "deepspeed_config": student_engine(2, train_batch_size=4),
+}
+BAD = "a red circle on a blue background, left"
+"""One of the eight prompts, of which an update has four: in every second update."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
+    """A cache in which the text of one prompt is not finite."""
+    folder = tmp_path_factory.mktemp("prepared")
+    wandistiller("prepare", "--recipe", recipe_file(folder, wan1, **SETTINGS))
+    for file in (folder / "cache" / "text").rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            about = {key: what for key, what in opened.metadata().items() if not key.startswith("crc32")}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        bad = [key for key, what in about.items() if what == BAD]
+        for name in (name for name in tensors if name.partition(".")[0] in bad):
+            tensors[name][0, 0] = math.nan
+        save_file(tensors, file, metadata=about)
+    return folder
+
+
+def run(cache: Path, tmp_path: Path, wan: Path, code: int, how: str, ranks: int = 1) -> tuple[Path, str]:
+    shutil.copytree(cache / "cache", tmp_path / "cache")
+    file = recipe_file(tmp_path, wan, **SETTINGS, on_nonfinite=how)
+    done = wandistiller("train", "--recipe", file, ranks=ranks, code=code)
+    return tmp_path / "run", done.stderr
+
+
+def test_a_run_that_skips_learns_from_the_other_updates_of_both_networks(
+    cache: Path, tmp_path: Path, wan1: Path
+) -> None:
+    output, _ = run(cache, tmp_path, wan1, 0, "skip")
+    lines, end = metrics(output), output / "checkpoints" / "step_00000004"
+    bad = sum(line["loss"] is None for line in lines)
+    of_critic = sum(line["critic"]["loss"] is None for line in lines)
+    assert bad > 0 and of_critic > 0
+    # two passes over the prompts in four updates: each of 12 updates has the bad one or not
+    assert loading.read_state(end)["skipped_steps"] == 6
+    for role in (STUDENT, CRITIC):
+        network = end / loading.network_name(role, Expert.HIGH_NOISE)
+        pieces = ShardedTensors(loading.rank_files(network))
+        values = [pieces.read(kind, name) for kind in pieces.kinds() for name in pieces.names(kind)]
+        assert values and all(value.isfinite().all() for value in values)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_stops_names_the_sample_and_keeps_its_last_checkpoint(
+    cache: Path, tmp_path: Path, wan1: Path, ranks: int
+) -> None:
+    output, message = run(cache, tmp_path, wan1, 4 if ranks == 1 else 1, "stop", ranks)
+    assert f"{BAD!r}; its cached text is not finite" in message
+    (file,) = (output / "nonfinite").glob("step_*.json")
+    losses = [sample["losses"] for sample in json.loads(file.read_text())["samples"]]
+    assert any(None in loss.values() for loss in losses)
+    finished = len(metrics(output))
+    kept = [int(folder.name[5:]) for folder in (output / "checkpoints").glob("step_*")]
+    assert all(step <= finished for step in kept)
