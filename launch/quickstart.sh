@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # From a fresh machine to a picture: distils the embedded teacher and compares the student with it.
+# `bash launch/quickstart.sh few_step` makes one that samples in 4, 2 and 1 steps.
 # Safe to run again: it goes on where it stopped. To start anew: rm -r runs/quickstart
 source "$(dirname "$0")/env.sh"
 launch=(deepspeed -q --num_gpus "$RANKS" --module wandistiller)
+recipe=${1:-quickstart} steps=()
+if [ "$recipe" = few_step ]; then steps=(--steps 1 2 4); fi
 
-"${launch[@]}" train --recipe ds_configs/recipes/quickstart.json
-"${launch[@]}" evaluate --student_path runs/quickstart/student --prompts tiny:held_out
+"${launch[@]}" train --recipe "ds_configs/recipes/$recipe.json"
+"${launch[@]}" evaluate --student_path "runs/$recipe/student" --prompts tiny:held_out "${steps[@]}"

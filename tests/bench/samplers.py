@@ -1,0 +1,73 @@
+"""Which scheduler leads a student nearest to where its velocity leads, for a number of steps.
+
+    python tests/bench/samplers.py runs/quickstart/student
+    python tests/bench/samplers.py runs/few_step/student --steps 4
+
+Prints for each scheduler the distance of its latents from Euler's method in 1000 steps, and from Euler's
+method in as many steps, which students of few steps are trained for, as shares of their norm: 16 prompts.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from wandistiller.batch import Expert
+from wandistiller.evaluation.draw_samples import STEPS
+from wandistiller.flow import FewSteps, FlowSchedule, keyed_normal
+from wandistiller.teacher.base import LocalTeacher
+from wandistiller.tiny.shapes import held_out_prompts
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise, few_step_config
+
+FINE = 1000
+"""Steps of the reference."""
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("student")
+    made.add_argument("--steps", type=int, nargs="+", default=[4, 8, 20, STEPS])
+    made.add_argument("--shift", type=float, default=3.0)
+    args = made.parse_args()
+    pipe = WanPipeline.from_pretrained(args.student, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    prompts = held_out_prompts()[:16]
+    text_BLD, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
+    folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: pipe.transformer})
+    noise = keyed_normal((len(prompts), *folder.latent_shape(64, 64, 1)), "bench")
+
+    def euler(steps: int) -> Tensor:
+        levels = FlowSchedule(args.shift, None, 0, 1).steps(steps)
+        return denoise(network.velocity, folder, args.shift, noise, text_BLD, 0, FewSteps(tuple(levels)))[0]
+
+    def stock(scheduler: object, steps: int) -> Tensor:
+        pipe.scheduler = scheduler
+        size = {"height": 64, "width": 64, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
+        return pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=steps, **size).frames
+
+    fine = euler(FINE)
+    print(f"| steps | scheduler | off {FINE} steps | off Euler in as many |")
+    print("|---|---|---|---|")
+    for steps in args.steps:
+        exact, shift = euler(steps), {"flow_shift": args.shift, "use_flow_sigmas": True}
+        stretched = {k: v for k, v in few_step_config(args.shift, steps).items() if k != "_class_name"}
+        schedulers = {
+            "UniPC": UniPCMultistepScheduler(prediction_type="flow_prediction", **shift),
+            "FlowMatchEuler, stretched": FlowMatchEulerDiscreteScheduler(**stretched),
+            "FlowMatchEuler, shift alone": FlowMatchEulerDiscreteScheduler(shift=args.shift),
+        }
+        for name, scheduler in schedulers.items():
+            x0 = stock(scheduler, steps)
+            off = (torch.dist(x0, other) / other.norm() for other in (fine, exact))
+            print(f"| {steps} | {name} | {' | '.join(f'{100 * share:.2f} %' for share in off)} |", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
