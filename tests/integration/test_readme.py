@@ -34,11 +34,14 @@ SHORT = {  # flags that make a command on the embedded teacher take seconds
     "sample": "--steps 2",
     "evaluate": "--steps 2 --num_prompts 2",
 }
-MISSING_HERE = re.compile(r"no \.safetensors file|by its plan, and .* are free|describe it there")
+MISSING_HERE = re.compile(
+    r"no \.safetensors file|by its plan, and .* are free|describe it there|`init` is \"runs/quickstart\""
+)
 AFTERWARDS = [
     p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
 ]
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB")
+FEW_STEPS = table_rows("ds_configs/recipes/README.md", r"`\d+x\d+_")
 
 
 def named(command: Command) -> str:
@@ -78,7 +81,8 @@ def recipe_of(row: list[str]) -> str:
 
 def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
     recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
-    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes)
+    few = {f"{cells[0].strip('`')}_few_step" for cells in FEW_STEPS}
+    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - few) and few < recipes
 
 
 @pytest.mark.usefixtures("quiet_logging")
@@ -127,6 +131,27 @@ def test_what_plan_recommends_fits_the_same_machine(
     assert main(["plan", "--recipe", command.value("--recommend"), *machine]) == 0
     printed = capsys.readouterr().err
     assert "\nfits: " in printed and "NOT fit" not in printed
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize("row", slow_but(FEW_STEPS[1:2], FEW_STEPS), ids=lambda row: row[0])
+def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
+    row: list[str], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    numbers = re.findall(r"[\d.]+", " ".join([row[1].partition(",")[0], *row[2:]]))
+    student, device, host, of_host, disk, *hours = numbers
+    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
+    count, each = row[0].strip("`").partition("_")[0].split("x")
+    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
+    assert main(["plan", "--recipe", f"ds_configs/machines/{row[0].strip('`')}_few_step.json", *machine]) == 0
+    printed = capsys.readouterr().err
+    last = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)][-3:]
+    assert "NOT fit" not in printed and [f"{gib:.0f}" for gib in last[:2]] == [device, host]
+    assert last[2] == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
+    found = re.findall(r"at least ([\d.]+) h for \d+ steps", printed)
+    assert [f"{float(h):.0f}" for h in found] == hours
+    parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
+    assert f"{parameters / 1000:.1f}" == student.rstrip(".")
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +273,8 @@ def test_the_table_of_placements_has_a_command_for_every_teacher_json() -> None:
 
 
 def test_every_recipe_has_a_command_and_every_student_a_row() -> None:
-    used = {Path(c.value("--recipe")).name for c in commands("ds_configs/recipes/README.md")} - {""}
+    named = [Path(c.value("--recipe")) for c in commands("ds_configs/recipes/README.md")]
+    used = {file.name for file in named if file.parent.name == "recipes"}
     assert used == {file.name for file in (ROOT / "ds_configs" / "recipes").glob("*.json")}
     students = (ROOT / "ds_configs" / "students").glob("*.json")
     assert all(f"| `{file.name}`" in text("docs/student.md") for file in students)

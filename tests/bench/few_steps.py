@@ -1,0 +1,116 @@
+"""Effect of each part of few-step training at an equal number of updates of the student, in two sampling steps.
+
+    python tests/bench/few_steps.py runs/quickstart                  # from the quick start's student, 40 minutes
+    python tests/bench/few_steps.py runs/quickstart --updates 20 consistency joint
+
+Prints a Markdown table: held-out prompts fully right of 112, squared error to the asked picture, difference of two
+seeds (as `evaluate` has them, drawn by diffusers), what is watched in the last 20 updates, seconds an update.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+STEPS = 2
+CONSISTENCY = {"name": "consistency", "edges": STEPS}
+DMD2 = {"name": "dmd2", "steps": STEPS, "critic_updates": 2, "critic_lr": 3e-4}
+VARIANTS: dict[str, Any] = {
+    "consistency": CONSISTENCY,
+    "dmd2, c = 1": DMD2 | {"critic_updates": 1},
+    "dmd2, c = 2": DMD2,
+    "dmd2, c = 5": DMD2 | {"critic_updates": 5},
+    "dmd2, c = 2, the critic follows (0.03)": DMD2 | {"critic_follows": 0.03},
+    "dmd2, c = 2, critic from the teacher": DMD2 | {"critic_start": "teacher"},
+    "dmd2, c = 2, heads (0.03)": DMD2 | {"gan": 0.03},
+    "joint: dmd2, c = 2, and 100 x consistency": [DMD2, CONSISTENCY | {"weight": 100}],
+}
+LR = 1e-4
+SHOWN = ("critic_share", "gradient", "deviation")
+
+
+def train(name: str, start: Path, updates: int, folder: Path) -> Path:
+    """Train one variant; return its output folder."""
+    recipe = json.loads((ROOT / "ds_configs" / "recipes" / "two_steps.json").read_text())
+    recipe.pop("stages", None)
+    output = folder / f"{name.replace(' ', '_').replace(',', '').replace(':', '')}_{updates}"
+    recipe |= {
+        "student_config": {"init": str(start.resolve())},
+        "objective": VARIANTS[name],
+        "deepspeed_config": "ds_configs/student/few_step.json",
+        "lr": LR,
+        "max_steps": updates,
+        "save_every": updates,
+        "sample_every": updates,
+        "sample_steps": 2,
+        "output_dir": str(output),
+        "cache_dir": str(start.resolve() / "cache") if (start / "cache").is_dir() else str(folder / "cache"),
+    }
+    file = folder / f"{output.name}.json"
+    file.write_text(json.dumps(recipe))
+    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name}:\n{done.stderr[-3000:]}")
+    return output
+
+
+def row(name: str, student: Path, lines: list[dict[str, Any]], steps: int) -> str:
+    """Draw the held-out prompts twice and count; `lines` are those of metrics.jsonl."""
+    import torch
+
+    from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
+    from wandistiller.tiny import shapes
+
+    torch.set_num_threads(1)
+    pipeline, prompts = open_pipeline(student, torch.float32), shapes.held_out_prompts()
+    how, right, errors, apart = Sampling(height=64, width=64, steps=steps), 0, [], []
+    for i in range(0, len(prompts), 8):
+        part = prompts[i : i + 8]
+        one, two = (
+            draw(pipeline, part, [seed + i + k for k in range(len(part))], how)[:, :, 0] for seed in (0, 112)
+        )
+        right += sum(shapes.fully_right(one, part))
+        errors += shapes.mse_to_prompts(one, part).tolist()
+        apart += (one - two).square().flatten(1).mean(1).sqrt().tolist()
+    last = [line["watched"] for line in lines[-20:] if "watched" in line]
+    watched = [f"{statistics.mean(each[key] for each in last):.2f}" if last else "-" for key in SHOWN]
+    seconds = f"{statistics.median(line['seconds'] for line in lines):.2f}" if lines else "-"
+    scores = f"{right} | {statistics.mean(errors):.4f} | {statistics.mean(apart):.3f}"
+    return f"| {name} | {scores} | {' | '.join(watched)} | {seconds} |"
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("start", type=Path, help="the output folder of the quick start")
+    made.add_argument("names", nargs="*", default=list(VARIANTS))
+    made.add_argument("--updates", type=int, default=100)
+    made.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_few_steps")
+    given = made.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    heads = [
+        "right, of 112",
+        "error",
+        "two seeds' pictures differ by",
+        "critic's share",
+        "gradient",
+        "deviation",
+    ]
+    print(f"| {given.updates} updates | {' | '.join(heads)} | seconds an update |\n{'|---' * 8}|", flush=True)
+    print(row("none", given.start / "student", [], STEPS), flush=True)
+    for name in given.names:
+        output = train(name, given.start, given.updates, given.folder)
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        print(row(name, output / "student", lines, STEPS), flush=True)
+
+
+if __name__ == "__main__":
+    main()
