@@ -1,10 +1,10 @@
-"""Effect of each part of few-step training at an equal number of updates of the student, in two sampling steps.
+"""Effect of each part of few-step training at equal numbers of the student's updates, in two sampling steps.
 
-    python tests/bench/few_steps.py runs/quickstart                  # from the quick start's student, 40 minutes
-    python tests/bench/few_steps.py runs/quickstart --updates 20 consistency joint
+    python tests/bench/few_steps.py runs/quickstart                # 40 minutes on one core
+    python tests/bench/few_steps.py runs/quickstart --updates 20 consistency
 
-Prints a Markdown table: held-out prompts fully right of 112, squared error to the asked picture, difference of two
-seeds (as `evaluate` has them, drawn by diffusers), what is watched in the last 20 updates, seconds an update.
+Prints a Markdown table: held-out prompts fully right of 112, squared error to the asked picture, difference
+of two seeds (as `evaluate` has them, by diffusers), what is watched in the last 20 updates, and seconds.
 """
 
 import argparse

@@ -122,6 +122,16 @@ def test_never_starts_all_stages_anew(folder: Path, wan2: Path) -> None:
     assert all((folder / "anew" / name / "checkpoints.old1").is_dir() for name in FOLDERS[:2])
 
 
+def test_prepare_fills_one_cache_for_all_stages(folder: Path, wan2: Path) -> None:
+    own = folder / "own_cache"
+    file = staged(folder, wan2, "prepared", cache_dir=str(own))
+    wandistiller("prepare", "--recipe", file)
+    files = {path: path.stat().st_mtime_ns for path in own.rglob("*.safetensors")}
+    assert files and not (folder / "prepared" / FOLDERS[0] / "metrics.jsonl").exists()
+    wandistiller("train", "--recipe", file)
+    assert {path: path.stat().st_mtime_ns for path in own.rglob("*.safetensors")} == files
+
+
 def test_a_dry_run_and_a_plan_name_every_stage_and_write_nothing(folder: Path, wan2: Path) -> None:
     file = staged(folder, wan2, "dry")
     dry = wandistiller("train", "--recipe", file, "--dry_run").stderr

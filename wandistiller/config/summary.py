@@ -15,6 +15,7 @@ def summary(job: Job) -> list[str]:
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
     left_out = f", {job.items.duplicates} duplicates left out" if job.items.duplicates else ""
     return [
+        *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config['num_layers']} layers, {read_placement(job.teacher_ds).describe(job.teacher_ds)}, "
         f"{dtype_name(job.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
@@ -26,7 +27,6 @@ def summary(job: Job) -> list[str]:
         *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
-        *([f"stage     {job.stage}"] if job.stage else []),
         f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
         f"{job.schedule.high_noise_share():.3f}, into {job.output}",
     ]
