@@ -54,7 +54,7 @@ def contradictions(
 
 
 def _batch_contradiction(ds: dict[str, Any], micro: int, world: int) -> tuple[str, str] | None:
-    """What the JSON fixes so that micro-batches of `micro` samples cannot make its batch; the remedy."""
+    """Return what the JSON fixes against micro-batches of `micro` samples, and the remedy, if it does."""
     fixed = {key: ds[key] for key in BATCH_KEYS if ds.get(key) not in OPEN}
     if any(type(value) is not int or value < 1 for value in fixed.values()):
         return None  # reported when the engine is checked
