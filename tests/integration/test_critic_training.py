@@ -75,6 +75,24 @@ def test_losses_do_not_depend_on_ranks_stage_or_accumulation(
         assert ours["watched"] == pytest.approx(theirs["watched"], rel=1e-4)
 
 
+PLACEMENTS = {
+    "replicated": {"zero_optimization": {"stage": 0}},
+    "sharded": {"zero_optimization": {"stage": 3}},
+    "owner": {"wandistiller": {"placement": "owner", "owner_rank": 1}},
+    "host_cpu": {"wandistiller": {"placement": "host_cpu"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_losses_do_not_depend_on_the_teacher_s_placement(
+    folder: Path, wan2: Path, whole: Path, name: str
+) -> None:
+    two = trained(folder, wan2, f"teacher_{name}", 2, teacher_deepspeed_config=PLACEMENTS[name])
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
+    assert of_critic(two) == pytest.approx(of_critic(whole), rel=1e-5)
+
+
 def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
     folder: Path, wan2: Path, whole: Path
 ) -> None:
