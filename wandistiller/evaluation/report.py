@@ -127,7 +127,7 @@ def _rows_by_steps(
     smaller = [n for n in sorted(drawn, reverse=True) if n < own or n == settings.student_sampling.steps]
     numbers = [("teacher", own), *(("student", n) for n in smaller)]
     return {
-        f"{side}, {n} step{'s' * (n > 1)}: {figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
+        f"{side}\n{n} step{'s' * (n > 1)}\n{figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
             _frames(_in_order([r.by_steps[n].samples for r in sides[side]]))
         )
         for side, n in numbers

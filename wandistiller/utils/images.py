@@ -43,7 +43,8 @@ def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) ->
         draw.multiline_text((margin + column * (tile_w + gap), 4), "\n".join(text), "black", font)
     for r, (label, images) in enumerate(rows.items()):
         top = head + r * (tile_h + gap)
-        draw.multiline_text((6, top + tile_h // 2 - 8), "\n".join(textwrap.wrap(label, 11)), "black", font)
+        words = [line for part in label.splitlines() for line in textwrap.wrap(part, 11)]
+        draw.multiline_text((6, top + tile_h // 2 - 8 * len(words)), "\n".join(words), "black", font)
         for column, image_CHW in enumerate(images):
             tile = to_pil(image_CHW).resize((tile_w, tile_h), Image.Resampling.NEAREST)
             grid.paste(tile, (margin + column * (tile_w + gap), top))
