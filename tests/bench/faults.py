@@ -23,7 +23,8 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from faults import PHASES, RESUMING, Campaign, Outcome
+from faults import Campaign, Outcome
+from killed import PHASES, RESUMING
 
 AGAIN = (0.5, 0.3)
 """Chances of a second and of a third kill."""

@@ -4,7 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
-from faults import LOADING, SAVE_EVERY, Campaign, Kill
+from faults import Campaign
+from killed import LOADING, SAVE_EVERY, Kill
 
 SAVING = "doing: saving the checkpoint of step 4"
 BACKWARD = "doing: step 5, the student's backward pass"

@@ -154,12 +154,13 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
 
 @pytest.fixture(scope="module")
 def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the quick start has run, two steps of it, as runs/quickstart and as runs/quarter."""
+    """A folder in which the quick start has run, two steps of it, as each run that the pages name."""
     made = tmp_path_factory.mktemp("finished")
     (made / "three.txt").write_text("\n".join([*PROMPTS.splitlines()[:2], "x"]))
     flags = "--recipe ds_configs/recipes/quickstart.json " + SHORT["train"]
     wandistiller("train", *flags.split(), cwd=made)
-    (made / "runs" / "quarter").symlink_to(made / "runs" / "quickstart")
+    for name in ("quarter", "two_steps", "few_step"):
+        (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
     return made
 
 

@@ -42,7 +42,7 @@ def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
     elif has_boundary(facts):
         splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40) if steps != facts["steps"]}
         more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
-    return text.format(**facts, **more, split=split_step(facts, facts["steps"]))
+    return text.format(**facts | more, split=split_step(facts, facts["steps"]))
 
 
 def split_step(facts: dict[str, Any], steps: int) -> int:

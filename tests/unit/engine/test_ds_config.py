@@ -11,7 +11,7 @@ from deepspeed.runtime.activation_checkpointing import config as activation_chec
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from wandistiller.engine import ds_config, ds_schema
-from wandistiller.engine.ds_overrides import fill_steps
+from wandistiller.engine.ds_overrides import fill_auto, fill_steps
 from wandistiller.engine.ds_schema import section_types
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
@@ -186,7 +186,7 @@ def test_the_precision_is_read_off_the_sections(ds: dict, name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shipped_student_json_passes(file: Path, world: int) -> None:
     where, ds = ds_config.load(str(file))
-    ds, batch = ds_config.student_engine(where, fill_steps(ds, 700), world)
+    ds, batch = ds_config.student_engine(where, fill_steps(fill_auto(ds, 64), 700), world)
     assert batch.micro * batch.accumulation * world == batch.total == ds["train_batch_size"]
 
 
