@@ -81,7 +81,8 @@ class Trainer:
             if saved:
                 self.save(step + 1, wait=result.stop_requested)
             if result.stop_requested:
-                raise Stopped(f"after step {step + 1} of {run.max_steps}")
+                stage = f" of stage {self.job.stage}" if self.job.stage else ""
+                raise Stopped(f"after step {step + 1} of {run.max_steps}{stage}")
             if self.draw_if_due(step + 1) or saved:
                 self.monitor.record_phases()
             if (step + 1) % GC_EVERY == 0:
