@@ -141,16 +141,18 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
         ConfigError: with every problem found.
     """
     jobs: list[Job] = []
+    problems: dict[str, str] = {}
+    first, *_ = runs.values()
     for stage, run in runs.items():
+        if problems:  # the student before is not known; that of the first stage has the same networks
+            run = dataclasses.replace(run, student_config=first.student_config, resume="never")
+        previous = jobs[-1] if jobs and not problems else None
         try:
-            job = read_job(run, world, here=here, previous=jobs[-1] if jobs else None)
+            jobs.append(dataclasses.replace(read_job(run, world, here=here, previous=previous), stage=stage))
         except ConfigError as error:
-            if not stage:
-                raise
-            left = ", ".join(list(runs)[len(jobs) + 1 :])
-            texts = [f"stage {stage}: {text}" for text in error.problems]
-            raise ConfigError(*texts, *([f"Not checked yet: {left}."] if left else [])) from None
-        jobs.append(dataclasses.replace(job, stage=stage))
+            problems |= {text: stage for text in error.problems if text not in problems}
+    if problems:
+        raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
     return jobs
 
 

@@ -7,7 +7,7 @@ import pytest
 from ranks import write_json
 
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import read_runs
+from wandistiller.config.stages import read_jobs, read_runs
 from wandistiller.utils.errors import ConfigError
 
 OUTER = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out", "max_steps": 7, "seed": 3}
@@ -79,6 +79,18 @@ def test_a_stage_s_key_replaces_those_that_mean_the_same(
 )
 def test_a_wrong_list_of_stages_is_named(tmp_path: Path, stages: Any, message: str) -> None:
     assert message in error(tmp_path, stages=stages)
+
+
+def test_misfits_of_all_stages_with_teacher_and_data_come_at_once(tmp_path: Path) -> None:
+    wrong = [
+        {"name": "match", "height": 33, "student_config": {"num_layers": 2}},
+        {"name": "few", "objective": {"name": "dmd2", "critic_start": "teacher"}, "lora": {"rank": 2}},
+        {"name": "last", "shift": 3, "width": 31},
+    ]
+    with pytest.raises(ConfigError) as raised:
+        read_jobs(runs(tmp_path, stages=wrong, output_dir=str(tmp_path / "out")), 1)
+    lines = str(raised.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["stage match", "stage few", "stage last"]
 
 
 def test_a_checkpoint_cannot_be_named_for_all_stages(tmp_path: Path) -> None:
