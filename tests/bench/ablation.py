@@ -55,12 +55,17 @@ def train(name: str, steps: int, folder: Path) -> Path:
         "cache_dir": str(folder / "cache"),
         **VARIANTS[name],
     }
-    file = folder / f"{output.name}.json"
+    return run(recipe, output)
+
+
+def run(recipe: dict[str, Any], output: Path) -> Path:
+    """Write a recipe beside its output folder, and train by it."""
+    file = output.with_name(f"{output.name}.json")
     file.write_text(json.dumps(recipe))
     words = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{name}:\n{done.stderr[-3000:]}")
+        sys.exit(f"{output.name}:\n{done.stderr[-3000:]}")
     return output
 
 

@@ -9,16 +9,11 @@ of two seeds (as `evaluate` has them, by diffusers), what is watched in the last
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
-os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+from ablation import ROOT, run  # beside this file; it sets the environment too
 
 STEPS = 2
 CONSISTENCY = {"name": "consistency", "edges": STEPS}
@@ -54,13 +49,7 @@ def train(name: str, start: Path, updates: int, folder: Path) -> Path:
         "output_dir": str(output),
         "cache_dir": str(start.resolve() / "cache") if (start / "cache").is_dir() else str(folder / "cache"),
     }
-    file = folder / f"{output.name}.json"
-    file.write_text(json.dumps(recipe))
-    words = [sys.executable, "-m", "wandistiller", "train", "--recipe", file]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name}:\n{done.stderr[-3000:]}")
-    return output
+    return run(recipe, output)
 
 
 def row(name: str, student: Path, lines: list[dict[str, Any]], steps: int) -> str:

@@ -198,7 +198,7 @@ class Job:
 
     @property
     def _critic(self) -> dict[str, Any]:
-        """What a critic's own JSON says of its learning."""
+        """Learning settings of a critic's own JSON; {} if it has none."""
         if not (ds := self.own_critic_ds):
             return {}
         keys = ("scheduler", "gradient_clipping")

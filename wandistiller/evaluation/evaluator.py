@@ -108,7 +108,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """What one candidate drew on this rank, by the number of steps, its own first; and its memory."""
+    """Samples of one candidate on this rank, by the number of steps, its own first; and its memory."""
 
     by_steps: dict[int, Drawn]
     peak_gib: dict[str, float]
