@@ -1,6 +1,6 @@
 """One micro-step's samples, and the legend for every tensor name in this package.
 
-B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token (512), D width of a
+B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token, D width of a
 state, S place in a sequence: a patch of a sample, or a state of a sampling path.
 The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; t = 1000 sigma.
@@ -35,7 +35,7 @@ class Batch:
     sigma_B: Tensor
     """float32, in [0, 1]."""
     text_BLD: Tensor
-    """Zero-padded to L tokens: Wan takes no text mask, so the padding is part of the input."""
+    """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""
     expert: Expert
     """Equal on all ranks for one micro-step."""
 

@@ -41,6 +41,8 @@ from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import TINY
+from wandistiller.wan.text_padding import merge_text_padding, padded
+from wandistiller.wan.transformer import velocity
 
 CONFIGS = TESTS.parent / "ds_configs"
 SETTINGS = {"same": ("zero0", "replicated"), "quickstart": ("quickstart", "zero_inference_cpu")}
@@ -89,11 +91,13 @@ class PlainLoop:
 
     def __init__(self, trainer: Trainer, timer: Timer):
         job, self._timer = trainer.job, timer
-        self._scales, self._null_LD = job.guidance, trainer.teacher.guidance.null_text_LD
+        self._scales, self._null_1LD = job.guidance, trainer.teacher.guidance.null_text_LD[None]
         self._student = WanTransformer3DModel.from_config(job.student_transformer).train()
         self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
         self._student.enable_gradient_checkpointing()
         self._teachers = {e: WanTransformer3DModel.from_pretrained(TINY / e.value).eval() for e in Expert}
+        for model in (self._student, *self._teachers.values()) if job.run.merge_text_padding else ():
+            merge_text_padding(model)
         params = job.student_ds["optimizer"]["params"]
         self._optimizer = torch.optim.AdamW(self._student.parameters(), fused=True, **params)
         self._clip = job.student_ds["gradient_clipping"]
@@ -101,7 +105,8 @@ class PlainLoop:
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the loss."""
         target = self._timer("teacher", self._target, batch)
-        v = self._timer("student, forward", _velocity, self._student, batch, batch.text_BLD)
+        inputs = batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD
+        v = self._timer("student, forward", velocity, self._student, *inputs)
         loss = (v - target).square().mean()
         self._timer("student, backward", loss.backward)
         self._timer("optimizer", self._update)
@@ -109,20 +114,17 @@ class PlainLoop:
 
     @torch.no_grad()
     def _target(self, batch: Batch) -> Tensor:
-        both = torch.cat([batch.text_BLD, self._null_LD.expand_as(batch.text_BLD)])
-        text, null = _velocity(self._teachers[batch.expert], batch, both).chunk(2)
+        rows = max(batch.text_BLD.shape[1], self._null_1LD.shape[1])
+        null_BLD = padded(self._null_1LD, rows).expand(len(batch.text_BLD), -1, -1)
+        both = torch.cat([padded(batch.text_BLD, rows), null_BLD])
+        twice = (torch.cat([x, x]) for x in (batch.x_t_BCFHW, batch.sigma_B))
+        text, null = velocity(self._teachers[batch.expert], *twice, both).chunk(2)
         return null + self._scales[batch.expert] * (text - null)
 
     def _update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def _velocity(model: torch.nn.Module, batch: Batch, text_BLD: Tensor) -> Tensor:
-    times = len(text_BLD) // len(batch.sigma_B)
-    x_t, t = torch.cat([batch.x_t_BCFHW] * times), torch.cat([batch.sigma_B * 1000] * times)
-    return model(hidden_states=x_t, timestep=t, encoder_hidden_states=text_BLD, return_dict=False)[0]
 
 
 def time_parts(trainer: Trainer, timer: Timer) -> None:

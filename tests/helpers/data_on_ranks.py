@@ -9,9 +9,12 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.training.prepare import prepare
+from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
 
 def digest_of(x0_BCFHW: Tensor, text_BLD: Tensor) -> str:
+    """Hash samples; the padding of their text depends on the others of their batch."""
+    text_BLD = padded(text_BLD, TEXT_TOKENS)
     return hashlib.sha256(x0_BCFHW.numpy().tobytes() + text_BLD.numpy().tobytes()).hexdigest()
 
 

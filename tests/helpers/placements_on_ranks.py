@@ -17,20 +17,20 @@ from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan import pipeline
 
-NULL_LD = keyed_normal((512, 32), "null")
+NULL_LD = keyed_normal((12, 32), "null")
 SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
 
 
 def uneven_batch(expert: Expert, call: int) -> Batch:
-    """Two samples on rank 0, one on the others: a last batch."""
-    n = 2 if collectives.rank() == 0 else 1
+    """Two samples on rank 0, one on the others: a last batch; their prompts differ in length."""
+    n, rows = (2, 9) if collectives.rank() == 0 else (1, 5)
     x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call)
     return Batch(
         x_t,
         x_t,
         x_t,
         torch.tensor([0.95, 0.2])[:n],
-        keyed_normal((n, 512, 32), "text", collectives.rank()),
+        keyed_normal((n, rows, 32), "text", collectives.rank()),
         expert,
     )
 

@@ -44,8 +44,13 @@ def networks(job: Job) -> tuple[dict[Expert, WanTransformer3DModel], WanTransfor
     return teacher, student
 
 
+def whole(text_BLD: torch.Tensor) -> torch.Tensor:
+    """Pad prompts to the 512 rows that Wan sees."""
+    return torch.nn.functional.pad(text_BLD, (0, 0, 0, 512 - text_BLD.shape[-2]))
+
+
 def guided(model: WanTransformer3DModel, batch: Batch, null_LD: torch.Tensor, scale: float) -> torch.Tensor:
-    null_BLD = null_LD.expand_as(batch.text_BLD)
+    null_BLD = whole(null_LD).expand_as(batch.text_BLD)
     with torch.no_grad():
         v_text, v_null = (
             model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD)
@@ -61,7 +66,7 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
-        batch = job.schedule.noised(data.x0(indices), data.text(indices), indices, step)
+        batch = job.schedule.noised(data.x0(indices), whole(data.text(indices)), indices, step)
         target_BCFHW = guided(teacher[batch.expert], batch, text[""], SCALES[batch.expert])
         v_BCFHW = velocity(student, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
         loss = (v_BCFHW - target_BCFHW).square().mean()
@@ -97,7 +102,7 @@ class PlainDmd2:
     def _sampled(self, update: int) -> tuple[Batch, torch.Tensor]:
         """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""
         indices = list(range(update * self.job.batch.total, (update + 1) * self.job.batch.total))
-        text_BLD = self.data.text(indices)
+        text_BLD = whole(self.data.text(indices))
         drawn = self.job.schedule.generated((16, 1, 4, 4), text_BLD, indices, update)
         x, levels = drawn.noise_BCFHW, [*self.sigmas, 0.0]
         for k in range(drawn.exit):

@@ -80,7 +80,9 @@ def test_losses_of_consistency_do_not_depend_on_ranks_stage_or_accumulation_and_
 @torch.no_grad()
 def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: Path) -> None:
     pipe = WanPipeline.from_pretrained(few / "student", dtype=torch.float32)
-    text_BLD, _ = pipe.encode_prompt(["a red circle"], do_classifier_free_guidance=False)
+    text_BLD, _ = pipe.encode_prompt(
+        ["a red circle"], do_classifier_free_guidance=False, max_sequence_length=512
+    )
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
     size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
     stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
@@ -103,7 +105,9 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     objective = {"name": "consistency", "intervals": 8, "steps": 2}
     output = trained(folder, wan2, "renoise", 1, objective=objective, student_config=NARROW)
     pipe = WanPipeline.from_pretrained(output / "student", dtype=torch.float32)
-    text_BLD, _ = pipe.encode_prompt(["a red circle"], do_classifier_free_guidance=False)
+    text_BLD, _ = pipe.encode_prompt(
+        ["a red circle"], do_classifier_free_guidance=False, max_sequence_length=512
+    )
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
     size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
     torch.manual_seed(5)

@@ -63,6 +63,18 @@ def test_zero_3_with_a_replicated_teacher_has_the_losses_of_plain_pytorch(
     assert losses(output) == pytest.approx(reference, rel=1e-5)
 
 
+@pytest.mark.parametrize("strategy", slow_but(["offload"], ["offload", "gpu0", "cpu", "custom"]))
+def test_merged_text_padding_has_the_losses_of_plain_pytorch_with_512_rows(
+    strategy: str, folder: Path, wan2: Path, reference: list[float]
+) -> None:
+    more = {"teacher_device_strategy": strategy, "teacher_dtype": "float32", "merge_text_padding": True}
+    more |= {"deepspeed_config": student_engine(3), "objective": "velocity", "max_steps": 8}
+    given = recipe(folder, wan2, output_dir=str(folder / f"merged_{strategy}"), **more)
+    del given["teacher_deepspeed_config"]
+    wandistiller("train", "--recipe", write_json(folder / "merged.json", given), ranks=2)
+    assert losses(folder / f"merged_{strategy}") == pytest.approx(reference[:8], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def of_replicas(folder: Path, wan2: Path) -> list[float]:
     return losses(train(folder, wan2, "replicas", teacher_deepspeed_config=REPLICATED, max_steps=4))

@@ -87,6 +87,9 @@ class RunConfig:
     teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
         None, "default as the teacher's JSON says"
     )
+    merge_text_padding: bool = engines(
+        False, "compute cross-attention to a prompt's padding once, not 500 times; equal to rounding"
+    )
     objective: Objectives = learning(
         "velocity",
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",

@@ -136,7 +136,7 @@ class CachedData:
         return self._x0([self._keys_at(i)[0] for i in sample_index_B])
 
     def text(self, sample_index_B: list[int]) -> Tensor:
-        """Return text_BLD, zero-padded, of sample indices."""
+        """Return text_BLD, zero-padded to the longest, of sample indices."""
         return self._moved(self._text.batch([self._keys_at(i)[1] for i in sample_index_B]))
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ from wandistiller.wan.sampling import denoise
 
 Velocity = Callable[[Batch], Tensor]
 """The teacher's v_BCFHW."""
-TextOf = Callable[[str], Tensor]
-"""text_LD of a prompt."""
+TextOf = Callable[[list[str]], Tensor]
+"""text_BLD of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class LatentCache:
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
         rows = [(s.item.prompt, s.rollout_index) for s in samples.values()]
         noise_BCFHW = torch.stack([keyed_normal(shape, r.seed, "rollout", *row) for row in rows]).to(device)
-        text_BLD = torch.stack([text(prompt) for prompt, _ in rows]).to(device)
+        text_BLD = text([prompt for prompt, _ in rows]).to(device)
         x0_BCFHW, path = denoise(velocity, self._folder, r.shift, noise_BCFHW, text_BLD, r.steps)
         tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(samples, x0_BCFHW, strict=True)}
         if r.keep_path:

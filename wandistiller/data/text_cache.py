@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
@@ -14,7 +15,7 @@ from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
 from wandistiller.wan.encoders import Encoder, offload_kwargs
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 PROMPTS_PER_FILE = 64
 
@@ -71,13 +72,13 @@ class TextCache:
         gc.collect()
 
     def __getitem__(self, prompt: str) -> Tensor:
-        """Return text_LD of one prompt, zero-padded to 512 tokens, in the encoder's precision."""
-        return self.batch([self.key(prompt)])[0]
+        """Return text_LD of one prompt, without padding, in the encoder's precision."""
+        return self._tensors.read(self.key(prompt), "text")[0]
+
+    def of(self, prompts: list[str]) -> Tensor:
+        """Return text_BLD of prompts, zero-padded to the longest."""
+        return self.batch([self.key(prompt) for prompt in prompts])
 
     def batch(self, key_B: list[str]) -> Tensor:
-        """Return text_BLD by keys, zero-padded."""
-        texts = [self._tensors.read(key, "text")[0] for key in key_B]
-        text_BLD = texts[0].new_zeros(len(texts), TEXT_TOKENS, texts[0].shape[1])
-        for padded_LD, text_LD in zip(text_BLD, texts, strict=True):
-            padded_LD[: len(text_LD)] = text_LD
-        return text_BLD
+        """Return text_BLD by keys, zero-padded to the longest."""
+        return pad_sequence([self._tensors.read(key, "text")[0] for key in key_B], batch_first=True)

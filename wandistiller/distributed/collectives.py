@@ -216,15 +216,15 @@ def call_owner(
 
     Args:
         peers: ranks with the same owner, this one among them.
-        inputs: this rank's, equal in number, dtype and shape on every rank but for the first dimension.
+        inputs: this rank's, equal in number, dtype and dimensions on every rank, but not in their sizes.
         compute: maps one rank's inputs to tensors of any number, shape and dtype on the inputs' device.
 
     Returns:
         The outputs for this rank's inputs.
     """
     device = inputs[0].device
-    own_lengths = torch.tensor([len(t) for t in inputs], device=device)
-    lengths = gather_tensor(own_lengths).view(-1, len(inputs)).tolist()
+    own_sizes = torch.tensor([size for t in inputs for size in t.shape], device=device)
+    sizes = gather_tensor(own_sizes).view(-1, len(own_sizes)).tolist()
     if rank() != owner:
         for t in inputs:
             dist.send(t.contiguous(), owner)
@@ -238,7 +238,8 @@ def call_owner(
         if other == owner:
             own = compute(inputs)
             continue
-        theirs = [t.new_empty(n, *t.shape[1:]) for t, n in zip(inputs, lengths[other], strict=True)]
+        size = iter(sizes[other])
+        theirs = [t.new_empty([next(size) for _ in t.shape]) for t in inputs]
         for t in theirs:
             dist.recv(t, other)
         outputs = compute(theirs)

@@ -22,7 +22,7 @@ from wandistiller.utils.files import atomic
 from wandistiller.utils.images import save_grid, to_pil
 from wandistiller.wan.components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
     *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch")),

@@ -229,5 +229,5 @@ class Evaluator:
         keys = [(self._settings.seed, "evaluate", i, band.start) for i in chunk]
         uniform = [torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys]
         sigmas = [band.start + width * u for u in uniform]
-        text_BLD = torch.stack([self._text[self._settings.prompts[i]] for i in chunk]).to(self._device)
+        text_BLD = self._text.of([self._settings.prompts[i] for i in chunk]).to(self._device)
         return with_noise(self._x0[turn].to(self._device), text_BLD, band.expert, sigmas, keys)

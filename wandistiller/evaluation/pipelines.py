@@ -123,7 +123,7 @@ class PlacedTeacher:
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
-        text_BLD = torch.stack([self._text[p] for p in prompts]).to(device)
+        text_BLD = self._text.of(prompts).to(device)
         start = time.monotonic()
         x0_BCFHW, _ = denoise(self.velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
         _wait(device)

@@ -21,7 +21,8 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
 from wandistiller.wan.hub import bytes_to_fetch
-from wandistiller.wan.transformer import TEXT_TOKENS, count_parameters
+from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer import count_parameters
 
 
 class DiskUse(NamedTuple):

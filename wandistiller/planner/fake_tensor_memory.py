@@ -12,7 +12,7 @@ from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import text_encoder_of, vae_of
 from wandistiller.wan.encoders import decoded, encoded, states
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 ON_CPU = 1.4
 """Margin for memory of the C library and the CPU's convolutions next to tensors: in all 1.2 to 1.4 times

@@ -22,7 +22,7 @@ from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 ADAM_BYTES = 30
 """Bytes of CPU memory read (weight, gradient, moments) and written (weight, moments, a copy in bf16) for an

@@ -30,6 +30,7 @@ from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
+from wandistiller.wan.text_padding import merge_text_padding
 
 
 class Learner:
@@ -45,6 +46,7 @@ class Learner:
         ema_start: int = 0,
         role: str = STUDENT,
         frozen: dict[Expert, nn.Module] | None = None,
+        merges_padding: bool = False,
     ):
         """Put each model into an engine of the config `ds`, checked by `student_engine`. Collective.
 
@@ -54,11 +56,14 @@ class Learner:
             ema: decay of the average of the weights, which begins after `ema_start` steps.
             role: only the student has the run's monitors.
             frozen: networks of other experts, which do not learn, on the device that they compute on.
+            merges_padding: compute cross-attention to a prompt's padding once.
         """
         policy, copies, ds = read_recompute(ds), empties_inputs(ds), without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         rates, self._frozen = learning_rates or {}, frozen or {}
+        for model in (*models.values(), *self._frozen.values()) if merges_padding else ():
+            merge_text_padding(model)
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
         self.engines = {}
         for expert, model in models.items():  # the first engine of the student has the run's monitors

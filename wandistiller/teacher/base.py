@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
 from wandistiller.distributed import collectives
 from wandistiller.wan import transformer
+from wandistiller.wan.text_padding import padded
 
 
 class Teacher(Protocol):
@@ -54,7 +55,7 @@ class Guidance:
     """Settings of classifier-free guidance."""
 
     null_text_LD: Tensor
-    """Text states of the negative prompt, zero-padded to 512 tokens."""
+    """Text states of the negative prompt; zero rows may follow."""
     scales: dict[Expert, float]
 
 
@@ -75,8 +76,10 @@ class GuidedTeacher(Teacher):
         scale = self.guidance.scales[batch.expert]
         if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
             return self.inner.predict(batch, blocks)
-        null_BLD = self.guidance.null_text_LD.to(batch.text_BLD).expand_as(batch.text_BLD).contiguous()
-        null = replace(batch, text_BLD=null_BLD)
+        null_1LD = self.guidance.null_text_LD[None].to(batch.text_BLD)
+        rows = max(null_1LD.shape[1], batch.text_BLD.shape[1])
+        batch = replace(batch, text_BLD=padded(batch.text_BLD, rows))
+        null = replace(batch, text_BLD=padded(null_1LD, rows).expand_as(batch.text_BLD).contiguous())
         if self.passes == 2:
             text, v_null_BCFHW = self.inner.predict(batch, blocks), self.inner.velocity(null)
         else:

@@ -10,11 +10,17 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Own
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.weight_reader import WeightReader
 
 
-def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None) -> Teacher:
+def build_teacher(
+    folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None, *, merges_padding: bool = False
+) -> Teacher:
     """Load every expert of `folder` to the placement of `ds`, checked by `teacher_engine`. Collective.
+
+    Args:
+        merges_padding: compute cross-attention to a prompt's padding once.
 
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.
@@ -32,6 +38,8 @@ def build_teacher(folder: WanFolder, ds: dict[str, Any], guidance: Guidance | No
     if here:
         device = torch.device("cpu") if placement.on_cpu else collectives.device()
         one, *_ = experts.values()
+        for model in experts.values() if merges_padding else ():
+            merge_text_padding(model)
         teacher = LocalTeacher({e: experts.get(e, one).eval() for e in Expert}, device)
         teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)

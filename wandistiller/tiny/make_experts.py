@@ -7,7 +7,6 @@ Shape letters: N seen prompts, V pictures per prompt, W wordings per prompt or w
 frames, H height, S latent tokens, L text tokens, D width of text or of the transformer.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor
 
 from wandistiller.flow import keyed_generator
 from wandistiller.tiny import shapes
-from wandistiller.tiny.make_text import NULL_PROMPTS, PADDED_TOKENS, all_wordings, embedded
+from wandistiller.tiny.make_text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.make_vae import fit, latent_statistics, one_frame_convolutions, rendered
+from wandistiller.wan.text_padding import merge_text_padding
+from wandistiller.wan.transformer import velocity
 
 BOUNDARY = 0.875
 """Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
@@ -67,32 +67,6 @@ STAGES = (
     Stage(part="transformer", start="base", sigmas=(BOUNDARY, 1.0), steps=2000, lr=6e-4),
     Stage(part="transformer_2", start="base", sigmas=(0.0, BOUNDARY), steps=3000, lr=8e-4),
 )
-
-
-class OnePadRowProcessor(WanAttnProcessor):
-    """Cross-attention in which the last text row stands for all identical zero rows after the prompt.
-
-    n equal keys with equal values weigh as much as one of them with log n added to its logit, so L rows give
-    the numbers of 512. Only for training, in float32; the shipped model has diffusers' own processor.
-    """
-
-    def __call__(self, attn: WanAttention, x_BSD: Tensor, text_BLD: Tensor, *_: None) -> Tensor:
-        rows = text_BLD.shape[1]
-        bias_111L = torch.zeros(1, 1, 1, rows)
-        bias_111L[..., -1] = math.log(PADDED_TOKENS - rows + 1)
-        return super().__call__(attn, x_BSD, text_BLD, bias_111L)
-
-
-@contextmanager
-def one_pad_row(model: WanTransformer3DModel) -> Iterator[None]:
-    """Let `model` take L text rows, of which the last stands for all the padding, instead of 512."""
-    for block in model.blocks:
-        block.attn2.set_processor(OnePadRowProcessor())
-    try:
-        yield
-    finally:
-        for block in model.blocks:
-            block.attn2.set_processor(WanAttnProcessor())
 
 
 @contextmanager
@@ -167,7 +141,7 @@ def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step
     sigma_B = draw_sigma(stage.batch, stage.sigmas, rng)
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
     noisy_BCFHW = (1 - sigma_B1111) * latent_BCFHW + sigma_B1111 * noise_BCFHW
-    velocity_BCFHW = model(noisy_BCFHW, 1000 * sigma_B, text_BLD, return_dict=False)[0]
+    velocity_BCFHW = velocity(model, noisy_BCFHW, sigma_B, text_BLD)
     return F.mse_loss(velocity_BCFHW, noise_BCFHW - latent_BCFHW)
 
 
@@ -178,7 +152,8 @@ def train_expert(folder: Path, cache: Cache, stage: Stage) -> None:
     if stage.start is not None:
         start = WanTransformer3DModel.from_pretrained(folder / stage.start).float()
         model.load_state_dict(start.state_dict())
-    with one_pad_row(model), bfloat16_feed_forwards(model):
+    merge_text_padding(model)
+    with bfloat16_feed_forwards(model):
         loss_at = partial(velocity_loss, model, cache, stage)
         fit(stage.part, model, loss_at, steps=stage.steps, lr=stage.lr)
     model.to(torch.bfloat16).save_pretrained(folder / stage.part)

@@ -104,13 +104,9 @@ def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
 
 @torch.no_grad()
 def embedded(folder: Path, texts: list[str]) -> Tensor:
-    """Encode prompts as `WanPipeline` does, but cut off the zero rows that all of them end with, except one.
-
-    Returns:
-        text_NLD, zero past each prompt's end; row L - 1 is zero for all of them.
-    """
+    """Encode prompts as `WanPipeline` does, zero-padded to the longest: text_NLD."""
     tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
     encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     text_NLD = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
-    return F.pad(text_NLD * tokens.attention_mask[:, :, None], (0, 0, 0, 1))
+    return text_NLD * tokens.attention_mask[:, :, None]

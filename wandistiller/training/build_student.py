@@ -69,6 +69,7 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Le
         ema=run.ema,
         ema_start=run.ema_start,
         frozen={expert: _placed(model, dtype_name(job.student_ds)) for expert, model in asked.items()},
+        merges_padding=run.merge_text_padding,
     )
 
 
@@ -144,7 +145,7 @@ def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Lea
     for model in models.values() if settings.judges_reality else ():
         layers = len(model.blocks)
         add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
-    return Learner(models, job.critic_ds, role=CRITIC)
+    return Learner(models, job.critic_ds, role=CRITIC, merges_padding=job.run.merge_text_padding)
 
 
 def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:

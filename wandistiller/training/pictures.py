@@ -99,7 +99,7 @@ class PictureDrawer:
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
-        text_BLD = torch.stack([self.text[p] for p in prompts]).to(device)
+        text_BLD = self.text.of(prompts).to(device)
         few = job.drawn if model is self.student else None
 
         def fresh(call: int) -> Tensor:

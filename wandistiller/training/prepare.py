@@ -66,7 +66,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text)
         set_activity("the teacher's rollouts")
-        latents.fill_rollouts(made, teacher.velocity, text.__getitem__)
+        latents.fill_rollouts(made, teacher.velocity, text.of)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     data = CachedData(selection, samples, latents, text, sample_prompts, has_latents=job.needs_latents)
     return data, text, teacher
@@ -149,9 +149,9 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
 def guided_teacher(job: Job, text: TextCache) -> Teacher:
     """Load the run's teacher, placed by its JSON, with guidance. Collective."""
     set_activity("loading the teacher")
-    return build_teacher(
-        job.teachers_folder, job.teacher_ds, Guidance(text[job.run.negative_prompt], job.guidance)
-    )
+    guidance = Guidance(text[job.run.negative_prompt], job.guidance)
+    merges = job.run.merge_text_padding
+    return build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:

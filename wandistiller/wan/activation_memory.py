@@ -19,8 +19,8 @@ from wandistiller.engine.activation_checkpointing import (
 )
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import (
-    TEXT_TOKENS,
     meta_transformer,
     parameter_dtype,
     set_parameter,

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
-from wandistiller.wan.transformer import TEXT_TOKENS, meta_transformer, velocity
+from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer import meta_transformer, velocity
 
 
 class _Pass(NamedTuple):

@@ -10,7 +10,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast, T5TokenizerFast
 
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 TOKENIZERS = {
     "T5Tokenizer": T5TokenizerFast,

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
-
-TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
+from wandistiller.wan.text_padding import network_text
 
 
 def meta_transformer(config: dict[str, Any]) -> WanTransformer3DModel:
@@ -66,7 +65,7 @@ def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Ten
     Args:
         x_t_BCFHW: noisy normalised latents of any float dtype.
         sigma_B: in [0, 1], 1 is pure noise.
-        text_BLD: UMT5 states, zero-padded to 512 tokens.
+        text_BLD: UMT5 states; zero rows may follow, which the network sees up to 512.
     Returns:
         v_BCFHW, float32.
     """
@@ -74,7 +73,7 @@ def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Ten
     return model(
         hidden_states=x_t_BCFHW.to(dtype),
         timestep=sigma_B.float() * TRAIN_TIMESTEPS,
-        encoder_hidden_states=text_BLD.to(dtype),
+        encoder_hidden_states=network_text(model, text_BLD.to(dtype)),
         return_dict=False,
     )[0].float()
 

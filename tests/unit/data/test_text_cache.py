@@ -14,7 +14,7 @@ from wandistiller.data import text_cache
 from wandistiller.data.dataset import clean
 from wandistiller.data.text_cache import TextCache, text_fingerprint
 from wandistiller.wan.encoders import Encoder, offload_kwargs
-from wandistiller.wan.transformer import TEXT_TOKENS
+from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
 NASTY = (
     "  two  spaces\tand\na line ",
@@ -96,8 +96,9 @@ def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
 ) -> None:
     prompts = ["a red circle", "blue &amp; green", "", "left", " a  red circle"]
     text = filled(tmp_path, wan2, prompts)
-    for prompt in prompts:
-        assert torch.equal(text[prompt], encoded_by_diffusers(wan2, torch.float32, prompt))
+    for prompt, text_LD in zip(prompts, padded(text.of(prompts), TEXT_TOKENS), strict=True):
+        assert torch.equal(text_LD, encoded_by_diffusers(wan2, torch.float32, prompt))
+        assert text[prompt].any(-1).all()
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
@@ -133,7 +134,7 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
     monkeypatch.setattr(text_cache, "Encoder", None)  # to load one would raise
     text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before and torch.equal(
-        text["left"], encoded_by_diffusers(wan2, torch.float32, "left")
+        padded(text.of(["left"]), TEXT_TOKENS)[0], encoded_by_diffusers(wan2, torch.float32, "left")
     )
 
 

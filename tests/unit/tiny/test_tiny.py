@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, T5TokenizerFast
 import wandistiller
 from wandistiller.tiny import shapes
 from wandistiller.tiny.make import chosen, megabytes, open_pipeline, sample
-from wandistiller.tiny.make_experts import EXPERT_CONFIG, one_pad_row
 from wandistiller.tiny.make_vae import vae_psnr
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
@@ -108,21 +107,6 @@ def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCHW
     pair = (guided_BCHW, unguided_BCHW)
     guided, unguided = (shapes.mse_to_prompts(image_BCHW, PROMPTS).mean() for image_BCHW in pair)
     assert guided < unguided
-
-
-@torch.no_grad()
-def test_training_shortcut_gives_the_numbers_of_512_text_rows(pipeline: WanPipeline) -> None:
-    rng = torch.Generator().manual_seed(0)
-    latent_BCFHW = torch.randn(3, 16, 1, 8, 8, generator=rng)
-    text_BLD = torch.randn(3, 14, EXPERT_CONFIG["text_dim"], generator=rng)
-    text_BLD[0, 10:], text_BLD[:, 13:] = 0, 0
-    padded_BLD = torch.nn.functional.pad(text_BLD, (0, 0, 0, 512 - 14))
-    model, timestep_B = pipeline.transformer, torch.tensor([900.0, 950.0, 999.0])
-    stock_BCFHW = model(latent_BCFHW, timestep_B, padded_BLD).sample
-    with one_pad_row(model):
-        short_BCFHW = model(latent_BCFHW, timestep_B, text_BLD).sample
-    torch.testing.assert_close(short_BCFHW, stock_BCFHW, atol=1e-5, rtol=1e-5)
-    assert torch.equal(model(latent_BCFHW, timestep_B, padded_BLD).sample, stock_BCFHW)
 
 
 def test_one_scene_in_ten_is_held_out() -> None:

@@ -16,7 +16,7 @@ from wandistiller.engine.activation_checkpointing import empties_inputs, read_re
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks, add_projections
-from wandistiller.wan import activation_memory
+from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.transformer import fresh_rope, velocity
 
@@ -29,7 +29,8 @@ MICRO = 2
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer text tokens than Wan's 512, so that they weigh what they weigh beside a video's tokens."""
-    monkeypatch.setattr(activation_memory, "TEXT_TOKENS", TEXT)
+    for module in (activation_memory, text_padding):
+        monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
 
 
 def student_json(dtype: str, **block: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.planner.student_network import student_model
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.flops import forward_flops, step_flops
-from wandistiller.wan.transformer import TEXT_TOKENS, velocity
+from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer import velocity
 
 LATENT = (16, 1, 16, 24)
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
