@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation import ROOT, run  # beside this file; it sets the environment too
+from seeds import scores
 
 STEPS = 2
 CONSISTENCY = {"name": "consistency", "edges": STEPS}
@@ -54,27 +55,12 @@ def train(name: str, start: Path, updates: int, folder: Path) -> Path:
 
 def row(name: str, student: Path, lines: list[dict[str, Any]], steps: int) -> str:
     """Draw the held-out prompts twice and count; `lines` are those of metrics.jsonl."""
-    import torch
-
-    from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
-    from wandistiller.tiny import shapes
-
-    torch.set_num_threads(1)
-    pipeline, prompts = open_pipeline(student, torch.float32), shapes.held_out_prompts()
-    how, right, errors, apart = Sampling(height=64, width=64, steps=steps), 0, [], []
-    for i in range(0, len(prompts), 8):
-        part = prompts[i : i + 8]
-        one, two = (
-            draw(pipeline, part, [seed + i + k for k in range(len(part))], how)[:, :, 0] for seed in (0, 112)
-        )
-        right += sum(shapes.fully_right(one, part))
-        errors += shapes.mse_to_prompts(one, part).tolist()
-        apart += (one - two).square().flatten(1).mean(1).sqrt().tolist()
+    found = scores(student, steps)
     last = [line["watched"] for line in lines[-20:] if "watched" in line]
     watched = [f"{statistics.mean(each[key] for each in last):.2f}" if last else "-" for key in SHOWN]
     seconds = f"{statistics.median(line['seconds'] for line in lines):.2f}" if lines else "-"
-    scores = f"{right} | {statistics.mean(errors):.4f} | {statistics.mean(apart):.3f}"
-    return f"| {name} | {scores} | {' | '.join(watched)} | {seconds} |"
+    figures = f"{found.right} | {found.error:.4f} | {found.apart:.3f}"
+    return f"| {name} | {figures} | {' | '.join(watched)} | {seconds} |"
 
 
 def main() -> None:
