@@ -159,8 +159,7 @@ class FlowSchedule:
             shape: of a latent, CFHW.
         """
         step_block = step, self._block(sample_index_B, step)
-        calls = range(len(self.few.sigmas))
-        exits = [call for call in calls if self.trained in (None, self.few.expert(call))]
+        exits = self.exits()
         exit_ = exits[int(self._uniform("exit", *step_block) * len(exits))]
         end = self.handover if self.trained is Expert.HIGH_NOISE else 0.0
         renewed = exit_ if self.few.sampler == RENOISE else 0
@@ -188,6 +187,11 @@ class FlowSchedule:
             tuple(fresh),
             end,
         )
+
+    def exits(self) -> list[int]:
+        """List the calls of a few-step student that are trained; the calls before are without gradient."""
+        calls = range(len(self.few.sigmas))
+        return [call for call in calls if self.trained in (None, self.few.expert(call))]
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
         """Return the segments of a path, each from state s to s + 1, that begin at a sigma of `expert`."""

@@ -80,8 +80,7 @@ class Term(ABC):
         """True if the loss needs the teacher's prediction."""
         return True
 
-    @property
-    def student_calls(self) -> float:
+    def student_calls(self, schedule: FlowSchedule) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return 0
 

@@ -51,8 +51,7 @@ class Consistency(Term):
     """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or to
     sample in as many as the teacher."""
 
-    @property
-    def student_calls(self) -> float:
+    def student_calls(self, schedule: FlowSchedule) -> float:
         return 1
 
     @property

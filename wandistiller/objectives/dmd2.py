@@ -1,5 +1,6 @@
 """Distribution matching: the student's own samples move to where the teacher's are likelier than its own."""
 
+import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -112,10 +113,9 @@ class Dmd2(Term):
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
-    @property
-    def student_calls(self) -> float:
+    def student_calls(self, schedule: FlowSchedule) -> float:
         # to a drawn exit in each update, and once more for the samples of the critic's
-        return (1 + self.critic_updates) * (self.steps - 1) / 2 + self.critic_updates
+        return (1 + self.critic_updates) * statistics.mean(schedule.exits()) + self.critic_updates
 
     @property
     def sampling_steps(self) -> int | None:

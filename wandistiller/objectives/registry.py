@@ -116,10 +116,9 @@ class Objective:
         """True if a loss uses cached latents."""
         return any(term.needs_latents for term in self.terms)
 
-    @property
-    def student_calls(self) -> float:
+    def student_calls(self, schedule: FlowSchedule) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
-        return sum(term.student_calls for term in self.terms)
+        return sum(term.student_calls(schedule) for term in self.terms)
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
         """Return the weighted sum: loss_B of loss_TB, or a number of one for each term."""

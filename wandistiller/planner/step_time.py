@@ -75,7 +75,9 @@ class _Learner(NamedTuple):
 
 def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
-    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), o.student_calls)
+    yield _Learner(
+        STUDENT, student_shape(job), job.student_ds, 1, len(o.states), o.student_calls(job.schedule)
+    )
     if o.critic:  # the student's update asks it once
         updates, heads = o.critic.updates, o.critic.judges_reality
         # with heads there are cached latents too, and a gradient of the input costs two calls more

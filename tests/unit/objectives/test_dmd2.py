@@ -189,3 +189,14 @@ def test_the_heads_loss_of_a_blind_critic_is_two_log_two_and_falls_where_it_sees
     assert heads_loss(seen(0.0), seen(0.0)).tolist() == pytest.approx([2 * math.log(2)] * 2)
     expected = 2 * math.log1p(math.exp(-1.0))
     assert heads_loss(seen(-1.0), seen(1.0)).tolist() == pytest.approx([expected] * 2)
+
+
+@pytest.mark.parametrize(
+    ("trained", "mean_exit"), [(None, 1.5), (Expert.HIGH_NOISE, 0.5), (Expert.LOW_NOISE, 2.5)]
+)
+def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert(
+    trained: Expert | None, mean_exit: float
+) -> None:
+    few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
+    schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
+    assert Dmd2(critic_updates=5).student_calls(schedule) == 6 * mean_exit + 5
