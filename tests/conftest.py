@@ -20,8 +20,7 @@ import torch
 if TYPE_CHECKING:
     from wandistiller.wan.pipeline import WanFolder
 
-if not torch.cuda.is_available():
-    os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests marked gpu start processes that have another
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,16 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch.utils.cpp_extension
+import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
-from deepspeed.ops.op_builder.builder import (
-    CUDAMismatchException,
-    MissingCUDAException,
-    installed_cuda_version,
-)
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
 from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import MONITORS
+from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.engine.workarounds import load_extension
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
@@ -33,7 +30,7 @@ EXTRAS = {
 }
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
-NVCC = "nvcc compiles Adam on GPUs, for ZeRO without offload, and async_io"
+NVCC = "nvcc compiles Lamb and Lion on GPUs, a faster Adam, and async_io"
 # TypeError: async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
 BUILD_ERRORS = RuntimeError, OSError, ImportError, TypeError, MissingCUDAException, CUDAMismatchException
 UNITS = {
@@ -96,16 +93,11 @@ def built(name: str, builder: Any, why: str) -> str:
 
 def cuda_compiler(expected: str) -> str:
     """Describe the CUDA compiler, which must have the major version of `expected`, torch's, in one line."""
+    found = find_nvcc(expected)
+    if found.fits:
+        return f"compiler   {found.what}"
     toolkit = f"the CUDA toolkit {expected} (https://developer.nvidia.com/cuda-toolkit-archive)"
-    remedy = f"{NVCC}: install {toolkit} and set CUDA_HOME to its folder"
-    try:
-        installed = ".".join(map(str, installed_cuda_version()))
-    except MissingCUDAException as error:
-        return f"missing    nvcc: {error}; {remedy}"
-    where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
-    if installed.partition(".")[0] != expected.partition(".")[0]:
-        return f"missing    nvcc of torch's CUDA {expected}: there is {where}; {remedy}"
-    return f"compiler   {where}"
+    return f"missing    {found.what}; {NVCC}: install {toolkit} and set CUDA_HOME to its folder"
 
 
 def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:

@@ -17,6 +17,7 @@ from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from wandistiller.distributed import gpus
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils.errors import ConfigError, Problems
@@ -78,10 +79,8 @@ def init(log_level: str = "info") -> None:
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": _free_port()})
-    if torch.cuda.is_available():
-        if torch.cuda.device_count() == 1:  # srun may show each task only its own GPU; DeepSpeed reads it too
-            os.environ["LOCAL_RANK"] = "0"
-        torch.cuda.set_device(local_rank())
+    gpus.rank_zero_if_alone()
+    gpus.take_gpu(local_rank())
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         set_activity(f"waiting for all {world_size()} ranks at {address}")
@@ -101,6 +100,17 @@ def _init_backend() -> None:
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
+    store, *_ = next(dist.rendezvous("env://", rank(), world_size(), timeout=COLLECTIVE_TIMEOUT))
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    gpus.require_own_gpu(dist.PrefixStore("gpus", store), rank(), world_size())
+    dist.init_process_group(
+        name,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank(),
+        world_size=world_size(),
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device() if name == "nccl" else None,
+    )
     deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
 
 

@@ -117,7 +117,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         (Share, "lr muon_lr adam_lr momentum"),
         (Betas, "betas"),
         (NotNegative, "eps weight_decay max_coeff min_coeff"),
-        (bool, "torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states foreach"),
+        (bool, "torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states foreach fused"),
     ),
     "scheduler.params": of_type(
         (
@@ -201,7 +201,7 @@ def params_of(kind: str) -> dict[str, bool]:
         return {p.name: p.default is p.empty for p in own}
     if kind in ("Adam", "AdamW"):
         own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
-        choice_of_class = {"torch_adam", "adam_w_mode", "foreach"}
+        choice_of_class = {"torch_adam", "adam_w_mode", "foreach", "fused"}
         return dict.fromkeys(own | choice_of_class, False)
     return {}
 

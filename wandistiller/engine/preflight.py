@@ -11,11 +11,11 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
-from torch.utils.cpp_extension import CUDA_HOME
 
 from wandistiller.engine.ds_config import dtype_name, offload_section, on_nvme
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.monitors import MONITORS
+from wandistiller.engine.nvcc import lacks_nvcc, needs_nvcc
 from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import error_messages
 
@@ -25,8 +25,6 @@ SECTION_OF = {
     "DeepSpeedBF16Config": "bf16",
 }
 """DeepSpeed's model of a section -> the section's name."""
-FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
-"""Optimizers that it compiles for GPUs, and the names of what it makes of them."""
 
 
 def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> list[str]:
@@ -68,25 +66,24 @@ def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
     if on_cpu and kind.lower() == "lion" and not offloaded:
         remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
         problems.append(problem(where, "optimizer.type", kind, remedy))
-    if get_accelerator().device_name() == "cuda" and not CUDA_HOME:
-        problems += _toolkit_problems(where, ds, kind, offloaded)
+    if lacks_nvcc():
+        problems += _toolkit_problems(where, ds, kind)
     for key, (module, package) in MONITORS.items():
         if ds.get(key, {}).get("enabled") and not find_spec(module):
             problems.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
     return problems
 
 
-def _toolkit_problems(where: str, ds: dict[str, Any], kind: str, offloaded: bool) -> list[str]:
-    """Return a problem if DeepSpeed would have to compile with nvcc, and there is none (deepspeed 0.19.8)."""
+def _toolkit_problems(where: str, ds: dict[str, Any], kind: str) -> list[str]:
+    """Return a problem if DeepSpeed would have to compile with nvcc (deepspeed 0.19.8); Adam has another."""
     why = (
         "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
         f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME"
     )
-    problems, fused = [], FUSED.get(kind.lower())
-    plain = offloaded or ds.get("optimizer", {}).get("params", {}).get("torch_adam", False)
-    if fused and not plain and not installed_ops.get(fused):
-        other = ', or write "torch_adam": true into `optimizer.params`' if "adam" in fused else ""
-        problems.append(problem(where, "optimizer.type", kind, f"{why}{other}, or offload the optimizer."))
+    problems = []
+    if needs_nvcc(ds) and "adam" not in kind.lower():
+        remedy = f"{why}, or write AdamW, or offload the optimizer."
+        problems.append(problem(where, "optimizer.type", kind, remedy))
     if (key := on_nvme(ds)) and not installed_ops.get("async_io"):
         problems.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
     return problems

@@ -12,6 +12,8 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
+from wandistiller.utils.logging import heartbeat
+from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
 STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
 QK_NORMS = ("norm_q", "norm_k")
@@ -109,6 +111,7 @@ def calibration_batches(
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
             x0_BCFHW, text_BLD = data.examples(index_B)
+            text_BLD = padded(text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
             keys = [(schedule.seed, "probe", i) for i in index_B]
             batches.append(with_noise(x0_BCFHW, text_BLD, expert, [sigmas[i] for i in index_B], keys))
     return batches
@@ -147,5 +150,6 @@ def velocity_error(
     """Measure the predicted velocities v_BCFHW against the teacher's, `targets`. Collective if either is."""
     error = VelocityError()
     for batch, target_BCFHW in zip(batches, targets, strict=True):
+        heartbeat()
         error.add(batch, velocity(batch), target_BCFHW)
     return error

@@ -16,6 +16,7 @@ from wandistiller.engine.activation_checkpointing import empties_inputs, read_re
 from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.monitors import Monitors, without_monitors
+from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
 from wandistiller.engine.workarounds import (
     has_dynamic_loss_scale,
@@ -183,7 +184,7 @@ def _engine(
     learning_rates: dict[str, float],
     name: str,
 ) -> Any:
-    groups, ds = parameter_groups(model, learning_rates, ds)
+    groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
     if ds.get("flops_profiler", {}).get("enabled"):
         patch_flops_profiler()
     if on_nvme(ds):

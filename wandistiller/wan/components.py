@@ -45,8 +45,13 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5Enco
 
 
 def load_vae(folder: Path) -> AutoencoderKLWan:
-    """Load the VAE in `folder` from its safetensors, in float32."""
-    return AutoencoderKLWan.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    """Load the VAE in `folder` from its safetensors, in float32; of a batch it takes one sample at a time.
+
+    An image of 480x832 takes 2.6 GiB to decode, 81 frames 7.6.
+    """
+    vae = AutoencoderKLWan.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    vae.enable_slicing()
+    return vae
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:

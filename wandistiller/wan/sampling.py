@@ -10,6 +10,7 @@ from torch import Tensor
 from wandistiller.batch import Batch
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
+from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.known import scheduler_class
 from wandistiller.wan.pipeline import WanFolder
 
@@ -89,6 +90,7 @@ def denoise(
     x_t_BCFHW, states = noise_BCFHW, []
 
     def predict(sigma: float, boundary: float | None) -> Tensor:
+        heartbeat()  # one call for a video may take minutes
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
         batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
         with torch.no_grad():

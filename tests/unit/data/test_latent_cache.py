@@ -19,6 +19,7 @@ from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
 from wandistiller.data.media import Size, load_media
 from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.utils.logging import current
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise
@@ -84,6 +85,12 @@ def test_denoise_makes_the_stock_pipeline_s_latents(
     folder = (wan1, wan2)[experts - 1]
     expected = stock(folder, steps, high, low if experts == 2 else None)
     torch.testing.assert_close(ours(folder, steps, high, low)[0], expected, rtol=0, atol=2e-5)
+
+
+def test_every_step_of_a_long_rollout_shows_the_watchdog_progress(wan2: Path) -> None:
+    before = current.heartbeats
+    ours(wan2, STEPS, 4.0, 3.0)
+    assert current.heartbeats - before >= STEPS
 
 
 def test_guidance_and_experts_matter_here(wan2: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.utils.cpp_extension
 from cases import slow_but
 from plain import MixedAdamW
 from recipes import ADAM
@@ -17,7 +18,7 @@ from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.engine import preflight
+from wandistiller.engine import nvcc, preflight
 from wandistiller.engine.activation_checkpointing import with_number
 from wandistiller.engine.ds_config import student_engine
 from wandistiller.engine.monitors import MONITORS
@@ -210,10 +211,18 @@ PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
 
 
+def on_a_gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (preflight, nvcc):
+        monkeypatch.setattr(module, "get_accelerator", lambda: GPU)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(preflight.AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
+
+
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ({"optimizer": ADAM}, "optimizer.type"),
+        ({"optimizer": ADAM}, ""),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, "optimizer.type"),
         ({"optimizer": PLAIN}, ""),
         ({"optimizer": ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ""),
         ({"optimizer": PLAIN, "zero_optimization": NVME}, "zero_optimization.offload_optimizer.device"),
@@ -222,12 +231,22 @@ NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}
 def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
     more: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "get_accelerator", lambda: GPU)
-    monkeypatch.setattr(preflight, "CUDA_HOME", None)
-    monkeypatch.setattr(preflight.AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
+    on_a_gpu_without_nvcc(monkeypatch)
     problems = config_problems("x.json", {"train_micro_batch_size_per_gpu": 2} | more)
     assert len(problems) == bool(key)
     assert all(f"`{key}`" in p and "Install the CUDA toolkit" in p for p in problems)
+
+
+def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ds = {"optimizer": ADAM, "zero_optimization": {"stage": 2}}
+    offloaded = ds | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert nvcc.with_fused_adam(ds) == ds
+    on_a_gpu_without_nvcc(monkeypatch)
+    assert nvcc.with_fused_adam(offloaded) == offloaded
+    params = nvcc.with_fused_adam(ds)["optimizer"]["params"]
+    assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
 
 
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2}}

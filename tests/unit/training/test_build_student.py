@@ -126,8 +126,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("begin")
 
 
-def begun(folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1) -> Path:
-    more = {"student_config": STUDENT, "max_steps": steps, "teacher_deepspeed_config": teacher}
+def begun(
+    folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1, **more: Any
+) -> Path:
+    more |= {"student_config": STUDENT, "max_steps": steps, "teacher_deepspeed_config": teacher}
     return train(folder, wan2, name, ranks=ranks, **more)
 
 
@@ -145,16 +147,24 @@ def numbers(value: Any) -> list[Any]:
     return [pytest.approx(value, rel=1e-4) if isinstance(value, float) else value]
 
 
+def same_start(output: Path, alone: Path) -> bool:
+    pairs = [[json.loads((o / file).read_text()) for o in (output, alone)] for file in FILES]
+    return all(numbers(actual) == numbers(expected) for actual, expected in pairs)
+
+
 @pytest.mark.parametrize(
     ("name", "teacher"), [("sharded", TEACHER_FP32), pytest.param("owner", OWNER, marks=pytest.mark.slow)]
 )
 def test_two_ranks_measure_and_choose_as_one(
     folder: Path, wan2: Path, alone: Path, name: str, teacher: dict
 ) -> None:
-    output = begun(folder, wan2, name, 2, teacher)
-    for file in FILES:
-        actual, expected = (json.loads((o / file).read_text()) for o in (output, alone))
-        assert numbers(actual) == numbers(expected)
+    assert same_start(begun(folder, wan2, name, 2, teacher), alone)
+
+
+def test_a_teacher_with_merged_text_padding_is_measured_and_cut_as_one_without(
+    folder: Path, wan2: Path, alone: Path
+) -> None:
+    assert same_start(begun(folder, wan2, "merged", 1, REPLICATED, merge_text_padding=True), alone)
 
 
 def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path) -> None:

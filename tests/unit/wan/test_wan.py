@@ -28,6 +28,8 @@ from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.wan import pipeline, transformer
+from wandistiller.wan.components import load_vae
+from wandistiller.wan.encoders import decoded, encoded
 from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
@@ -240,3 +242,12 @@ def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
     opened = pipeline.open_wan(str(folder))
     assert opened.config["cross_attn_norm"] is True
     assert opened.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]
+
+
+@torch.no_grad()
+def test_a_vae_takes_one_sample_of_a_batch_at_a_time(wan1: Path) -> None:
+    vae, seen = load_vae(wan1 / "vae"), []
+    for part in (vae.encoder.conv_in, vae.decoder.conv_in):
+        part.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    decoded(vae, encoded(vae, torch.zeros(3, 3, 1, 16, 16)))
+    assert seen == [1] * 6

@@ -1,0 +1,56 @@
+"""GPUs that do not start, that are too few, or that two ranks share: one message that says what to do."""
+
+import gpus_on_ranks
+import pytest
+import torch
+from ranks import call, free_port
+
+from wandistiller.distributed import gpus
+from wandistiller.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"), [(["GPU-1", "GPU-1"], True), (["GPU-1", "GPU-2"], False), (["", ""], False)]
+)
+def test_two_ranks_on_one_gpu_are_told_on_both(names: list[str], shared: bool) -> None:
+    messages = call(gpus_on_ranks.compared, names, free_port(), ranks=2)
+    assert messages[0] == messages[1] and len(messages[0]) == shared
+    assert all("Ranks 0, 1 compute on the same GPU, GPU-1. Start one rank a GPU" in m for m in messages[0])
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, error: str = "") -> None:
+    def start(*_: int) -> None:
+        if error:
+            raise RuntimeError(f"{error}\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for name in ("set_device", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, start)
+
+
+def test_a_driver_that_is_too_old_is_named_with_the_one_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, 1, "The NVIDIA driver on your system is too old (found version 12040).")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpus, "driver_version", lambda: "550.54.15")
+    with pytest.raises(ConfigError) as raised:
+        gpus.take_gpu(0)
+    (text,) = raised.value.problems
+    assert text.startswith(
+        "CUDA does not start: The NVIDIA driver on your system is too old (found version 12040)"
+    )
+    assert (
+        "needs a driver from 580 on; the driver is 550.54.15. Update the driver" in text
+        and "more" not in text
+    )
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, 2)
+    gpus.take_gpu(1)
+    with pytest.raises(ConfigError, match="Rank 2 of this node has no GPU of its own: 2 can be seen"):
+        gpus.take_gpu(2)

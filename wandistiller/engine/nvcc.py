@@ -1,0 +1,63 @@
+"""NVIDIA's compiler, with which DeepSpeed builds optimizers for GPUs, and what replaces Adam without it."""
+
+from typing import Any, NamedTuple
+
+import torch.utils.cpp_extension
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
+
+from wandistiller.engine.ds_config import offload_section
+from wandistiller.engine.ds_schema import section_of
+
+
+class Nvcc(NamedTuple):
+    """What was found of the compiler."""
+
+    fits: bool
+    """It has the major version of torch's CUDA."""
+    what: str
+    """Version and folder, or what is missing, in words."""
+
+
+def find_nvcc(expected: str) -> Nvcc:
+    """Find the compiler; `expected` is the version of torch's CUDA."""
+    try:
+        installed = ".".join(map(str, installed_cuda_version()))
+    except MissingCUDAException as error:
+        return Nvcc(False, f"nvcc: {error}")
+    where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
+    if installed.partition(".")[0] != expected.partition(".")[0]:
+        return Nvcc(False, f"nvcc of torch's CUDA {expected}: there is {where}")
+    return Nvcc(True, where)
+
+
+def lacks_nvcc() -> bool:
+    """Return whether DeepSpeed cannot compile for this machine's GPUs."""
+    if get_accelerator().device_name() != "cuda":
+        return False
+    return not find_nvcc(str(torch.version.cuda)).fits
+
+
+def with_fused_adam(ds: dict[str, Any]) -> dict[str, Any]:
+    """Let torch's fused Adam replace DeepSpeed's, which is not there, on GPUs without nvcc.
+
+    It takes no more memory: torch's default, for lists of tensors, takes 4 bytes a parameter (torch 2.13).
+    """
+    if not needs_nvcc(ds) or "adam" not in section_of(ds, "optimizer")["type"].lower() or not lacks_nvcc():
+        return ds
+    optimizer = ds["optimizer"]
+    params = optimizer.get("params", {}) | {"torch_adam": True, "fused": True}
+    return ds | {"optimizer": optimizer | {"params": params}}
+
+
+FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
+"""Optimizers that DeepSpeed compiles for GPUs, and the names of what it makes of them."""
+
+
+def needs_nvcc(ds: dict[str, Any]) -> bool:
+    """Return whether the optimizer of a JSON is one that DeepSpeed compiles for GPUs (deepspeed 0.19.8)."""
+    fused = FUSED.get(str(section_of(ds, "optimizer").get("type")).lower())
+    offloaded = offload_section(ds, "optimizer")["device"] != "none"
+    plain = section_of(ds, "optimizer.params").get("torch_adam", False)
+    return bool(fused) and not offloaded and not plain and not installed_ops.get(fused)
