@@ -17,8 +17,17 @@ fits "$python" || {
 }
 command -v g++ >/dev/null || { echo "A C++ compiler is missing; on Debian or Ubuntu: apt install g++" >&2; exit 2; }
 
-if nvidia-smi -L >/dev/null 2>&1; then
-  torch_index=()
+gpus="" # CUDA_VISIBLE_DEVICES= hides them
+if [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
+if [ "$gpus" ]; then # before gigabytes are fetched: torch 2.13.0 of PyPI is built for CUDA 13
+  IFS=", " read -r driver capability < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader | sort -t, -k2 | head -n 1)
+  if [ -z "${TORCH_INDEX-}" ] && { ((${driver%%.*} < 580)) || ((${capability/./} < 75)); }; then
+    echo "error: CUDA 13 of torch 2.13.0 needs a driver from 580 on and GPUs of compute capability 7.5 or more; here are $driver and $capability." >&2
+    echo "Update the driver; or name an index with torch 2.13.0 for an older CUDA: TORCH_INDEX=https://download.pytorch.org/whl/cu126 bash $0" >&2
+    echo "or leave the GPUs out: CUDA_VISIBLE_DEVICES= bash $0" >&2
+    exit 2
+  fi
+  torch_index=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
 else
   torch_index=(--extra-index-url https://download.pytorch.org/whl/cpu) # a build without gigabytes of CUDA
   export DS_ACCELERATOR=cpu OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}
@@ -36,6 +45,14 @@ if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
 fi
 RANKS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 while ((16 % RANKS)); do ((RANKS--)); done # what the batch of the quick start can be shared among
+here=(--num_gpus "$RANKS") # for which `deepspeed` ignores CUDA_VISIBLE_DEVICES (0.19.8)
+if [ "$gpus" ] && [ "${CUDA_VISIBLE_DEVICES-}" ]; then
+  if [[ $CUDA_VISIBLE_DEVICES =~ [^0-9,] ]]; then
+    echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, and deepspeed takes numbers alone; nvidia-smi -L shows them." >&2
+    exit 2
+  fi
+  here=(--include "localhost:$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")")
+fi
 export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 
 build() { # one of DeepSpeed's C++ parts, once: NAME BUILDER WHAT

@@ -3,7 +3,7 @@
 # `bash launch/quickstart.sh few_step` makes one that samples in 4, 2 and 1 steps.
 # Safe to run again: it goes on where it stopped. To start anew: rm -r runs/quickstart
 source "$(dirname "$0")/env.sh"
-launch=(deepspeed -q --num_gpus "$RANKS" --module wandistiller)
+launch=(deepspeed -q "${here[@]}" --module wandistiller)
 recipe=${1:-quickstart} steps=()
 if [ "$recipe" = few_step ]; then steps=(--steps 1 2 4); fi
 

@@ -156,6 +156,47 @@ def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp
     assert len(json.loads((tmp_path / "mpi" / "memory.json").read_text())["train"]["host"]) == 2
 
 
+def nvidia_smi(folder: Path, driver: str, capability: str) -> dict[str, str]:
+    """Environment variables with which a program of this name describes GPUs."""
+    file = folder / "nvidia-smi"
+    file.write_text(f'#!/bin/sh\n[ "$1" = -L ] || echo "{driver}, {capability}"\n')
+    file.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+
+
+@pytest.mark.parametrize(("driver", "capability"), [("550.54.15", "9.0"), ("580.65.06", "7.0")])
+def test_a_driver_or_gpu_that_torch_s_cuda_cannot_use_is_refused_before_anything_is_fetched(
+    driver: str, capability: str, tmp_path: Path
+) -> None:
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "env.sh", tmp_path / "launch")
+    given = nvidia_smi(tmp_path, driver, capability) | {"CUDA_VISIBLE_DEVICES": "0"}
+    done = run(["bash", "launch/env.sh"], cwd=tmp_path, code=2, **given)
+    assert f"here are {driver} and {capability}" in done.stderr and "TORCH_INDEX=" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "code", "words"),
+    [
+        ("3,5", 0, "--include localhost:3,5"),
+        ("7,5,3", 0, "--include localhost:7,5"),
+        ("", 0, "--num_gpus 2"),
+        ("GPU-1", 2, "deepspeed takes numbers alone"),
+    ],
+)
+@pytest.mark.skipif(
+    not (ROOT / ".venv" / "wanted").exists(), reason="the environment of the scripts is not there"
+)
+def test_the_quick_start_takes_the_gpus_of_cuda_visible_devices(
+    visible: str, code: int, words: str, tmp_path: Path
+) -> None:
+    given = nvidia_smi(tmp_path, "580.65.06", "9.0") | {"CUDA_VISIBLE_DEVICES": visible}
+    del given["PYTHON"]  # that of the environment, which is there
+    done = run(["bash", "-c", 'source launch/env.sh; echo "${here[@]}"'], cwd=ROOT, code=code, **given)
+    assert words in (done.stderr if code else done.stdout)
+
+
 def test_an_interpreter_that_the_libraries_have_no_release_for_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "env.sh", tmp_path / "launch")
