@@ -13,6 +13,8 @@ from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
 
 from wandistiller.batch import Expert
+from wandistiller.evaluation.draw_samples import set_steps
+from wandistiller.export.source import trained_steps
 from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
@@ -148,6 +150,40 @@ def test_too_few_steps_for_two_experts_are_refused_with_the_level_that_is_missin
     assert (
         "`objective` is for 1 sampling step(s), whose last noise level at shift 7.0 is 1.000." in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("objective", "shift", "message"),
+    [
+        (CONSISTENCY | {"edges": 4}, 5.0, "Write one of the shifts 2.33, 7, 21."),
+        ({"name": "consistency", "steps": 4}, 7.0, "Write `edges`."),
+    ],
+)
+def test_consistency_of_two_experts_needs_a_level_at_their_hand_over(
+    objective: dict, shift: float, message: str, folder: Path, wan2: Path
+) -> None:
+    file = recipe_file(folder, wan2, "handover", **FEW | {"objective": objective, "shift": shift})
+    assert message in wandistiller("train", "--recipe", file, "--dry_run", code=2).stderr
+
+
+def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refused(
+    folder: Path, wan2: Path, few: Path
+) -> None:
+    more = FEW | {"objective": {"name": "dmd2", "steps": 2, "expert": "low_noise"}}
+    file = recipe_file(folder, wan2, "consistency_1", **more)
+    words = ["train", "--recipe", file, "--allow_changed", "objective", "scheduler", "optimizer"]
+    done = wandistiller(*words, code=2)
+    assert "holds no network `critic/transformer_2`, which dmd2" in done.stderr
+
+
+def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -> None:
+    pipe, trained_for = WanPipeline.from_pretrained(few / "student"), trained_steps(few / "student")
+    for number in (1, 4):
+        set_steps(pipe, trained_for, number, 0.875)
+        pipe.scheduler.set_timesteps(number)
+        wanted = few_steps(7.0, number, 0.875)
+        assert pipe.scheduler.sigmas.tolist() == [*wanted.sigmas, 0.0]
+        assert pipe.config.boundary_ratio == wanted.boundary
 
 
 def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, reference: Path) -> None:

@@ -55,7 +55,7 @@ def test_each_stage_is_a_run_folder_and_the_student_is_the_last_one_s(whole: Pat
     last, student = (whole / name / "student" for name in ("3_dmd2", "."))
     names = {str(file.relative_to(last)) for file in last.rglob("*") if file.is_file()}
     assert all((last / name).read_bytes() == (student / name).read_bytes() for name in names)
-    assert trained_steps(student) == 2 and json.loads((whole / "DONE").read_text())["stages"]
+    assert trained_steps(student).steps == 2 and json.loads((whole / "DONE").read_text())["stages"]
 
 
 def test_a_stage_equals_a_run_of_its_own_that_starts_from_the_folder_of_the_one_before(
@@ -103,6 +103,16 @@ def test_a_finished_recipe_trains_no_step_again(folder: Path, wan2: Path, whole:
     done = wandistiller("train", "--recipe", folder / "whole.json")
     assert done.stderr.count("steps are done") == 3
     assert [metrics(whole / name) for name in FOLDERS] == before
+
+
+def test_a_later_stage_takes_a_changed_rate_that_a_finished_one_was_not_trained_with(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    text = (folder / "whole.json").read_text().replace('"lr": 0.001', '"lr": 0.002')
+    (folder / "faster.json").write_text(text)
+    words = ["train", "--recipe", folder / "faster.json", "--dry_run"]
+    wandistiller(*words, "--allow_changed", "optimizer")
+    assert "holds a run with another optimizer" in wandistiller(*words, code=2).stderr
 
 
 def test_the_settings_as_they_ran_are_a_recipe_of_the_same_stages(folder: Path, whole: Path) -> None:

@@ -39,6 +39,8 @@ def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozens
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
     for role, learner in learners.items():
+        if role != STUDENT and changed & {"critic", "objective"}:  # which have its optimizer's settings
+            changed = changed | {"optimizer"}
         for expert, trained in learner.trained.items():
             _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), changed)
     return read_state(folder)["step"]

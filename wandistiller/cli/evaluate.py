@@ -21,8 +21,7 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
-from wandistiller.export.source import FACTS
-from wandistiller.flow import EULER
+from wandistiller.export.source import FACTS, trained_steps
 from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
@@ -113,16 +112,9 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         teacher_sampling=Sampling(**size, steps=flags["teacher_steps"], **guidance),
         student_sampling=Sampling(**size, steps=flags["steps"]),
         clip=flags["clip_path"],
-        few_steps=_few_steps(facts),
+        trained=trained_steps(Path(flags["student"])),
         **{k: flags[k] for k in ("seed", "batch", "quick", "numbers")},
     )
-
-
-def _few_steps(facts: dict[str, Any]) -> tuple[float, str] | None:
-    """Shift and sampler of a student of few steps."""
-    # .get: checkpoints made before `sampler` have no such fact
-    known = facts.get("few_steps") and facts.get("shift")
-    return (facts["shift"], facts.get("sampler") or EULER) if known else None
 
 
 def _steps(flags: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

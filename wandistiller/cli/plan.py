@@ -147,7 +147,9 @@ def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]
         given: values of the recipe and of the flags, as the user wrote them.
     """
     defaults, in_jsons = asdict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(EngineOverrides))}
-    recipe = asdict(config) | {key: given.get(key, defaults[key]) for key in ("output_dir", "resume")}
+    recipe = asdict(config) | {
+        key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")
+    }
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}
 
 

@@ -27,7 +27,8 @@ def run(flags: dict[str, Any]) -> None:
         prompts = read_prompts(flags["prompts"])
     with collecting(problems):
         folder = open_wan(flags["model"])
-        flags["steps"] = flags["steps"] or trained_steps(folder.path) or STEPS
+        trained = trained_steps(folder.path)
+        flags["steps"] = flags["steps"] or (trained.steps if trained else STEPS)
         settings = _settings(flags, usual_for(folder))
         problems += sampling_problems(folder, settings)
         problems += inside_problems("output", flags["output"], {"model": folder.path})

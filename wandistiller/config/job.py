@@ -248,7 +248,7 @@ class Job:
             "teacher_path": r.teacher_path,
             "teacher_revision": self.folder.revision,
             "transformer": self.student_transformer,
-            "init": self.start.folder.name if self.start else self.student.init,
+            "init": self.start.name if self.start else self.student.init,
             "keep_layers": self.student.keep_layers,
             "shift": r.shift,
             "experts": [e.value for e in self.student_experts],

@@ -3,11 +3,15 @@
 from typing import Any
 
 from wandistiller.batch import PATH
-from wandistiller.config.run_config import RunConfig
+from wandistiller.config.run_config import AUTO, RunConfig
 from wandistiller.data.dataset import MediaType
-from wandistiller.flow import FlowSchedule
+from wandistiller.engine.activation_checkpointing import SECTION
+from wandistiller.engine.ds_config import dtype_name
+from wandistiller.flow import RENOISE, FlowSchedule
+from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS
-from wandistiller.wan.sampling import few_steps, path_sigmas
+from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
+from wandistiller.wan.transformer import width
 
 
 def objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
@@ -31,11 +35,34 @@ def _level_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
         return []
     last = min(few_steps(run.shift, number, boundary).sigmas)
     if last <= boundary:
-        return []
+        return _handover_problems(run, parts["objective"], boundary)
     return [
         f"`objective` is for {number} sampling step(s), whose last noise level at shift {run.shift} is "
         f"{last:.3f}. The student's low-noise expert serves those below {boundary}. Write more steps or a "
         "smaller shift."
+    ]
+
+
+def _handover_problems(run: RunConfig, objective: Objective, boundary: float) -> list[str]:
+    """Consistency leads a high-noise expert to the hand-over, where the sampler must come by too."""
+    number = objective.sampling_steps
+    if not any(term.ends_segments for term in objective.terms):
+        return []
+    if objective.few_step_sampler == RENOISE:
+        return [
+            "`objective` has consistency with `steps`, whose every step leads to data, but the high-noise "
+            f"expert of a student of two leads to the hand-over, {boundary}. Write `edges`."
+        ]
+    sigmas = few_steps(run.shift, number, boundary).sigmas
+    if any(abs(sigma - boundary) <= AT_BOUNDARY for sigma in sigmas):
+        return []
+    # the shift that puts level k of n at the boundary b: s = b k / ((n - k) (1 - b))
+    fitting = [boundary * k / ((number - k) * (1 - boundary)) for k in range(1, number)]
+    listed = ", ".join(f"{shift:.3g}" for shift in fitting)
+    return [
+        f"`objective` has consistency with {number} noise levels, and none at shift {run.shift} is the "
+        f"hand-over {boundary} of a student of two experts, to which its high-noise expert leads. "
+        + (f"Write one of the shifts {listed}." if fitting else "Write more steps.")
     ]
 
 
@@ -55,14 +82,9 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
         )
     if networks == "one" and one:
         problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
-    own, student = parts.get("own_critic_ds"), parts.get("student_ds")
-    if objective.critic.follows and own and student:
-        if own["zero_optimization"] != student["zero_optimization"]:
-            problems.append(
-                "`critic_follows` moves each rank's part of the critic's weights, but the JSON of "
-                "`critic_deepspeed_config` has another `zero_optimization` than the student's. Write the "
-                "same, or leave one of the two keys out."
-            )
+    problems += _own_json_problems(run, parts)
+    if objective.critic.follows:
+        problems += _follow_problems(run, parts)
     if run.buckets and objective.needs_latents:
         problems.append(
             "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave `buckets` "
@@ -74,6 +96,41 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
             'a part of the student. Write `critic_start` "student".'
         )
     return problems
+
+
+def _own_json_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List sections of a critic's own JSON that two engines of a process cannot have apart."""
+    own, student = parts.get("own_critic_ds"), parts.get("student_ds")
+    sections = [ds.get(SECTION) for ds in (own, student) if ds]
+    if len(sections) < 2 or None in sections or sections[0] == sections[1]:
+        return []
+    return [
+        "`critic_deepspeed_config` has another `activation_checkpointing` than the student's JSON, but "
+        "DeepSpeed has one for all engines of a process (0.19.8). Write the same, or leave one out."
+    ]
+
+
+def _follow_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
+    """List settings with which the critic's weights do not lie as the student's, which it follows."""
+    own, student, reasons = parts.get("own_critic_ds"), parts.get("student_ds"), []
+    if own and run.deepspeed_config == AUTO:
+        reasons.append("`deepspeed_config` is auto and `critic_deepspeed_config` is given")
+    elif own and student:
+        kinds = ([ds["zero_optimization"], dtype_name(ds), ds["optimizer"]["type"]] for ds in (own, student))
+        if next(kinds) != next(kinds):
+            reasons.append(
+                "the JSON of `critic_deepspeed_config` has another `zero_optimization`, precision or "
+                "optimizer than the student's"
+            )
+    if run.learning_rates:
+        reasons.append("`learning_rates` sorts the student's weights into groups, which the critic has not")
+    own_width, whole = parts.get("student_transformer"), parts["folder"].config
+    if own_width and parts["objective"].student_blocks and width(own_width) != width(whole):
+        reasons.append("`feature` gives the student projections, which the critic has not")
+    if not reasons:
+        return []
+    moves = "`critic_follows` moves each rank's part of the critic's weights to the student's, but "
+    return [f"{moves}{'; '.join(reasons)}. Leave one of them out."]
 
 
 def _is_made_of_measurements(parts: dict[str, Any]) -> bool:

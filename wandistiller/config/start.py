@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wandistiller.checkpoint import resume
+from wandistiller.checkpoint import manifest, resume
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.utils.files import digest, read_json
 
@@ -24,6 +24,12 @@ class Start:
     history: list[str]
     """Objective and steps of that run and of those before it."""
 
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        is_checkpoint = self.folder.parent.name == "checkpoints"
+        return (self.folder.parents[1] if is_checkpoint else self.folder).name
+
 
 def start_after(
     folder: Path, transformer: dict[str, Any], experts: str, identity: dict, facts: dict, steps: int
@@ -34,11 +40,11 @@ def start_after(
 
 
 def stage_folders(output: Path) -> list[Path]:
-    """List the folders of a recipe's stages that have begun, in order; none if `output` is of one run."""
+    """List the folders of a recipe's stages with a checkpoint, in order; none if `output` is of one run."""
     file = output / "resolved" / "run.json"
     stages = read_json(file).get("stages", []) if file.is_file() else []
     folders = (output / f"{number}_{stage['name']}" for number, stage in enumerate(stages, 1))
-    return [folder for folder in folders if (folder / "checkpoints").is_dir()]
+    return [folder for folder in folders if manifest.steps(folder / "checkpoints")]
 
 
 def read_start(init: Any) -> Start | None:

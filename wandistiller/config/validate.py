@@ -10,10 +10,10 @@ import torch
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
-from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.critic import KEY, read_own
 from wandistiller.config.job import Job
 from wandistiller.config.objective_checks import objective_problems
+from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.config.start import read_start
 from wandistiller.data.colours import background_problems
@@ -22,13 +22,12 @@ from wandistiller.data.media import video_problem
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.activation_checkpointing import SECTION, recompute_problems, with_number
-from wandistiller.engine.ds_config import BatchSize
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
-from wandistiller.student.config import IMPORTANCE, read_student_config
+from wandistiller.student.config import read_student_config
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
@@ -63,7 +62,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
         parts["objective"] = read_objective(run.objective)
         run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
     if "folder" in parts:
-        run = _complete(run, parts["folder"], parts.get("items"), parts.get("batch"))
+        run = _complete(run, parts["folder"], parts.get("items"), _samples_of_a_step(parts))
     if run.critic_deepspeed_config is not None:
         with collecting(problems):
             parts["own_critic_ds"] = _read_critic(run, parts, here)
@@ -71,7 +70,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
         raise ConfigError(*problems)
     resume_from = resume.find(Path(run.output_dir), run.resume)
     job = Job(run=run, resume_from=resume_from, previous=previous, **parts)
-    return _resumed(job) if job.resume_from else job
+    return resumed(job) if job.resume_from else job
 
 
 def _read_parts(
@@ -100,7 +99,7 @@ def _read_parts(
 def _read_student(run: RunConfig, folder: WanFolder, previous: Job | None) -> dict[str, Any]:
     """Read the student and the run that it starts from, as fields of Job."""
     where, values = ds_config.load(run.student_config)
-    start = previous.end if previous else read_start(values.get("init"))
+    start = end_of(previous) if previous else read_start(values.get("init"))
     if not start:
         student, transformer = read_student_config(where, values, folder)
     else:
@@ -162,7 +161,7 @@ def _written_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
 
 def _swap_problems(parts: dict[str, Any]) -> list[str]:
     """List NVMe folders of the engines' JSONs that cannot be written to."""
-    engines = [parts[key] for key in ("student_ds", "teacher_ds") if key in parts]
+    engines = [parts[key] for key in ("student_ds", "teacher_ds", "own_critic_ds") if parts.get(key)]
     swaps = (ds_config.offload_section(ds, target) for ds in engines for target in ("param", "optimizer"))
     folders = dict.fromkeys(swap.get("nvme_path") for swap in swaps if swap["device"] == "nvme")
     return [p for folder in folders if folder for p in folder_problems("nvme_path", folder)]
@@ -176,15 +175,6 @@ def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
             itemsize = getattr(torch, ds_config.dtype_name(ds)).itemsize
             locked += locked_bytes(ds, numels(config).values(), world, itemsize)
     return lock_problems(locked)
-
-
-def _resumed(job: Job) -> Job:
-    """Take measured layers of the student from the checkpoint; check that it is of this run."""
-    recorded = read_state(job.resume_from)["facts"].get("keep_layers")
-    if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
-        job = job.with_layers(recorded)
-    resume.changed_keys(job.resume_from, job.identity, job.run.allow_changed or [])
-    return job
 
 
 def _profile_problems(run: RunConfig, here: bool) -> list[str]:
@@ -228,14 +218,22 @@ def _steps_of(epochs: int, run: RunConfig, items: PromptDataset | None, global_b
     return -(-epochs * samples // global_batch)
 
 
-def _complete(
-    run: RunConfig, folder: WanFolder, items: PromptDataset | None, batch: BatchSize | None
-) -> RunConfig:
-    """Replace None by the teacher's own values; clear settings that are in the JSONs now."""
+def _samples_of_a_step(parts: dict[str, Any]) -> int:
+    """Return the samples of all updates of a step; 1 if what they depend on is wrong, which is reported."""
+    updates = len(parts["objective"].roles) if "objective" in parts else 1
+    return parts["batch"].total * updates if "batch" in parts else 1
+
+
+def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset | None, total: int) -> RunConfig:
+    """Replace None by the teacher's own values; clear settings that are in the JSONs now.
+
+    Args:
+        total: samples of a step.
+    """
     usual = usual_for(folder)
     scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
     default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
-    total, sample_every = batch.total if batch else 1, run.sample_every
+    sample_every = run.sample_every
     if run.sample_interval:
         sample_every = _steps_of(run.sample_interval, run, items, total)
     return dataclasses.replace(

@@ -16,12 +16,14 @@ from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.progress import Progress
+from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import save_grid, to_pil
 from wandistiller.wan.components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
@@ -95,6 +97,20 @@ def read_prompts(words: list[str]) -> list[str]:
     return words
 
 
+def set_steps(
+    pipeline: WanPipeline, trained: TrainedSteps | None, steps: int, handover: float | None
+) -> None:
+    """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
+
+    Args:
+        handover: noise level at which the experts of a two-expert student change.
+    """
+    if trained and steps != trained.steps:
+        pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler)
+        boundary = few_steps(trained.shift, steps, handover).boundary
+        pipeline.register_to_config(boundary_ratio=boundary)
+
+
 def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
     settings = asdict(sampling)
@@ -125,6 +141,7 @@ def sample(
         raise ConfigError(*problems)
     require_weights(folder)
     pipeline = open_pipeline(folder.path, dtype)
+    set_steps(pipeline, trained_steps(folder.path), sampling.steps, folder.boundary)
     files, images, progress = [], [], Progress("samples", len(prompts))
     for i, prompt in enumerate(prompts):
         video_CFHW = draw(pipeline, [prompt], [seed + i], sampling)[0]

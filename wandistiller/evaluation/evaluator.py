@@ -15,6 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
+from wandistiller.export.source import TrainedSteps
 from wandistiller.flow import expert_at, keyed_generator, with_noise
 from wandistiller.tiny import shapes
 from wandistiller.wan.encoders import Vae
@@ -46,8 +47,8 @@ class Evaluation:
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
-    few_steps: tuple[float, str] | None = None
-    """Shift and sampler of a student of few steps, which has levels for each number; None of another."""
+    trained: TrainedSteps | None = None
+    """The sampling that a few-step student is trained for; it has noise levels for other numbers too."""
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
@@ -156,7 +157,7 @@ class Evaluator:
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
             candidate = DiffusersPipeline(
-                s.student, s.student_sampling, self._null_LD, s.dtype, s.few_steps, s.teacher.boundary
+                s.student, s.student_sampling, self._null_LD, s.dtype, s.trained, s.teacher.boundary
             )
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         for turn, chunk, counts in collective_turns("student, velocities", self._batches):

@@ -14,14 +14,15 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import release_module_references
-from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
+from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
+from wandistiller.export.source import TrainedSteps
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import denoise, few_step_scheduler, few_steps
+from wandistiller.wan.sampling import denoise
 
 
 class DiffusersPipeline:
@@ -33,17 +34,17 @@ class DiffusersPipeline:
         sampling: Sampling,
         null_text_LD: Tensor,
         dtype: torch.dtype,
-        few: tuple[float, str] | None = None,
+        trained: TrainedSteps | None = None,
         handover: float | None = None,
     ):
         """Load it.
 
         Args:
-            few: shift and sampler of a student of few steps, for other numbers than `sampling` has.
+            trained: the sampling that a few-step student is trained for.
             handover: noise level at which the experts of a two-expert student change.
         """
         self._pipeline, self._sampling = open_pipeline(folder.path, dtype), sampling
-        self._few, self._handover = few, handover if folder.boundary is not None else None
+        self._trained, self._handover = trained, handover if folder.boundary is not None else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = Stopwatch()
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
@@ -57,13 +58,9 @@ class DiffusersPipeline:
 
     def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
         """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
-        scheduler, boundary = self._own
-        if self._few and steps != self._sampling.steps:
-            shift, sampler = self._few
-            scheduler = few_step_scheduler(shift, steps, sampler)
-            boundary = few_steps(shift, steps, self._handover).boundary
-        self._pipeline.scheduler = scheduler
+        self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
+        set_steps(self._pipeline, self._trained, steps, self._handover)
         self._outside.seconds, start = 0.0, time.monotonic()
         pixels_BCFHW = draw(self._pipeline, prompts, seeds, replace(self._sampling, steps=steps))
         self.denoising = time.monotonic() - start - self._outside.seconds

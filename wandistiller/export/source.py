@@ -12,7 +12,7 @@ from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
-from wandistiller.flow import RENOISE
+from wandistiller.flow import EULER, RENOISE
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
@@ -119,11 +119,23 @@ def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source
     return Source(folder, facts | {"averaged": averaged}, recipe)
 
 
-def trained_steps(folder: Path) -> int | None:
-    """Return the number of sampling steps that an exported student is trained for; None: any number."""
+class TrainedSteps(NamedTuple):
+    """The sampling that a few-step student is trained for."""
+
+    steps: int
+    shift: float
+    sampler: str
+
+
+def trained_steps(folder: Path) -> TrainedSteps | None:
+    """Return the sampling that the student exported to `folder` is trained for; None: any number of steps."""
     file = folder / FACTS
-    levels = file.is_file() and read_json(file).get("few_steps")
-    return len(levels) if isinstance(levels, list) and levels else None
+    facts = read_json(file) if file.is_file() else {}
+    levels, shift = facts.get("few_steps"), facts.get("shift")
+    if not (isinstance(levels, list) and levels and isinstance(shift, int | float) and shift > 0):
+        return None
+    # .get: checkpoints made before `sampler` have no such fact
+    return TrainedSteps(len(levels), shift, RENOISE if facts.get("sampler") == RENOISE else EULER)
 
 
 def sampler_in_words(facts: dict[str, Any]) -> str:

@@ -71,6 +71,7 @@ class Signs:
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
+        self._last_exit = -1.0
 
     def go_on_from(self, lines: list[dict[str, Any]]) -> None:
         """Take the start of the run from its lines of metrics.jsonl."""
@@ -130,6 +131,13 @@ class Signs:
             )
 
     def _add(self, watched: dict[str, float]) -> None:
+        watched = {name: value for name, value in watched.items() if value is not None}  # null if not finite
+        if (exit_ := watched.get("exit", -1.0)) > self._last_exit:
+            self._last_exit = exit_
+            for kept in (self._start, self._last):  # samples of earlier exits are blurred
+                kept.pop("deviation", None)
+        elif exit_ < self._last_exit:
+            watched.pop("deviation", None)
         for name, value in watched.items():
             start = self._start.setdefault(name, [])
             if len(start) < WINDOW:

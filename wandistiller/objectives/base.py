@@ -100,6 +100,11 @@ class Term(ABC):
         return EULER
 
     @property
+    def ends_segments(self) -> bool:
+        """True if the student's velocity leads to the end of a segment, or of an expert's part."""
+        return False
+
+    @property
     def trained_expert(self) -> Expert | None:
         """The only expert of a two-expert student that is trained; None: all."""
         return None

@@ -62,6 +62,10 @@ class Consistency(Term):
     def few_step_sampler(self) -> str:
         return RENOISE if self.steps else EULER
 
+    @property
+    def ends_segments(self) -> bool:
+        return True
+
     def problems(self, where: str) -> list[str]:
         if not (self.edges and self.steps):
             return []

@@ -69,9 +69,9 @@ class Judges:
 
     def _adversarial(self, batch: JudgedBatch) -> Tensor:
         """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
-        slope_BCFHW = self._slope(batch, lambda prediction: softplus(-realism(prediction)).sum())
-        kept_B1111 = 1 - batch.sigma_B.view(-1, 1, 1, 1, 1)
-        return batch.x0_BCFHW[0].numel() * kept_B1111 * slope_BCFHW
+        elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
+        slope_BCFHW = self._slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
+        return (1 - batch.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW
 
 
 def _mean_of(x_BCFHW: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Critic, Networks, Term
 from wandistiller.teacher.base import Teacher
@@ -37,6 +37,12 @@ class Objective:
     def needs_teacher(self) -> bool:
         """True if a term needs the teacher's prediction."""
         return any(term.needs_teacher for term in self.terms)
+
+    @property
+    def teacher_calls(self) -> int:
+        """Number of calls of the teacher in a micro-step of the student's update."""
+        kinds = [term.states for term in self.terms if term.needs_teacher]
+        return (NOISED in kinds) + kinds.count(GENERATED)
 
     @property
     def sampling_steps(self) -> int | None:

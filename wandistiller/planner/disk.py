@@ -113,7 +113,7 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
     Args:
         shipped: count the folders of the shipped JSONs too, which the run may come to use.
     """
-    jsons = [job.student_ds, job.teacher_ds]
+    jsons = [job.student_ds, job.teacher_ds] + ([job.critic_ds] if job.objective.critic else [])
     if shipped or not any(map(on_nvme, jsons)):
         names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
         jsons += [read_json(f"ds_configs/{name}.json") for name in names]

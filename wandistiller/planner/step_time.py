@@ -71,13 +71,16 @@ class _Learner(NamedTuple):
     """Kinds of states in a forward and backward pass."""
     calls: float
     """Forward passes without gradient, for a micro-step."""
+    finished: float = 0
+    """Those of them that the finished high-noise expert makes, which is whole on each rank."""
 
 
 def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
-    yield _Learner(
-        STUDENT, student_shape(job), job.student_ds, 1, len(o.states), o.student_calls(job.schedule)
-    )
+    # simulated samples begin with the calls before the first that is trained
+    finished = len(o.roles) * min(job.schedule.exits()) if o.critic else 0
+    calls = o.student_calls(job.schedule)
+    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), calls, finished)
     if o.critic:  # the student's update asks it once
         updates, heads = o.critic.updates, o.critic.judges_reality
         # with heads there are cached latents too, and a gradient of the input costs two calls more
@@ -151,7 +154,8 @@ class StepTime:
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
-        return StageTime("the teacher's call", j.batch.accumulation, tflop, tflops, tuple(moves))
+        times = j.batch.accumulation * max(1, j.objective.teacher_calls)
+        return StageTime("the teacher's call", times, tflop, tflops, tuple(moves))
 
     def _streamed(self) -> list[Transfer]:
         """Transfers of the teacher's weights in one forward pass, of one expert."""
@@ -169,7 +173,7 @@ class StepTime:
         gradients = itemsize(ds) * network.trained_numel
         moves: list[Transfer] = []
         if stage(ds) >= 2:
-            moves += ring_transfers("gradients to the other ranks", self._reduced(gradients), t)
+            moves += ring_transfers("gradients to the other ranks", self._reduced(gradients, ds), t)
         if stage(ds) == 3:
             moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
         if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
@@ -185,7 +189,7 @@ class StepTime:
         """
         t, ds = self.topology, one.ds
         # forward, backward and calls without gradient; recomputed blocks still have their weights
-        both = round((2 + one.calls) * whole)
+        both = round((2 + one.calls - one.finished) * whole)
         # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
         second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
         far = whole // self.job.batch.accumulation if second else both
@@ -204,7 +208,7 @@ class StepTime:
         whole, part = trained * itemsize(ds), trained // t.ranks
         of_node, moves = part * t.ranks_on_node, []
         if stage(ds) <= 1:
-            moves += ring_transfers("gradients to the other ranks", self._reduced(whole), t)
+            moves += ring_transfers("gradients to the other ranks", self._reduced(whole, ds), t)
         if stage(ds) in (1, 2):
             moves += ring_transfers("new weights from the other ranks", whole, t)
         if home != "none" or not t.accelerator:
@@ -216,12 +220,12 @@ class StepTime:
         name = "the optimizer's step" if one.role == STUDENT else f"the {one.role}'s optimizer"
         return StageTime(name, one.updates, 0.0, self.rates.tflops, tuple(moves))
 
-    def _reduced(self, gradients: int) -> int:
+    def _reduced(self, gradients: int, ds: dict[str, Any]) -> int:
         """Bytes around the ring to average gradients: twice as many, but for NCCL's reduce-scatter.
 
         Stage 2 averages whole buckets too (deepspeed 0.19.8), and gloo has no reduce-scatter (torch 2.13).
         """
-        return gradients * (1 if stage(self.job.student_ds) == 3 and self.topology.accelerator else 2)
+        return gradients * (1 if stage(ds) == 3 and self.topology.accelerator else 2)
 
     def micro_batch_that_hides_streaming(self) -> int | None:
         """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""

@@ -64,10 +64,10 @@ class Blocks:
         self._projections = dict(getattr(model, PROJECTIONS, nn.ModuleDict()).items())
         chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
         parts = MODULES[policy.checkpoint] if policy else ()
-        for part in (block.get_submodule(name) for block in chosen for name in parts):
-            part.forward = partial(_checkpointed, part, part.forward, copies)
         self._whole, self._copies = chosen if not parts else set(), copies
         self._recomputes = True
+        for part in (block.get_submodule(name) for block in chosen for name in parts):
+            part.forward = partial(self._run_part, part, part.forward)
         if self._whole or self._projections:
             model.enable_gradient_checkpointing(self._run)
 
@@ -79,6 +79,9 @@ class Blocks:
             yield
         finally:
             self._recomputes = True
+
+    def _run_part(self, part: nn.Module, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return _checkpointed(part, run, self._copies, *inputs) if self._recomputes else run(*inputs)
 
     def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         recomputed = self._recomputes and block in self._whole

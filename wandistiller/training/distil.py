@@ -48,9 +48,10 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
         write_json(output / "resolved" / "machine.json", machine)
     for job in stages:
         begin(job)
-        _run_stage(
-            job if job is stages[0] else dataclasses.replace(job, start=read_start(str(job.start.folder)))
-        )
+        if job is not stages[0]:  # by one rank: others may not see the newest checkpoint yet
+            start = collectives.broadcast_object(read_start(str(job.start.folder)))
+            job = dataclasses.replace(job, start=start)
+        _run_stage(job)
         gc.collect()  # engines are in reference cycles
     collectives.destroy()
     if collectives.rank() == 0:

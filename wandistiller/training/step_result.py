@@ -153,11 +153,14 @@ def _gathered(
 
 
 def mean_of(results: list[StepResult]) -> dict[str, Any]:
-    """Return loss and gradient norm, means, the learning rate, and losses if several; {} of no updates."""
+    """Return means of loss, of its terms if several, and of the gradient norm, and the last learning rate.
+
+    {} of no updates.
+    """
     if not results:
         return {}
     norms = [r.grad_norm for r in results]
     norm = None if None in norms else sum(norms) / len(norms)
     loss = sum(r.loss for r in results) / len(results)
     terms = {name: sum(r.losses[name] for r in results) / len(results) for name in results[0].losses}
-    return {"loss": loss, "grad_norm": norm, "lr": results[-1].lr} | ({"losses": terms} if terms else {})
+    return {"loss": loss, "grad_norm": norm, "lr": results[-1].lr} | terms

@@ -142,7 +142,7 @@ class Trainer:
         # without folders, so that it stays true when the run is moved
         run = {key: value for key, value in job.resolved.items() if not key.endswith("_dir")}
         if job.start:
-            run["student_config"] = run["student_config"] | {"init": job.start.folder.name}
+            run["student_config"] = run["student_config"] | {"init": job.start.name}
         state = {"identity": job.identity, "facts": job.provenance, "run": run, "skipped_steps": skipped}
         folder = self.checkpointer.save(self.learners, done, state)
         if wait:

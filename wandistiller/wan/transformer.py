@@ -1,5 +1,6 @@
 """One Wan transformer: its meta-device copy, sizes, parameter dtypes and velocity."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -78,7 +79,12 @@ def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Ten
     )[0].float()
 
 
-@once_for_each
 def numels(config: dict[str, Any]) -> dict[str, int]:
     """Return the number of elements of each parameter of the transformer that `config` describes, by name."""
-    return {name: p.numel() for name, p in meta_transformer(config).named_parameters()}
+    return {name: prod(shape) for name, shape in shapes(config).items()}
+
+
+@once_for_each
+def shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the shape of each parameter of the transformer that `config` describes, by name."""
+    return {name: list(p.shape) for name, p in meta_transformer(config).named_parameters()}

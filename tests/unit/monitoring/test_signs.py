@@ -46,6 +46,16 @@ def test_a_number_that_leaves_its_range_for_long_is_a_sign(changed: dict[str, fl
     assert raised([WELL] * LONG + [WELL | changed] * 3) == set()
 
 
+def test_samples_of_earlier_exits_which_are_blurred_do_not_hide_saturation() -> None:
+    blurred = {"exit": 0.0, "deviation": 0.5}
+    start = [WELL | blurred, WELL] * LONG
+    assert raised(start + [WELL | blurred, WELL | {"deviation": 1.2}] * WINDOW) == {"saturation"}
+
+
+def test_a_step_whose_numbers_are_not_finite_is_left_out() -> None:
+    assert raised([WELL | {"gradient": None, "deviation": None}] * 2 + [WELL] * LONG) == set()
+
+
 def test_a_critic_may_lag_at_the_start() -> None:
     assert raised([WELL | {"critic_share": 1.0}] * WARMED_UP + [WELL] * WINDOW) == set()
 

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from engines import batch_for, loaded
+from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.flow import JUDGED, FewSteps, FlowSchedule, clean, keyed_normal
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.dmd2 import Dmd2, Judges, heads_loss
 from wandistiller.simulation import judged, simulate
+from wandistiller.student.blocks import Blocks
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
@@ -200,3 +204,16 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
     few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
     schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
     assert Dmd2(critic_updates=5).student_calls(schedule) == 6 * mean_exit + 5
+
+
+@pytest.mark.parametrize("checkpoint", ["blocks", "attention", "feed_forward"])
+def test_the_gradient_of_a_network_s_input_does_not_depend_on_what_is_checkpointed(checkpoint: str) -> None:
+    x_BCFHW, text_BLD = keyed_normal((2, 16, 1, 4, 4), "x").requires_grad_(), keyed_normal((2, 9, 32), "text")
+
+    def gradient(model: WanTransformer3DModel) -> Tensor:
+        v_BCFHW = transformer.velocity(model, x_BCFHW, torch.tensor([0.3, 0.9]), text_BLD)
+        return torch.autograd.grad(v_BCFHW.square().sum(), x_BCFHW)[0]
+
+    plain, model = small_transformer(0), small_transformer(0)
+    with Blocks(model, CheckpointPolicy(checkpoint=checkpoint)).stored():
+        assert torch.equal(gradient(model), gradient(plain))

@@ -167,13 +167,15 @@ def write_adapter_card(
         comfy: the card's folder once it is in its place, beside the files for ComfyUI; else empty.
     """
     facts = source.published
+    base = facts["teacher_path"] if facts["init"] == "teacher" else facts["init"]
+    base += "/student" if facts.get("before") else ""  # the export of the run that it starts from
     where = repository or (BESIDE if comfy else HERE)
     calls = [
         f'pipe.load_lora_weights("{where}", weight_name="{file}"{more})'
         for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
     ]
     text = CARD.format(
-        base=facts["teacher_path"] if facts["init"] == "teacher" else facts["init"],
+        base=base,
         **_scheduler(facts),
         layers=facts["transformer"]["num_layers"],
         rank=rank,

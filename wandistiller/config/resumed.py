@@ -1,0 +1,61 @@
+"""A run beside its checkpoints: whether they are of this run, and the start of the run that follows it."""
+
+import json
+from typing import Any
+
+from wandistiller.batch import CRITIC, STUDENT
+from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
+from wandistiller.config.job import Job
+from wandistiller.config.start import Start, read_start
+from wandistiller.student.config import IMPORTANCE
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.transformer import shapes
+
+
+def resumed(job: Job) -> Job:
+    """Return the job with measured layers as in its checkpoint, which must be of this run.
+
+    Raises:
+        ConfigError: with every difference.
+    """
+    recorded = read_state(job.resume_from)["facts"].get("keep_layers")
+    if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
+        job = job.with_layers(recorded)
+    resume.changed_keys(job.resume_from, job.identity, job.run.allow_changed or [])
+    if problems := _network_problems(job):
+        raise ConfigError(*problems)
+    return job
+
+
+def _network_problems(job: Job) -> list[str]:
+    """List trained networks that the checkpoint has not, or has in another shape."""
+    networks = {network_name(STUDENT, expert): job.student_transformer for expert in job.trained_experts}
+    if critic := job.objective.critic:
+        config = job.folder.config if critic.start == "teacher" else job.student_transformer
+        networks |= {network_name(CRITIC, expert): config for expert in job.trained_experts}
+    problems = []
+    for name, config in networks.items():
+        file = job.resume_from / name / ENGINE
+        saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
+        if not saved or _differ(saved, config):
+            what = "another" if saved else "no"
+            problems.append(
+                f"{job.resume_from}: holds {what} network `{name}`, which {job.objective} trains. "
+                "Give another --output_dir, whose student begins with this one: "
+                f'"student_config": {{"init": "{job.output}"}}.'
+            )
+    return problems
+
+
+def _differ(saved: dict[str, list[int]], config: dict[str, Any]) -> bool:
+    """Return whether a parameter that both have is of two shapes; adapters and heads are in one alone."""
+    own = shapes(config)
+    return any(own.get(name, shape) != shape for name, shape in saved.items())
+
+
+def end_of(job: Job) -> Start:
+    """Return the start of a run that follows `job`: what a finished one left, or what another will."""
+    if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
+        return read_start(str(job.output)) or job.end
+    return job.end
