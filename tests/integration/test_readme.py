@@ -137,7 +137,7 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     row: list[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     numbers = re.findall(r"[\d.]+", " ".join([row[1].partition(",")[0], *row[2:]]))
-    student, device, host, of_host, disk, *hours = numbers
+    student, device, host, of_host, disk, prepare, *hours = numbers
     (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
     count, each = row[0].strip("`").partition("_")[0].split("x")
     machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
@@ -148,6 +148,8 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     assert last[2] == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
     found = re.findall(r"at least ([\d.]+) h for \d+ steps", printed)
     assert [f"{float(h):.0f}" for h in found] == hours
+    to_prepare = re.search(r"([\d.]+) h for the teacher's rollouts", printed)[1]
+    assert f"{float(to_prepare):.0f}" == prepare
     parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
     assert f"{parameters / 1000:.1f}" == student.rstrip(".")
 
