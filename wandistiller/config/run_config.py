@@ -88,7 +88,7 @@ class RunConfig:
         None, "default as the teacher's JSON says"
     )
     merge_text_padding: bool = engines(
-        False, "compute cross-attention to a prompt's padding once, not 500 times; equal to rounding"
+        False, "attention to a prompt's padding through 3 weighted rows, not 500; equal up to rounding"
     )
     objective: Objectives = learning(
         "velocity",
