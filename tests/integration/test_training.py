@@ -39,9 +39,9 @@ def zero2(folder: Path, wan2: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_batches(folder: Path, wan2: Path) -> Path:
-    """A run on one rank without accumulation."""
+    """A run on one rank without accumulation, in deterministic arithmetic."""
     engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    return train(folder, wan2, "whole", ranks=1, deepspeed_config=engine)
+    return train(folder, wan2, "whole", ranks=1, deepspeed_config=engine, deterministic=True)
 
 
 def test_20_losses_and_bands_of_sigma_equal_a_plain_pytorch_loop_s_on_any_ranks_and_with_accumulation(
@@ -49,6 +49,7 @@ def test_20_losses_and_bands_of_sigma_equal_a_plain_pytorch_loop_s_on_any_ranks_
 ) -> None:
     assert losses(zero2) == pytest.approx(reference, rel=1e-5) and len(reference) == STEPS
     assert losses(whole_batches) == pytest.approx(reference, rel=1e-5)
+    assert read_json(whole_batches / "resolved" / "run.json")["deterministic"] is True
     bands = ([line["loss_by_sigma"] for line in metrics(output)] for output in (zero2, whole_batches))
     for two, one in zip(*bands, strict=True):
         assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1

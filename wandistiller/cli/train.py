@@ -13,6 +13,7 @@ from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.planner.disk import fetch_problems, log_disk_use
 from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import shortages
+from wandistiller.utils.determinism import make_deterministic
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import lock, sweep
 from wandistiller.utils.logging import add_log_file, setup_logging
@@ -46,6 +47,8 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
         locks = [lock(place) for place in places]
     for folder in (output, stages[0].cache) if first else ():
         sweep(folder)
+    if of_all.deterministic:
+        make_deterministic()
     stopping.install(output / STOP if first else None)
     collectives.init(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout

@@ -111,6 +111,9 @@ class RunConfig:
     )
     frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
     lora: dict | None = learning(None, 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}')
+    deterministic: bool = learning(
+        False, "the same bits in every run on GPUs too, which is slower; on CPUs they are"
+    )
     seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_steps: TrainingSteps | None = learning(None, "the same as --max_steps")
@@ -132,7 +135,9 @@ class RunConfig:
     )
     rollout_steps: SamplingSteps = size(20, "sampling steps of teacher-made latents")
     rollouts_per_prompt: Amount = size(1, "teacher-made latents for each prompt without media")
-    prepare_batch: Amount = size(4, "samples of one teacher call, and per file of the cache")
+    prepare_batch: Amount | None = size(
+        None, "samples of one teacher call, and per file of the cache; default 4 images, or 1 video"
+    )
     rollout_path: bool = size(False, "store the states of the teacher's path too")
     save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
     keep_checkpoints: Count = output(3, "newest checkpoints kept")

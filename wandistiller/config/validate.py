@@ -247,6 +247,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset | None, to
         max_steps=_max_steps(run, items, total),
         num_epochs=None,
         sample_every=sample_every,
+        prepare_batch=run.prepare_batch or (4 if run.num_frames == 1 else 1),
         sample_interval=None,
         sample_prompts=run.sample_prompts or (items.spread() if items else []),
         teacher_dtype=None,

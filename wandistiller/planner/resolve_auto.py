@@ -4,7 +4,7 @@
 teacher JSON is read by teacher/placements/auto.py, which loads nothing and decides nothing.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
 from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
@@ -100,6 +101,7 @@ class Choice(NamedTuple):
         return {
             "deepspeed_config": next(same),
             "teacher_deepspeed_config": teacher if of_file == j.teacher_ds else j.teacher_ds,
+            "prepare_batch": j.run.prepare_batch,
         }
 
     def __str__(self) -> str:
@@ -117,7 +119,8 @@ def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
     """The combinations that fit, the fastest first; of about equally fast ones the simplest first."""
     fits = [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
     equal = (1 + EQUAL) * min((choice.seconds for choice in fits), default=0)
-    return sorted(fits, key=lambda choice: (max(choice.seconds, equal), choice.order))
+    # the largest micro-batch: fewer launches and reductions, which the bounds leave out
+    return sorted(fits, key=lambda c: (max(c.seconds, equal), c.order, -c.job.batch.micro))
 
 
 def ranked(
@@ -130,12 +133,40 @@ def ranked(
         here: `machine` is this one, which must be able to build the engines.
     """
     (student, teacher), every = choose, []
-    for s, (name, changed) in enumerate(_students(job, here) if student else [(OWN, job)]):
+    for name, changed in _students(job, here) if student else [(OWN, job)]:
+        s = STUDENTS.index(name) if student else 0
         placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
         for t, (place, both) in enumerate(placed):
-            takes, seconds = most(plan(both, machine)), StepTime(both, machine, rates).floor()
-            every.append(Choice(name, place, both, takes, seconds, (s, t)))
+            sizes = _smaller_calls(both, passes=teacher)
+            every.append(_choice(name, place, sizes, machine, rates, (s, t)))
     return sorted(every, key=lambda c: (c.seconds, c.order))
+
+
+def _choice(
+    student: str, teacher: str, sizes: Iterable[Job], machine: Machine, rates: Rates, order: tuple[int, int]
+) -> Choice:
+    """Return the combination at the first of the sizes that fits, or else at the last."""
+    for each in sizes:
+        takes, seconds = most(plan(each, machine)), StepTime(each, machine, rates).floor()
+        choice = Choice(student, teacher, each, takes, seconds, order)
+        if all(d.is_met for d in choice.demands(machine)):
+            return choice
+    return choice
+
+
+def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
+    """Yield the run with ever smaller calls of the teacher.
+
+    Args:
+        passes: whether its JSON may be changed.
+    """
+    yield job
+    one = replace(job, run=replace(job.run, prepare_batch=1))
+    if job.run.prepare_batch > 1:
+        yield one
+    block = job.teacher_ds.get(BLOCK, {})
+    if passes and branches(job) > 1 and read_placement(job.teacher_ds).guidance_passes == 1:
+        yield replace(one, teacher_ds=job.teacher_ds | {BLOCK: block | {"guidance_passes": 2}})
 
 
 def _students(job: Job, here: bool) -> Iterator[tuple[str, Job]]:

@@ -53,6 +53,20 @@ def test_of_what_is_auto_the_fastest_that_fits_is_chosen(
     assert (choice.student, choice.teacher) == (student, teacher)
 
 
+def test_a_video_s_teacher_computes_on_the_gpu_in_calls_that_fit(published: Path) -> None:
+    machine, size = gpus(1, 24, 128), {"num_frames": 81, "student_config": {"num_attention_heads": 0.3}}
+    for prepare_batch in (None, 4):
+        best = chosen(job(published, machine, LARGE, prepare_batch=prepare_batch, **BOTH, **size), machine)
+        assert best.teacher == "zero_inference_cpu" and best.job.run.prepare_batch == 1
+        assert best.settings["prepare_batch"] == 1
+
+
+def test_of_equally_fast_micro_batches_the_largest_that_fits_is_chosen(published: Path) -> None:
+    machine = gpus(1, 80, 256)
+    best = chosen(job(published, machine, SMALL, **BOTH), machine)
+    assert (best.teacher, best.job.batch.micro) == ("replicated", 8)
+
+
 def test_what_is_swapped_has_room_beside_the_run_s_files(published: Path) -> None:
     fits, not_beside = gpus(1, 24, 128), replace(gpus(1, 24, 128), disk_free=200 * GIB)
     run = job(published, fits, LARGE, **BOTH)
