@@ -20,10 +20,10 @@ TURNS = [
     "the optimizer's step",
 ]
 KEPT = "all the time"
-TEXT, LATENTS = 2 * 512 * 32 * 4, 2 * 16 * 4 * 4 * 4
-"""Bytes of a micro-step's two texts, and of its latents, or noise, or velocities."""
-TABLES = 2 * 2 * 64 * 32 * 4 + 512 * 32 * 4
-"""Of the rope tables of teacher and student, and of the negative prompt."""
+TEXT, LATENTS = 2 * 10 * 32 * 4, 2 * 16 * 4 * 4 * 4
+"""Bytes of a micro-step's two texts of ten tokens, and of its latents, or noise, or velocities."""
+TABLES = 2 * 2 * 64 * 32 * 4 + 32 * 4
+"""Of the rope tables of teacher and student, and of the negative prompt, which is empty."""
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids="+".join)
