@@ -213,6 +213,11 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     text = "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
     add("--gpus", type=int, help=text)
     add("--gpu_memory", type=float, metavar="GIB", help="of each GPU; default what is free here")
+    add(
+        "--gpu_name",
+        metavar="NAME",
+        help="of each GPU, such as H100, for its usual rates; default by its memory",
+    )
     add("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
     add("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
     add("--nodes", type=int, help="default 1, or a launcher's")

@@ -26,7 +26,7 @@ from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
 
-MACHINE = ("nodes", "gpus", "gpu_memory", "host_memory", "disk")
+MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
 """Flags that describe a machine other than this one."""
 OWN = (*MACHINE, "rates", "measure", "price_per_gpu_hour", "recommend")
 """Flags of this command alone; the others are those of `train`."""
@@ -67,7 +67,8 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     runs = runs_of(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
     lines, best, total = [], {}, 0.0
     jobs = read_jobs(runs, machine.ranks, here=here)
-    rates = hardware_rates.override_rates(hardware_rates.default_rates(machine.device_size), own["rates"])
+    usual = hardware_rates.default_rates(machine.device_size, machine.device_name)
+    rates = hardware_rates.override_rates(usual, own["rates"])
     if own["measure"]:
         dtype = getattr(torch, dtype_name(jobs[0].student_ds))
         measured = replace(rates, **hardware_rates.measure_rates(swap_folder(jobs[0]), dtype))
@@ -179,7 +180,7 @@ def described(given: dict[str, Any]) -> Machine:
     """Build the machine that the flags describe; values left out are this machine's. Collective.
 
     Args:
-        given: gpus, gpu_memory, host_memory, disk (GiB of a node) and nodes; None where left out. A node runs
+        given: MACHINE, memory and disk in GiB of a node; None where left out. A node runs
             as many ranks on CPUs as this one.
     Raises:
         ConfigError: GPUs whose memory neither the flags nor this machine give.
@@ -202,4 +203,6 @@ def described(given: dict[str, Any]) -> Machine:
     host, disk = free("host_memory", here.host_free), free("disk", here.disk_free)
     on_node = gpus or here.ranks_on_node
     nodes = given["nodes"] or (-(-here.ranks // here.ranks_on_node) if not given["gpus"] else 1)
-    return Machine(device if gpus else None, host, disk, on_node * nodes, on_node, device_total=total)
+    name = given["gpu_name"] or ("" if total is None else here.device_name)
+    own = device if gpus else None, host, disk, on_node * nodes, on_node
+    return Machine(*own, device_total=total, device_name=name)

@@ -50,16 +50,25 @@ GPU = {
 
 Round numbers below the makers' peak, with 10, 10, 100, 800 and 800 Gbit/s between nodes; `--measure` and
 `--rates` replace them."""
+NAMED = {
+    "H200": Rates(tflops=500, cpu_tflops=4, pcie=50, link=350, network=100, memory=400, disk=5),
+    "H100": Rates(tflops=450, cpu_tflops=4, pcie=50, link=350, network=100, memory=400, disk=5),
+    "5090": Rates(tflops=170, cpu_tflops=1, pcie=48, link=20, network=1.2, memory=70, disk=5),
+    "3090": Rates(tflops=60, cpu_tflops=1, pcie=24, link=20, network=1.2, memory=50, disk=5),
+}
+"""Rates by a part of a GPU's name, where its memory alone would give those of another."""
 CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, network=1.2, memory=20, disk=1)
 """Rates of a few cores in float32."""
 MEASURED = 3
 """Measurements of each rate; the best counts."""
 
 
-def default_rates(device_bytes: int | None) -> Rates:
-    """Rates of the largest known kind of GPU with no more memory; of a CPU for None."""
+def default_rates(device_bytes: int | None, name: str = "") -> Rates:
+    """Rates of the GPU of that name, or of the largest known kind with no more memory; of a CPU for None."""
     if device_bytes is None:
         return CPU_ONLY
+    if known := next((rates for part, rates in NAMED.items() if part in name), None):
+        return known
     return GPU[max((gib for gib in GPU if gib <= 1.1 * device_bytes / GIB), default=min(GPU))]
 
 

@@ -41,6 +41,8 @@ class Machine:
     """Bytes that the run will write to the swap folder's disk, which are not free for swapping."""
     device_total: int | None = None
     """All memory of an accelerator, used or free; None if it is not known."""
+    device_name: str = ""
+    """The accelerator's, such as NVIDIA H100 80GB HBM3; empty if it is not known."""
 
     @property
     def topology(self) -> Topology:
@@ -56,8 +58,8 @@ def this_machine(swap_path: Path) -> Machine:
     """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""
     device = collectives.device()
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    own = free, total, host_free(), disk_free(swap_path), len(collectives.node_peers())
-    frees, totals, hosts, disks, on_nodes = zip(*collectives.gather_objects(own), strict=True)
+    own = free, total, host_free(), disk_free(swap_path), len(collectives.node_peers()), _name(device)
+    frees, totals, hosts, disks, on_nodes, names = zip(*collectives.gather_objects(own), strict=True)
     return Machine(
         device_free=None if free is None else min(frees),
         host_free=min(hosts),
@@ -65,7 +67,12 @@ def this_machine(swap_path: Path) -> Machine:
         ranks=collectives.world_size(),
         ranks_on_node=max(on_nodes),
         device_total=None if total is None else min(totals),
+        device_name=names[0] if len(set(names)) == 1 else "",
     )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def machine_now() -> Machine:
@@ -76,7 +83,8 @@ def machine_now() -> Machine:
     counted = (os.environ.get(name) for name in names)
     here = int(next(filter(None, counted), collectives.world_size()))
     ranks = collectives.world_size()
-    return Machine(free, host_free(), disk_free(Path()), ranks, here, device_total=total)
+    own = free, host_free(), disk_free(Path()), ranks, here
+    return Machine(*own, device_total=total, device_name=_name(device))
 
 
 def memory_line(rank: int, root: Path = Path("/")) -> str:

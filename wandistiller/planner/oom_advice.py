@@ -53,7 +53,7 @@ def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iter
     """The fastest JSONs that fit and take less than the run's own, at its global batch and precision."""
     known = read_placement(job.teacher_ds).memory_known
     most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
-    fits = choices(job, machine, default_rates(machine.device_size), here=True)
+    fits = choices(job, machine, default_rates(machine.device_size, machine.device_name), here=True)
     saves = (c for c in fits if not known or needed(c.job, spent, machine, preparing) < most_of_it)
     less = list(islice(saves, SHOWN))
     if not less:

@@ -260,7 +260,8 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     Raises:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
-    every = ranked(job, machine, default_rates(machine.device_size), left_open(job), here)
+    rates = default_rates(machine.device_size, machine.device_name)
+    every = ranked(job, machine, rates, left_open(job), here)
     if fits := fitting(every, machine):
         return fits[0]
     near = sorted(every, key=lambda c: c.tightest(machine).over)[:NEAREST]

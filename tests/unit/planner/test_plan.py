@@ -13,7 +13,7 @@ from ranks import wandistiller, write_json
 from wandistiller.cli.main import main
 from wandistiller.cli.plan import MACHINE, _next_command, described
 from wandistiller.planner import hardware_rates
-from wandistiller.planner.hardware_rates import GPU, default_rates, override_rates
+from wandistiller.planner.hardware_rates import GPU, NAMED, default_rates, override_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.utils.files import read_json
@@ -115,6 +115,9 @@ def test_given_rates_replace_the_usual_ones_of_such_a_gpu() -> None:
 
 
 def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
+    assert (
+        default_rates(80 * GIB, "NVIDIA H100 80GB HBM3") == NAMED["H100"] != default_rates(80 * GIB, "A100")
+    )
     assert default_rates(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB).device_size) == GPU[80]
 
 

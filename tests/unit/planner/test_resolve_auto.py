@@ -210,7 +210,15 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
     given = {key: recipe(tmp_path, wan1)[key] for key in keys} | values
     file, recommended = write_json(tmp_path / "given.json", given), tmp_path / "recommended.json"
     output = {"output_dir": str(tmp_path)}
-    machine = {"gpus": 1, "gpu_memory": 24, "host_memory": 128, "disk": 1000, "nodes": 1, "rates": {}}
+    machine = {
+        "gpus": 1,
+        "gpu_memory": 24,
+        "gpu_name": None,
+        "host_memory": 128,
+        "disk": 1000,
+        "nodes": 1,
+        "rates": {},
+    }
     own = dict.fromkeys(OWN) | machine | {"recommend": recommended}
     lines = plan_lines(own, flags | {"recipe": str(file)})
     assert "fastest of the shipped JSONs that fit:" in lines and f"wrote {recommended}" in lines
