@@ -39,10 +39,11 @@ def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozens
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
     for role, learner in learners.items():
-        if role != STUDENT and changed & {"critic", "objective"}:  # which have its optimizer's settings
-            changed = changed | {"optimizer"}
+        # a critic's optimizer has its settings from these keys
+        renewed = role != STUDENT and changed & {"critic", "objective"}
+        own = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
-            _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), changed)
+            _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), own)
     return read_state(folder)["step"]
 
 

@@ -39,7 +39,7 @@ def driver_remedy() -> str:
     """Compare the driver with the one that torch's CUDA needs, in words."""
     cuda = str(torch.version.cuda)
     needed, found = DRIVERS.get(cuda.partition(".")[0]), driver_version()
-    have = f"the driver is {found}" if found else "the driver does not answer nvidia-smi"
+    have = f"the driver is {found}" if found else "nvidia-smi shows no driver"
     return (
         f"torch {torch.__version__} is built for CUDA {cuda}, which needs a driver from {needed} on; {have}. "
         "Update the driver, or install a torch for its CUDA version (https://pytorch.org/get-started)."

@@ -10,9 +10,12 @@ from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cud
 from wandistiller.engine.ds_config import offload_section
 from wandistiller.engine.ds_schema import section_of
 
+FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
+"""Optimizers that DeepSpeed compiles for GPUs, and the names of what it makes of them."""
+
 
 class Nvcc(NamedTuple):
-    """What was found of the compiler."""
+    """Result of the search for the compiler."""
 
     fits: bool
     """It has the major version of torch's CUDA."""
@@ -49,10 +52,6 @@ def with_fused_adam(ds: dict[str, Any]) -> dict[str, Any]:
     optimizer = ds["optimizer"]
     params = optimizer.get("params", {}) | {"torch_adam": True, "fused": True}
     return ds | {"optimizer": optimizer | {"params": params}}
-
-
-FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
-"""Optimizers that DeepSpeed compiles for GPUs, and the names of what it makes of them."""
 
 
 def needs_nvcc(ds: dict[str, Any]) -> bool:

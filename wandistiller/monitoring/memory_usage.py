@@ -65,9 +65,8 @@ def _close() -> None:
     usage = read()
     peaks[current.phase] = Usage(*map(max, usage, peaks.get(current.phase, usage)))
     trim()
-    if (
-        torch.cuda.is_available()
-    ):  # blocks of one phase do not fit the next, and other streams cannot take them
+    # blocks of one phase do not fit the next, and other streams cannot take them
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
     reset_peaks()
 
