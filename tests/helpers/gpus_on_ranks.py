@@ -19,6 +19,8 @@ def compared(names: list[str], port: int) -> list[str]:
             gpus.require_own_gpu(store, rank, world)
         except ConfigError as error:
             problems = error.problems
-    store.set(f"read/{rank}", "")
-    store.wait([f"read/{other}" for other in range(world)] if rank == 0 else [])  # rank 0 has the store
+    if not problems:
+        store.set(f"read/{rank}", "")
+        if rank == 0:  # which has the store
+            store.wait([f"read/{other}" for other in range(world)])
     return problems

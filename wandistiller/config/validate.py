@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
 from wandistiller.config.critic import KEY, read_own
 from wandistiller.config.job import Job
+from wandistiller.config.nvme_checks import nvme_problems
 from wandistiller.config.objective_checks import objective_problems
 from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
@@ -24,7 +23,6 @@ from wandistiller.engine import ds_config
 from wandistiller.engine.activation_checkpointing import SECTION, recompute_problems, with_number
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.ds_schema import without_block
-from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import read_student_config
@@ -32,7 +30,7 @@ from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
-from wandistiller.wan.transformer import numels, top_modules, width
+from wandistiller.wan.transformer import top_modules, width
 
 
 @contextmanager
@@ -136,7 +134,7 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
     problems += _profile_problems(run, here) if run.profile_memory else []
     problems += block_problems(run, parts) + _media_problems(run, parts)
     problems += _written_problems(run, parts)
-    problems += [*_swap_problems(parts), *_unlockable(parts, world)] if here else []
+    problems += nvme_problems(parts, world) if here else []
     remedy = f"Write keys among: {', '.join(resume.CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in resume.CHANGEABLE]
     problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
@@ -157,24 +155,6 @@ def _written_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
     own = [out / name for name, is_used in own.items() if is_used]
     return problems or [p for folder in own for p in inside_problems("output_dir", folder, inputs)]
-
-
-def _swap_problems(parts: dict[str, Any]) -> list[str]:
-    """List NVMe folders of the engines' JSONs that cannot be written to."""
-    engines = [parts[key] for key in ("student_ds", "teacher_ds", "own_critic_ds") if parts.get(key)]
-    swaps = (ds_config.offload_section(ds, target) for ds in engines for target in ("param", "optimizer"))
-    folders = dict.fromkeys(swap.get("nvme_path") for swap in swaps if swap["device"] == "nvme")
-    return [p for folder in folders if folder for p in folder_problems("nvme_path", folder)]
-
-
-def _unlockable(parts: dict[str, Any], world: int) -> list[str]:
-    """List the problem that a rank's engines lock more memory than this user may."""
-    locked, teacher = 0, parts["folder"].config if "folder" in parts else None
-    for key, config in (("teacher_ds", teacher), ("student_ds", parts.get("student_transformer"))):
-        if (ds := parts.get(key)) and config:
-            itemsize = getattr(torch, ds_config.dtype_name(ds)).itemsize
-            locked += locked_bytes(ds, numels(config).values(), world, itemsize)
-    return lock_problems(locked)
 
 
 def _profile_problems(run: RunConfig, here: bool) -> list[str]:

@@ -79,6 +79,9 @@ def require_own_gpu(store: Store, rank: int, world: int) -> None:
         if len(ranks) > 1 and uuid != "none"
     ]
     if problems:
+        store.set(f"gpu_compared/{rank}", "")
+        if rank == 0:  # the store ends with this process, and the others may still read
+            store.wait([f"gpu_compared/{other}" for other in range(world)])
         raise ConfigError(*problems)
 
 
