@@ -31,6 +31,7 @@ setup(
         "pydantic>=2.10",
         "pydantic-core",
         "annotated-types",
+        "greenlet",  # forward passes that go through a network's blocks together
         "ftfy",  # WanPipeline cleans prompts with it
         "numpy",
         "pillow",

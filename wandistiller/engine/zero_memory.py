@@ -48,27 +48,35 @@ class ParameterSize(NamedTuple):
         return -(-self.numel // ranks) * self.item
 
 
+def block_name(parameter: str) -> str:
+    """Return the block of a parameter, such as blocks.3; of others the first two parts of the name."""
+    return ".".join(parameter.split(".")[:2])
+
+
 def partition_bytes(sizes: list[ParameterSize], ranks: int) -> int:
     """Bytes of one rank's partitions; of the whole network for one rank."""
     return sum(s.part(ranks) for s in sizes)
 
 
 def gathered_bytes(
-    sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, reused: int = 0
+    sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, reused: int = 0, *, blocks: bool = True
 ) -> tuple[int, int]:
     """Bytes of whole parameters on the device under ZeRO-3: persistent ones, and at most those in transit.
 
-    Fetching goes on below `stage3_max_live_parameters`, so one module may come on top. What several ranks
-    gather at once lies there twice, until it is cut into parameters.
+    Fetching goes on below `stage3_max_live_parameters`, so one module, or block that is fetched as one, may
+    come on top. What several ranks gather at once lies there twice, until it is cut into parameters.
 
     Args:
         reused: elements that are kept between forward and backward pass.
+        blocks: whether a block is fetched as one, see `fetch_pace.fetching_blocks`.
     """
     if ranks == 1 and offload_device(ds) == "none":
         return 0, 0  # the partition is the whole, used where it lies
     small, modules = zero_setting(ds, "stage3_param_persistence_threshold"), Counter()
     for s in sizes:
-        modules[s.name.rpartition(".")[0]] += s.part(1) if s.numel > small else 0
+        in_block = blocks and s.name.startswith("blocks.")
+        module = block_name(s.name) if in_block else s.name.rpartition(".")[0]
+        modules[module] += s.part(1) if s.numel > small else 0
     item, largest = min(s.item for s in sizes), max(modules.values())
     available = item * max(reused, zero_setting(ds, "stage3_max_live_parameters")) + largest
     in_flight = item * zero_setting(ds, "stage3_prefetch_bucket_size") + largest if ranks > 1 else 0

@@ -39,10 +39,14 @@ class Objective:
         return any(term.needs_teacher for term in self.terms)
 
     @property
-    def teacher_calls(self) -> int:
-        """Number of calls of the teacher in a micro-step of the student's update."""
-        kinds = [term.states for term in self.terms if term.needs_teacher]
-        return (NOISED in kinds) + kinds.count(GENERATED)
+    def asks_at_noised(self) -> bool:
+        """True if a term needs the teacher's prediction at noised states; one call is for all such terms."""
+        return any(term.needs_teacher and term.states == NOISED for term in self.terms)
+
+    @property
+    def calls_at_generated(self) -> int:
+        """Number of calls of the teacher at the student's own samples, in a micro-step of its update."""
+        return sum(term.needs_teacher and term.states == GENERATED for term in self.terms)
 
     @property
     def sampling_steps(self) -> int | None:
@@ -74,21 +78,35 @@ class Objective:
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
         return Objective(tuple(term.for_student(lineage) for term in self.terms))
 
-    def targets(
-        self, teacher: Teacher | None, batches: dict[str, Batch], networks: Networks, schedule: FlowSchedule
-    ) -> list[Any]:
-        """Return what each term matches, without gradient; the teacher is called once for all of them.
+    def predictions(
+        self, teacher: Teacher | None, batches: list[dict[str, Batch]]
+    ) -> list[Prediction | None]:
+        """Return the teacher's prediction at the noised states of each micro-step, if a term needs it.
 
         Args:
+            batches: by kind of states, of each micro-step.
+        """
+        if not self.asks_at_noised:
+            return [None] * len(batches)
+        blocks = {m for term in self.terms for _, m in term.matched_blocks}
+        return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))
+
+    def targets(
+        self,
+        teacher: Prediction | None,
+        batches: dict[str, Batch],
+        networks: Networks,
+        schedule: FlowSchedule,
+    ) -> list[Any]:
+        """Return what each term matches in a micro-step, without gradient.
+
+        Args:
+            teacher: from `predictions`.
             batches: by kind of states.
             networks: those of the run.
         """
-        shared = None
-        if any(term.needs_teacher and term.states == NOISED for term in self.terms):
-            blocks = {m for term in self.terms for _, m in term.matched_blocks}
-            shared = teacher.predict(batches[NOISED], tuple(sorted(blocks)))
         with torch.no_grad():
-            return [term.target(shared, batches[term.states], networks, schedule) for term in self.terms]
+            return [term.target(teacher, batches[term.states], networks, schedule) for term in self.terms]
 
     def losses(
         self,

@@ -22,7 +22,7 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
-from wandistiller.planner.teacher_memory import hidden_states, teacher_parts
+from wandistiller.planner.teacher_memory import hidden_states, swept, teacher_parts
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
@@ -85,13 +85,13 @@ class _Planner:
     def _libraries(self, process: int) -> Parts:
         return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
 
-    def _teacher(self, samples: int) -> tuple[Parts, Parts]:
-        return teacher_parts(self.job, self.machine, self.latent, samples)
+    def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
+        return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
     def phases(self) -> dict[str, PhasePeak]:
         """The phases in their order."""
         j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
-        kept, call = self._teacher(j.batch.micro) if j.objective.needs_teacher else ({}, {})
+        kept, call = self._teacher(j.batch.micro, swept(j)) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
         critic, critic_steps = self._critic() if j.objective.critic else ({}, {})
         if critic:  # both are asked while the student's activations are held

@@ -16,7 +16,7 @@ from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import critic_shape, network_of, student_model, student_shape
-from wandistiller.planner.teacher_memory import branches
+from wandistiller.planner.teacher_memory import branches, swept
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
@@ -119,7 +119,7 @@ class StepTime:
 
     def all(self) -> list[StageTime]:
         """The stages of a step, one after the other."""
-        teacher = [self._teacher()] if self.job.objective.needs_teacher else []
+        teacher = self._teacher() if self.job.objective.needs_teacher else []
         learners = _learners(self.job)
         return [*teacher, *(work for one in learners for work in (self._passes(one), self._optimizer(one)))]
 
@@ -129,7 +129,7 @@ class StepTime:
 
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
-        j, call = self.job, self._teacher()
+        j, call = self.job, self._call()
         if not j.needs_latents:
             return 0.0
         samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
@@ -140,8 +140,20 @@ class StepTime:
         """Mean over the samples of a function of the latent's shape."""
         return sum(share * of(latent) for latent, share in self.shares.items())
 
-    def _teacher(self) -> StageTime:
-        """The calls of a step; those of an owner wait for each other."""
+    def _teacher(self) -> list[StageTime]:
+        """The calls of a step; of those that go through the blocks together the weights move once."""
+        o, steps, call = self.job.objective, self.job.batch.accumulation, self._call()
+        alone = steps * (o.calls_at_generated or not o.asks_at_noised)
+        calls = [call._replace(times=alone)] if alone else []
+        if not o.asks_at_noised:
+            return calls
+        sweeps = ceil(steps / swept(self.job))
+        if sweeps == steps:
+            return [call._replace(times=steps + alone)]
+        return [StageTime("the teacher's sweep", sweeps, call.tflop * steps / sweeps, *call[3:]), *calls]
+
+    def _call(self) -> StageTime:
+        """One call of the teacher; those of an owner wait for each other."""
         j, t, tflops = self.job, self.topology, self.rates.tflops
         placement, both = read_placement(j.teacher_ds), branches(j)
         tflop = both * j.batch.micro * self._mean(lambda shape: forward_flops(j.folder.config, shape)) / 1e12
@@ -154,8 +166,7 @@ class StepTime:
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
-        times = j.batch.accumulation * max(1, j.objective.teacher_calls)
-        return StageTime("the teacher's call", times, tflop, tflops, tuple(moves))
+        return StageTime("the teacher's call", 1, tflop, tflops, tuple(moves))
 
     def _streamed(self) -> list[Transfer]:
         """Transfers of the teacher's weights in one forward pass, of one expert."""
@@ -231,5 +242,5 @@ class StepTime:
         """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""
         if not self.job.objective.needs_teacher or not self._streamed():
             return None
-        call = self._teacher()
+        call = self._call()
         return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))

@@ -13,6 +13,7 @@ from wandistiller.engine.ds_config import dtype_name, offload_device, offload_se
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
+    block_name,
     gathered_bytes,
     one_at_a_time,
     partition_bytes,
@@ -124,7 +125,8 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     every = [*trained, *frozen]
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, zero_setting(ds, "sub_group_size"))
-    kept, transient = gathered_bytes(every, ds, ranks, reused=zero_setting(ds, "stage3_max_reuse_distance"))
+    reused, blocks = zero_setting(ds, "stage3_max_reuse_distance"), not frozen
+    kept, transient = gathered_bytes(every, ds, ranks, reused, blocks=blocks)
     held = _held_bytes(every, ds) if transient else 0
     in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
     weights = {
@@ -159,7 +161,7 @@ def _held_bytes(sizes: list[ParameterSize], ds: dict[str, Any]) -> int:
     """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
     blocks: Counter[str] = Counter()
     for s in sizes:
-        blocks[".".join(s.name.split(".")[:2])] += s.part(1)
+        blocks[block_name(s.name)] += s.part(1)
     return max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
 
 

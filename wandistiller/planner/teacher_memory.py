@@ -11,7 +11,7 @@ from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.activation_memory import call_bytes
+from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import width
 
@@ -37,8 +37,15 @@ def branches(job: Job) -> int:
     return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
 
 
-def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: int) -> tuple[Parts, Parts]:
-    """Memory that the teacher keeps, and memory of a call on so many samples; empty if it cannot be known."""
+def teacher_parts(
+    job: Job, machine: Machine, latent: tuple[int, ...], samples: int, together: int = 1
+) -> tuple[Parts, Parts]:
+    """Memory that the teacher keeps, and memory of a call; both are empty if they cannot be known.
+
+    Args:
+        samples: samples of the call.
+        together: calls that go through the network together.
+    """
     ds, placement, gpu = job.teacher_ds, read_placement(job.teacher_ds), machine.device_free is not None
     if not placement.memory_known:
         return {}, {}
@@ -46,6 +53,9 @@ def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: 
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     activations = call_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
+    if together > 1:
+        waiting = waiting_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
+        activations += (together - 1) * waiting
     pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
     host = weights.host + placement.overhead(ds)
     kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)
@@ -59,6 +69,12 @@ def teacher_parts(job: Job, machine: Machine, latent: tuple[int, ...], samples: 
     }
 
 
+def swept(job: Job) -> int:
+    """Micro-steps whose samples go through the teacher together."""
+    together = read_placement(job.teacher_ds).sweep(job.batch.accumulation)
+    return together if job.objective.asks_at_noised else 1
+
+
 def hidden_states(job: Job, tokens: int) -> Parts:
     """The teacher's hidden states in its forward pass; both branches, until the null branch is freed."""
     if not (blocks := len(matched_blocks(job))):
@@ -66,5 +82,5 @@ def hidden_states(job: Job, tokens: int) -> Parts:
     passes = read_placement(job.teacher_ds).guidance_passes
     together = 2 // passes if branches(job) == 2 else 0
     each = tokens * width(job.folder.config) * itemsize(job.teacher_ds)
-    nbytes = blocks * each * job.batch.micro * (1 + together)
+    nbytes = blocks * each * job.batch.micro * (1 + together) * swept(job)
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

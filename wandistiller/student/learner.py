@@ -13,8 +13,9 @@ from wandistiller.batch import STUDENT, Batch, Expert, Prediction, concat_batche
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_config import on_nvme
+from wandistiller.engine.ds_config import on_nvme, stage
 from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
 from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
@@ -185,6 +186,8 @@ def _engine(
     name: str,
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
+    if all(p.requires_grad for p in model.parameters()):
+        ds = fetching_blocks(ds)
     if ds.get("flops_profiler", {}).get("enabled"):
         patch_flops_profiler()
     if on_nvme(ds):
@@ -194,6 +197,8 @@ def _engine(
     with partition_before_moving(model, ds), without_dummy_step():
         engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     skip_nonfinite_steps(engine)
+    if stage(ds) == 3:
+        pace_fetches(engine.module)
     # data_types.buffer_dtype would have cast its tables
     model.rope = transformer.fresh_rope(model).to(collectives.device())
     return engine

@@ -1,6 +1,8 @@
 """The frozen teacher behind one method, and its decorators: guidance, and one owner for a node's ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
 from wandistiller.distributed import collectives
+from wandistiller.teacher.sweep import block_by_block, in_turn, only_here
 from wandistiller.wan import transformer
 from wandistiller.wan.text_padding import padded
 
@@ -18,6 +21,10 @@ class Teacher(Protocol):
     def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW and the hidden states after `blocks`, on the batch's device, without gradient."""
         ...
+
+    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+        """The predictions for several batches, which may be of different experts."""
+        return [self.predict(batch, blocks) for batch in batches]
 
     def velocity(self, batch: Batch) -> Tensor:
         """v_BCFHW on the batch's device, float32, without gradient."""
@@ -32,15 +39,31 @@ class LocalTeacher(Teacher):
     """The module of each expert; both name the same one in a teacher with one expert."""
     device: torch.device | None = None
     """Device that inputs are moved to and outputs back from; None: the inputs' own."""
+    sweeps: bool = False
+    """True if weights arrive block by block, so that several batches go through the blocks together."""
 
-    @torch.no_grad()
     def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW of the text branch alone, float32, and the hidden states after `blocks`."""
-        model, home = self.experts[batch.expert], batch.x_t_BCFHW.device
+        return self.predict_all([batch], blocks)[0]
+
+    @torch.no_grad()
+    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+        run, made = block_by_block if self.sweeps else in_turn, {}
+        for model in dict.fromkeys(self.experts.values()):
+            own = {i: b for i, b in enumerate(batches) if self.experts[b.expert] is model}
+            if own:
+                calls = [partial(self._predict, model, batch, blocks) for batch in own.values()]
+                made |= zip(own, run(model.blocks, calls), strict=True)
+        return [made[i] for i in range(len(batches))]
+
+    def _predict(self, model: nn.Module, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+        home = batch.x_t_BCFHW.device
         inputs = (t.to(self.device or home) for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD))
         features: dict[int, Tensor] = {}
         hooks = [
-            model.blocks[k].register_forward_hook(lambda *args, k=k: features.update({k: args[-1].to(home)}))
+            model.blocks[k].register_forward_hook(
+                only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
+            )
             for k in blocks
         ]
         try:
@@ -73,20 +96,38 @@ class GuidedTeacher(Teacher):
 
         Source: Ho and Salimans 2022, arXiv:2207.12598.
         """
-        scale = self.guidance.scales[batch.expert]
-        if scale == 1:  # the null branch would be multiplied by zero; equal on all ranks, as scale is config
-            return self.inner.predict(batch, blocks)
+        return self.predict_all([batch], blocks)[0]
+
+    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+        pairs = [self._branches(batch) for batch in batches]
+        if self.passes == 1:
+            joined = self.inner.predict_all([concat_batches(pair) for pair in pairs], blocks)
+            made = [split_prediction(*both) for both in zip(joined, pairs, strict=True)]
+        else:
+            made = [{"text": p} for p in self.inner.predict_all([pair["text"] for pair in pairs], blocks)]
+            guided = {i: pair["null"] for i, pair in enumerate(pairs) if "null" in pair}
+            for i, null in zip(guided, self.inner.predict_all([*guided.values()], ()), strict=True):
+                made[i]["null"] = null
+        return [self._guided(batch.expert, of_batch) for batch, of_batch in zip(batches, made, strict=True)]
+
+    def _branches(self, batch: Batch) -> dict[str, Batch]:
+        """Return the batch with its text, and with the negative prompt; their text in the same rows."""
+        if self.guidance.scales[batch.expert] == 1:
+            return {
+                "text": batch
+            }  # the other would be multiplied by zero; equal on all ranks, as it is config
         null_1LD = self.guidance.null_text_LD[None].to(batch.text_BLD)
         rows = max(null_1LD.shape[1], batch.text_BLD.shape[1])
         batch = replace(batch, text_BLD=padded(batch.text_BLD, rows))
-        null = replace(batch, text_BLD=padded(null_1LD, rows).expand_as(batch.text_BLD).contiguous())
-        if self.passes == 2:
-            text, v_null_BCFHW = self.inner.predict(batch, blocks), self.inner.velocity(null)
-        else:
-            batches = {"text": batch, "null": null}
-            branches = split_prediction(self.inner.predict(concat_batches(batches), blocks), batches)
-            text, v_null_BCFHW = branches["text"], branches["null"].v_BCFHW
-        v_BCFHW = v_null_BCFHW + scale * (text.v_BCFHW - v_null_BCFHW)
+        null_BLD = padded(null_1LD, rows).expand_as(batch.text_BLD).contiguous()
+        return {"text": batch, "null": replace(batch, text_BLD=null_BLD)}
+
+    def _guided(self, expert: Expert, branches: dict[str, Prediction]) -> Prediction:
+        text = branches["text"]
+        if "null" not in branches:
+            return text
+        v_null_BCFHW = branches["null"].v_BCFHW
+        v_BCFHW = v_null_BCFHW + self.guidance.scales[expert] * (text.v_BCFHW - v_null_BCFHW)
         # copies, as views would keep the null half
         return Prediction(v_BCFHW, {k: h_BSD.clone() for k, h_BSD in text.features.items()})
 

@@ -40,6 +40,7 @@ def build_teacher(
         one, *_ = experts.values()
         for model in experts.values() if merges_padding else ():
             merge_text_padding(model)
-        teacher = LocalTeacher({e: experts.get(e, one).eval() for e in Expert}, device)
+        of_expert = {e: experts.get(e, one).eval() for e in Expert}
+        teacher = LocalTeacher(of_expert, device, sweeps=placement.sweeps)
         teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_config import offload_device, offload_section
+from wandistiller.engine.zero_memory import block_name
+from wandistiller.teacher.block_stream import BUFFERS, BlockStream
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -75,12 +78,59 @@ def load_shared(
     arena = Arena(sum(_aligned(p) for _, p in _parameters(model, dtype)), peers)
     for name, meta in _one_by_one(model, dtype, reader):
         value = arena.take(meta)
-        part = -(-value.numel() // len(peers))
-        first = part * peers.index(collectives.rank())
-        reader.read(name, value.view(-1)[first : first + part], first)
+        _read_share(reader, name, value, peers)
         set_parameter(model, name, value)
     collectives.barrier()  # all parts are there
     return model
+
+
+def load_streamed(
+    reader: WeightReader,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    peers: list[int],
+) -> WanTransformer3DModel:
+    """Load the blocks to CPU memory that `peers` share, page-locked for a GPU, the rest to `device`.
+
+    The blocks' parameters are views of buffers on the device, filled by a `BlockStream`. Collective.
+    """
+    model, places, sizes = meta_transformer(config), {}, Counter()
+    for name, meta in _parameters(model, dtype):
+        if name.startswith("blocks."):
+            block = block_name(name)
+            places[name] = block, sizes[block]
+            sizes[block] += _aligned(meta)
+    arena = Arena(sizes.total(), peers)
+    if device.type == "cuda":
+        arena.pin()
+    stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
+    buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+    for name, meta in _one_by_one(model, dtype, reader):
+        if name not in places:
+            value = torch.empty_like(meta, device=device)
+            reader.read(name, value)
+        else:
+            block, offset = places[name]
+            _read_share(reader, name, _piece(stored[block], offset, meta), peers)
+            value = _piece(buffers[list(sizes).index(block) % BUFFERS], offset, meta)
+        set_parameter(model, name, value)
+    collectives.barrier()
+    model.rope.to(device)
+    BlockStream(model.blocks, list(stored.values()), buffers)
+    return model
+
+
+def _piece(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    """The part of `flat`, bytes, that begins at `offset`, as a tensor of the same shape and dtype."""
+    return flat[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _read_share(reader: WeightReader, name: str, value: Tensor, peers: list[int]) -> None:
+    """Read this rank's share of a tensor in memory that `peers` share."""
+    part = -(-value.numel() // len(peers))
+    first = part * peers.index(collectives.rank())
+    reader.read(name, value.view(-1)[first : first + part], first)
 
 
 def _parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

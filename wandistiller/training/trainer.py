@@ -105,7 +105,7 @@ class Trainer:
 
     def update(self, turn: Turn, number: int, step: int) -> StepResult:
         """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
-        micro_steps = [turn.micro_step(number, micro) for micro in range(self.job.batch.accumulation)]
+        micro_steps = turn.micro_steps(number)
         set_activity(f"finishing step {step + 1}")
         result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total), turn.learner
         if not math.isfinite(result.loss) or learner.lost_update(result.expert):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Prediction
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.objectives.base import Networks, mean_square
@@ -14,6 +14,7 @@ from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
@@ -51,8 +52,8 @@ class Turn(ABC):
         """Return this rank's samples of a micro-step by kind of states."""
 
     @abstractmethod
-    def micro_step(self, update: int, micro: int) -> MicroStepResult:
-        """Make a forward and a backward pass on this rank's samples of an update, counted from 0."""
+    def micro_steps(self, update: int) -> list[MicroStepResult]:
+        """Make all forward and backward passes on this rank's samples of an update, counted from 0."""
 
     @abstractmethod
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
@@ -90,17 +91,28 @@ class StudentTurn(Turn):
     def read(self, update: int, micro: int) -> dict[str, Batch]:
         return self.batches.batch(update, micro)
 
-    def micro_step(self, update: int, micro: int) -> MicroStepResult:
+    def micro_steps(self, update: int) -> list[MicroStepResult]:
+        number = self.job.batch.accumulation
+        together = read_placement(self.job.teacher_ds).sweep(number)
+        groups = [range(first, min(first + together, number)) for first in range(0, number, together)]
+        return [result for group in groups for result in self._together(update, group)]
+
+    def _together(self, update: int, group: range) -> list[MicroStepResult]:
+        """Make micro-steps whose samples go through the teacher together."""
         with activity(READING):
-            batches = self.read(update, micro)
+            batches = [self.read(update, micro) for micro in group]
+        with activity("the teacher's forward pass"):
+            teacher = self.job.matched_objective.predictions(self.teacher, batches)
+        return [self._micro_step(*both) for both in zip(batches, teacher, strict=True)]
+
+    def _micro_step(self, batches: dict[str, Batch], teacher: Prediction | None) -> MicroStepResult:
         objective, schedule = self.job.matched_objective, self.job.schedule
         if GENERATED in batches:
             with activity("the student's sampling"):
                 batches[GENERATED] = simulate(batches[GENERATED], self.student.velocity, schedule.few)
         first = next(iter(batches.values()))
-        with activity("the teacher's forward pass"):
-            targets = objective.targets(self.teacher, batches, self._networks, schedule)
         with activity("the student's forward pass"):
+            targets = objective.targets(teacher, batches, self._networks, schedule)
             predictions = self.student.predict(batches)
             loss_TB = objective.losses(predictions, targets, batches)
         return self.learn(first, loss_TB, objective.watched(targets))
@@ -141,7 +153,10 @@ class CriticTurn(Turn):
         real = {REAL: self.batches.real(update, micro, batch.judged)} if HEADS in self.names else {}
         return {GENERATED: batch, **real}
 
-    def micro_step(self, update: int, micro: int) -> MicroStepResult:
+    def micro_steps(self, update: int) -> list[MicroStepResult]:
+        return [self._micro_step(update, micro) for micro in range(self.job.batch.accumulation)]
+
+    def _micro_step(self, update: int, micro: int) -> MicroStepResult:
         with activity(READING):
             batches = self.read(update, micro)
         with activity("the student's sampling"), torch.no_grad():

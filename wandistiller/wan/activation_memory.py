@@ -105,6 +105,13 @@ def call_bytes(
     return _for_samples(_peak, samples, config, ds, latent, accelerator)["peak"]
 
 
+def waiting_bytes(
+    config: dict[str, Any], ds: dict[str, Any], latent: Latent, samples: int, *, accelerator: bool
+) -> int:
+    """Count the bytes that a forward pass without gradients holds between two blocks; as `call_bytes`."""
+    return _for_samples(_peak, samples, config, ds, latent, accelerator)["waiting"]
+
+
 def compared_bytes(
     blocks: int,
     tokens: int,
@@ -186,13 +193,18 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
 
 @once_for_each
 def _peak(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
-    """Trace the peak bytes of a forward pass of a network of one block; others run one after the other."""
+    """Trace the bytes of a forward pass of a network of one block, at the most and before the block.
+
+    Others run one after the other.
+    """
     with FakeTensorMode(), torch.no_grad():
         kind = getattr(torch, dtype)
-        _, call = _transformer(samples, config, lambda name: parameter_dtype(name, kind), *shape)
+        model, call = _transformer(samples, config, lambda name: parameter_dtype(name, kind), *shape)
+        waiting: list[int] = []
         with Live() as live:
+            model.blocks[0].register_forward_pre_hook(lambda *_: waiting.append(live.now))
             call()
-    return {"peak": live.most}
+    return {"peak": live.most, "waiting": waiting[0]}
 
 
 def _transformer(

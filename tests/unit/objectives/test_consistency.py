@@ -143,7 +143,8 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
         return transformer.velocity(model, given.x_t_BCFHW, given.sigma_B, given.text_BLD)
 
     def total(ask: Callable[[Batch], Tensor], v_BCFHW: Callable[[], Tensor]) -> Tensor:
-        targets = objective.targets(teacher, {NOISED: batch}, Networks(ask), SCHEDULE)
+        (predicted,) = objective.predictions(teacher, [{NOISED: batch}])
+        targets = objective.targets(predicted, {NOISED: batch}, Networks(ask), SCHEDULE)
         loss_TB = objective.losses({NOISED: Prediction(v_BCFHW())}, targets, {NOISED: batch})
         return objective.total(loss_TB).mean()
 

@@ -36,7 +36,7 @@ IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
     ("wan", "machine", "given", "student", "teacher"),
     [
         (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
-        (LARGE, gpus(1, 40, 256), TEACHER, "as given", "zero_inference_cpu"),  # 26.7 GiB beside 13.5
+        (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
         (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
         (TWO, gpus(4, 40, 1000), TEACHER, "as given", "sharded"),
         (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
@@ -57,7 +57,7 @@ def test_a_video_s_teacher_computes_on_the_gpu_in_calls_that_fit(published: Path
     machine, size = gpus(1, 24, 128), {"num_frames": 81, "student_config": {"num_attention_heads": 0.3}}
     for prepare_batch in (None, 4):
         best = chosen(job(published, machine, LARGE, prepare_batch=prepare_batch, **BOTH, **size), machine)
-        assert best.teacher == "zero_inference_cpu" and best.job.run.prepare_batch == 1
+        assert best.teacher == "streamed" and best.job.run.prepare_batch == 1
         assert best.settings["prepare_batch"] == 1
 
 
@@ -130,8 +130,8 @@ def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> Non
     assert teacher.get("wandistiller", {}).get("placement") != "auto"
 
 
-FEW = ["replicated", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
-NODES = ["replicated", "sharded_node", "sharded", "zero_inference_cpu_node", *FEW[1:]]
+FEW = ["replicated", "streamed", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
+NODES = ["replicated", "sharded_node", "sharded", "streamed", "zero_inference_cpu_node", *FEW[2:]]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ SHARES = {
 
 @pytest.fixture(scope="module")
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [n for n in SHARES if n != "zero_inference_nvme" or has_async_io()]
+    names = [n for n in (*SHARES, "streamed") if n != "zero_inference_nvme" or has_async_io()]
     first, second = call(loading_on_ranks.loaded, wide, tmp_path_factory.mktemp("loading"), names, ranks=2)
     return {n: {key: [first[n][key], second[n][key]] for key in first[n]} for n in names}
 
@@ -56,10 +56,19 @@ def test_a_rank_reads_what_it_keeps_and_no_more(
     assert loaded[name]["read"] == [pytest.approx(share * stored, abs=10 * MIB) for share in shares]
 
 
-def test_only_host_cpu_has_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
-    first, second = loaded["host_cpu"]["shared"]
-    assert first == second and len(first) == 2  # one block of memory per expert
-    assert all(loaded[name]["shared"] == [[], []] for name in loaded if name != "host_cpu")
+def test_only_host_cpu_and_streamed_have_one_copy_for_both_ranks(loaded: dict[str, Any]) -> None:
+    shared = "host_cpu", "streamed"
+    for name in shared:
+        first, second = loaded[name]["shared"]
+        assert first == second and len(first) == 2  # one block of memory per expert
+    assert all(others["shared"] == [[], []] for name, others in loaded.items() if name not in shared)
+
+
+def test_each_rank_reads_half_of_a_streamed_teacher_s_blocks_and_all_of_the_rest(
+    loaded: dict[str, Any], stored: int
+) -> None:
+    first, second = loaded["streamed"]["read"]
+    assert stored / 2 < first < stored and first == pytest.approx(second, abs=MIB)
 
 
 def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:

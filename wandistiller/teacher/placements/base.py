@@ -29,6 +29,8 @@ class Placement(ABC):
     """True if one rank of a node computes for all ranks there."""
     on_cpu: ClassVar[bool] = False
     """True if the teacher computes on the CPU, wherever the student does."""
+    sweeps: ClassVar[bool] = False
+    """True if weights arrive block by block, so that several calls go through the blocks together."""
     memory_known: ClassVar[bool] = True
     """False if only loading shows where the weights go."""
 
@@ -66,6 +68,10 @@ class Placement(ABC):
     @abstractmethod
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
+
+    def sweep(self, micro_steps: int) -> int:
+        """Micro-steps, of so many in an update, whose samples go through the network together."""
+        return 1
 
     def sharers(self, topology: Topology) -> int:
         """Ranks that the weights are divided among."""

@@ -12,6 +12,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.ds_config import offload_device, stage
 from wandistiller.engine.ds_schema import BLOCK, section_of, without_block
+from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
 from wandistiller.engine.transfers import Topology, Transfer, ring_transfers
 from wandistiller.engine.zero_memory import Bytes, gathered_bytes, partition_bytes, swapped_bytes
 from wandistiller.teacher.loading import load_sharded, load_whole
@@ -49,7 +50,7 @@ class Engine(Placement):
         if stage(ds) == 0:  # an engine would only copy rank 0's weights over everyone's
             return load_whole(reader, config, dtype, device)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-        engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
+        engine_ds = fetching_blocks({k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")})
         peers = collectives.node_peers() if self.shards == "node" else None
         if offload_device(ds) == "nvme":
             collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
@@ -59,6 +60,7 @@ class Engine(Placement):
             engine_ds = nvme.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}", sharers)
         model = load_sharded(reader, config, dtype, engine_ds, device, peers)
         engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
+        pace_fetches(model)
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
 

@@ -1,0 +1,63 @@
+"""A teacher in CPU memory that a node's ranks share; its blocks come to each accelerator one by one."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.zero_memory import Bytes, block_name, round_up
+from wandistiller.teacher.block_stream import BUFFERS
+from wandistiller.teacher.loading import ALIGNED, load_streamed
+from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed(Placement):
+    """One copy of the blocks in each node's CPU memory; two of them at a time on each accelerator.
+
+    Each rank copies all of them for itself, so ranks need not be at the same block. Several micro-steps go
+    through the blocks together, so that the weights arrive once for all of them.
+    """
+
+    sweeps: ClassVar[bool] = True
+
+    sweep_micro_steps: Annotated[int, Field(ge=1)] | None = None
+    """Micro-steps that go through the blocks together; left out: all of an update."""
+
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        peers, device = collectives.node_peers(), collectives.device()
+        return load_streamed(reader, folder.configs[expert], dtype_of(ds), device, peers)
+
+    def sweep(self, micro_steps: int) -> int:
+        return min(self.sweep_micro_steps or micro_steps, micro_steps)
+
+    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
+        blocks, others = _split(config, ds)
+        return Bytes(device=others + BUFFERS * max(blocks.values()), node=sum(blocks.values()))
+
+    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+        if topology.accelerator:
+            yield Transfer("its weights over PCIe", sum(_split(config, ds)[0].values()), "pcie")
+
+    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+        return topology.accelerator
+
+
+def _split(config: dict[str, Any], ds: dict[str, Any]) -> tuple[Counter[str], int]:
+    """Bytes of each block as they lie in a buffer, and of all other parameters."""
+    blocks: Counter[str] = Counter()
+    others = 0
+    for size in parameter_sizes(config, ds):
+        if size.name.startswith("blocks."):
+            blocks[block_name(size.name)] += round_up(size.part(1), ALIGNED)
+        else:
+            others += size.part(1)
+    return blocks, others

@@ -1,0 +1,57 @@
+"""Forward passes that go through a network's blocks together, so that each block's weights arrive once."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+T = TypeVar("T")
+
+
+def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of `calls`, forward passes through `blocks`, none of which enters a block early.
+
+    All of them finish a block before the first enters the next. Each computes what it computes alone, on the
+    same shapes. Gradients must be off outside too, as the calls' own contexts end in another order.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    running = {i: greenlet(call) for i, call in enumerate(calls)}
+    own = set(running.values())
+
+    def pause(*_: Any) -> None:
+        if (call := getcurrent()) in own:
+            call.parent.switch()
+
+    hooks = [block.register_forward_pre_hook(pause, prepend=True) for block in blocks]
+    results: dict[int, T] = {}
+    try:
+        while running:
+            for i, call in list(running.items()):
+                result = call.switch()
+                if call.dead:
+                    results[i] = result
+                    del running[i]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for call in running.values():  # after an error; their contexts end too
+            call.throw()
+    return [results[i] for i in range(len(calls))]
+
+
+def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of `calls`, one after the other."""
+    return [call() for call in calls]
+
+
+def only_here(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return `hook` for the forward pass that registers it, not for those that go through blocks with it."""
+    registered = getcurrent()
+
+    def checked(*args: Any) -> None:
+        if getcurrent() is registered:
+            hook(*args)
+
+    return checked
