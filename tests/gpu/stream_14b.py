@@ -1,17 +1,18 @@
 """A random bf16 teacher of Wan 14B's size, streamed from CPU memory: seconds a call next to the floor.
 
     python tests/gpu/stream_14b.py       # one GPU, 40 GB of CPU memory, 30 GB of disk in --folder, 10 minutes
-    python tests/gpu/stream_14b.py --layers 1 --batches 1  # a first look at whether it runs
+    python tests/gpu/stream_14b.py --layers 1 --batches 1x1  # a first look at whether it runs
 
-One-frame latents of 480x832 (1560 tokens a sample), without guidance. Two floors per call: `bytes`, the
-weights over the bandwidth measured from page-locked memory; `operations`, the products over the measured bf16
-rate. `share` is the larger floor over the time.
+One-frame latents of 480x832 (1560 tokens a sample), without guidance. A batch is SAMPLES x MICRO-STEPS of an
+update. Two floors: `bytes`, the weights over the bandwidth measured from page-locked memory; `operations`,
+the products over the measured bf16 rate. `share` is the larger floor over the time.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ CONFIG = {
     "rope_max_seq_len": 1024,
 }
 PREFETCH, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
+STREAMED = "streamed"
 SETTINGS = {  # elements: prefetch bucket, most that are live, farthest reuse that keeps a parameter
-    "as shipped": {},
+    STREAMED: {},
+    "ZeRO-Inference": {},
     "no prefetch": {PREFETCH: 0, LIVE: 20_000_000},
-    "a tenth of a block": {PREFETCH: 35_000_000, LIVE: 200_000_000},
-    "half a block": {PREFETCH: 175_000_000, LIVE: 700_000_000},
     "a whole block": {PREFETCH: 350_000_000, LIVE: 1_100_000_000},
     "DeepSpeed's own": {
         PREFETCH: 50_000_000,
@@ -85,8 +86,8 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
     return 2 * layers * (tokens * per_token + text * 2 * width**2 + attention)
 
 
-def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[str, Any]:
-    """In a process of its own: load, then time calls of each batch size; a row is one of the table."""
+def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[str, Any]:
+    """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
     from wandistiller.batch import Batch, Expert
     from wandistiller.distributed import collectives
     from wandistiller.flow import keyed_normal
@@ -98,8 +99,9 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
     collectives.init("warning")
     device, teacher = collectives.device(), pipeline.open_wan(str(folder))
     bandwidth, rate = machine_rates(device)
-    ds = read_json("ds_configs/teacher/zero_inference_cpu.json")
-    ds["zero_optimization"] |= changes
+    name = STREAMED if setting == STREAMED else "zero_inference_cpu"
+    ds = read_json(f"ds_configs/teacher/{name}.json")
+    ds["zero_optimization"] = ds.get("zero_optimization", {}) | SETTINGS[setting]
     start = time.perf_counter()
     made = build_teacher(teacher, teacher_engine("x", ds))
     load = time.perf_counter() - start
@@ -108,18 +110,22 @@ def measure(folder: Path, changes: dict[str, int], batches: list[int]) -> dict[s
         for n, p in transformer.meta_transformer(teacher.config).named_parameters()
     )
     rows = []
-    for samples in batches:
+    for samples, micro_steps in batches:
         x_t = keyed_normal((samples, *LATENT), "x").to(device)
         text = keyed_normal((samples, 512, 4096), "text").to(device, torch.bfloat16)
         batch = Batch(x_t, x_t, x_t, torch.full((samples,), 0.5, device=device), text, Expert.HIGH_NOISE)
-        made.velocity(batch)
-        made.velocity(batch)  # DeepSpeed prefetches from the second call on
+        update = partial(made.predict_all, [batch] * micro_steps, ())
+        update()
+        update()  # DeepSpeed prefetches from the second call on
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        took = seconds(lambda batch=batch: made.velocity(batch))
-        peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else float("nan")
-        floors = nbytes / bandwidth, samples * operations(teacher.config, LATENT[2] * LATENT[3] // 4) / rate
-        rows.append((samples, took, *floors, max(floors) / took, peak))
+        took = seconds(update)
+        # memory that the GPU still uses, whether or not the host has freed it
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / GIB if device.type == "cuda" else 0
+        sweeps = 1 if setting == STREAMED else micro_steps
+        products = samples * micro_steps * operations(teacher.config, LATENT[2] * LATENT[3] // 4)
+        floors = sweeps * nbytes / bandwidth, products / rate
+        rows.append((f"{samples} x {micro_steps}", took, *floors, max(floors) / took, peak))
     collectives.destroy()
     return {"load": load, "bandwidth": bandwidth / GIB, "rate": rate / 1e12, "rows": rows}
 
@@ -129,16 +135,17 @@ def main() -> None:
     made.add_argument("--folder", type=Path, default=Path("runs/stream_14b"))
     made.add_argument("--layers", type=int, default=40)
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    made.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
+    made.add_argument("--batches", nargs="+", default=["1x1", "4x1", "16x1", "1x16"])
     args = made.parse_args()
     target = args.folder / f"{args.layers}_layers"
     folder = make_large_wan(target, torch.bfloat16, "5GB", **CONFIG, num_layers=args.layers)
     print(
-        "| prefetch | batch | seconds | floor: bytes | floor: operations | share | peak GPU GiB |\n"
+        "| teacher | samples x micro-steps | seconds | bytes | operations | share | peak GPU GiB |\n"
         f"|{'---|' * 7}"
     )
     for name in args.settings:
-        (found,) = fresh(measure, folder, SETTINGS[name], args.batches)
+        batches = [tuple(map(int, batch.split("x"))) for batch in args.batches]
+        (found,) = fresh(measure, folder, name, batches)
         for samples, *row in found["rows"]:
             print(f"| {name} | {samples} | {' | '.join(f'{value:.2f}' for value in row)} |", flush=True)
         bandwidth = f"{found['bandwidth']:.1f} GiB/s from page-locked memory"

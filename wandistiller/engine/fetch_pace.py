@@ -53,8 +53,9 @@ class FetchPace:
 def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
     """Return `ds` with the weights of a block fetched at once under ZeRO-3, in half the time of the host.
 
-    Not for a network with frozen weights: DeepSpeed (0.19.8) releases those of a block whose inputs need no
-    gradient before its backward pass.
+    Only for a network that is not trained: before a backward pass DeepSpeed (0.19.8) releases the frozen
+    weights of a block whose inputs need no gradient, and it reduces a block's gradients twice where they
+    come from two outputs.
     """
     if stage(ds) < 3:
         return ds

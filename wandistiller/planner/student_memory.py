@@ -125,8 +125,8 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     every = [*trained, *frozen]
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, zero_setting(ds, "sub_group_size"))
-    reused, blocks = zero_setting(ds, "stage3_max_reuse_distance"), not frozen
-    kept, transient = gathered_bytes(every, ds, ranks, reused, blocks=blocks)
+    reused = zero_setting(ds, "stage3_max_reuse_distance")
+    kept, transient = gathered_bytes(every, ds, ranks, reused, blocks=False)
     held = _held_bytes(every, ds) if transient else 0
     in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
     weights = {

@@ -15,7 +15,7 @@ from wandistiller.engine import nvme
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_config import on_nvme, stage
 from wandistiller.engine.ds_schema import without_block
-from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
+from wandistiller.engine.fetch_pace import pace_fetches
 from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
@@ -186,8 +186,6 @@ def _engine(
     name: str,
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
-    if all(p.requires_grad for p in model.parameters()):
-        ds = fetching_blocks(ds)
     if ds.get("flops_profiler", {}).get("enabled"):
         patch_flops_profiler()
     if on_nvme(ds):

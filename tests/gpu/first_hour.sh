@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# What only a GPU shows, unattended: a line for each step with its figure, at most ten minutes each.
+#   bash tests/gpu/first_hour.sh             all steps; run again, it goes on after the last that passed
+#   bash tests/gpu/first_hour.sh numbers     some steps, whether or not they passed before
+#   WHEELS=FOLDER     packages that PYTHON (python3) lacks, as wheels, for a machine without network
+#   REHEARSAL=1       on a CPU in tiny sizes, to see that the steps run
+# Logs are in FOLDER, by default runs/first_hour.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+folder=${FOLDER:-runs/first_hour} python=${PYTHON:-python3}
+mkdir -p "$folder"
+if [ -n "${WHEELS-}" ]; then "$python" -m pip install -q --no-index --no-deps "$WHEELS"/*.whl || exit; fi
+export HF_HUB_OFFLINE=1 REHEARSAL=${REHEARSAL-} PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+if [ "$REHEARSAL" ]; then
+  export DS_ACCELERATOR=cpu
+  layers=1 small=--small
+else
+  export PYTORCH_ALLOC_CONF=expandable_segments:True DS_ACCELERATOR=cuda
+  layers=40 small=""
+fi
+tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu "$@"; }
+streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" --layers "$@"; }
+measured() { "$python" tests/gpu/measure.py "$@" $small; }
+
+doctor() { "$python" -m wandistiller doctor --measure; }
+numbers() { tests tests/gpu/test_numbers.py -k "in_float32 or fp16"; }
+stream() { streamed $((layers > 4 ? 4 : 1)) --batches 1x1 4x1 16x1 1x16; }
+overlap() { measured overlap; }
+stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches 1x1 16x1 1x16; }
+students() { measured students; }
+kernels() { measured kernels; }
+coders() { measured coders; }
+layouts() { tests tests/gpu/test_numbers.py -k "bf16 or checkpoints or deterministic"; }
+memory() { tests tests/gpu/test_memory.py; }
+pictures() { tests tests/gpu/test_pictures.py; }
+placements() { "$python" tests/bench/placements.py; }
+quickstart() { "$python" -m wandistiller train --recipe ds_configs/recipes/quickstart.json --output_dir "$folder/quickstart"; }
+
+ALL=(doctor numbers stream overlap stream_whole students kernels coders layouts memory pictures placements quickstart)
+figure() { # of a log: the lines that begin with =>, or the last one
+  grep '^=>' "$1" | cut -c4- | paste -sd ';' | grep . || tail -n 1 "$1" | cut -c1-160
+}
+failed=0
+for step in "${@:-${ALL[@]}}"; do
+  log=$folder/$step.log start=$SECONDS
+  if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
+  (
+    export -f $(compgen -A function)
+    export folder python layers small
+    exec timeout -k 10 600 bash -uc "$step"
+  ) >"$log" 2>&1
+  code=$?
+  if [ $code -eq 0 ]; then touch "$folder/$step.passed"; state=pass; else state="FAIL $code" failed=1; fi
+  printf '%-8s %-12s %4d s   %s\n' "$state" "$step" $((SECONDS - start)) "$(figure "$log")"
+done
+exit $failed
