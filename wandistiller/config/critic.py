@@ -12,6 +12,7 @@ from wandistiller.engine.ds_overrides import (
     fill_steps,
 )
 from wandistiller.engine.ds_schema import BATCH_KEYS, without_block
+from wandistiller.engine.kernels import kernel_problems
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.base import Critic
 from wandistiller.utils.errors import ConfigError
@@ -54,6 +55,7 @@ def read_own(
     try:
         ds, _ = ds_config.student_engine(where, ds | sizes, batch.ranks)
         problems += config_problems(where, without_block(ds), here=here)
+        problems += kernel_problems(where, ds, here=here)
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -23,6 +23,7 @@ from wandistiller.engine import ds_config
 from wandistiller.engine.activation_checkpointing import SECTION, recompute_problems, with_number
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.kernels import kernel_problems
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import read_student_config
@@ -87,10 +88,12 @@ def _read_parts(
         where, ds = _student_json(run, parts, world)
         parts["student_ds"], parts["batch"] = ds_config.student_engine(where, ds, world)
         problems += config_problems(where, without_block(parts["student_ds"]), here=here)
+        problems += kernel_problems(where, parts["student_ds"], here=here)
     with collecting(problems):
         where, ds = ds_config.load(run.teacher_deepspeed_config)
         parts["teacher_ds"] = teacher_engine(where, ds_config.with_dtype(ds, run.teacher_dtype), world)
         problems += config_problems(where, without_block(parts["teacher_ds"]), here=here)
+        problems += kernel_problems(where, parts["teacher_ds"], here=here)
     return parts
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from wandistiller.engine.ds_schema import BLOCK, section_of
+from wandistiller.engine.kernels import Kernels, training_problems
 from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Count, check, types_of
 
@@ -28,7 +29,8 @@ class CheckpointPolicy:
 
 def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
     """Return the settings of a checked student JSON; None if nothing is recomputed."""
-    return CheckpointPolicy(**ds.get(BLOCK, {})) if SECTION in ds else None
+    own = {key: value for key, value in ds.get(BLOCK, {}).items() if key in types_of(CheckpointPolicy)}
+    return CheckpointPolicy(**own) if SECTION in ds else None
 
 
 def empties_inputs(ds: dict[str, Any]) -> bool:
@@ -39,8 +41,10 @@ def empties_inputs(ds: dict[str, Any]) -> bool:
 
 def recompute_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Problems of the section and the block."""
-    problems, _ = check(where, ds.get(BLOCK, {}), types_of(CheckpointPolicy), f"{BLOCK}.")
-    if section_of(ds, BLOCK) and SECTION not in ds:
+    own = types_of(CheckpointPolicy)
+    problems, _ = check(where, ds.get(BLOCK, {}), own | types_of(Kernels), f"{BLOCK}.")
+    problems += training_problems(where, ds)
+    if own.keys() & section_of(ds, BLOCK).keys() and SECTION not in ds:
         problems.append(
             f"{where}: `{BLOCK}` says what is checkpointed, but there is no `{SECTION}`. "
             "Add it: {} will do."

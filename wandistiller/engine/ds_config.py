@@ -214,5 +214,7 @@ def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
 def complete(ds: dict[str, Any]) -> None:
     """Write out in place what both engines need and DeepSpeed would choose otherwise."""
     ds.setdefault("steps_per_print", 10**9)  # our own line a step says more
+    # it lets the host wait for the GPU at each forward pass and step (deepspeed 0.19.8)
+    ds.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     # true swaps torch's linear for the whole process and changes bf16 numerics (deepspeed 0.19.8)
     ds.setdefault("zero_optimization", {}).setdefault("memory_efficient_linear", False)

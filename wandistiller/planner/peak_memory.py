@@ -26,6 +26,7 @@ from wandistiller.planner.teacher_memory import hidden_states, swept, teacher_pa
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
+from wandistiller.wan.encoders import until_middle
 from wandistiller.wan.transformer import count_parameters, numels, width
 
 MIB = 2**20
@@ -214,8 +215,9 @@ class _Planner:
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
         j, gpu = self.job, self.gpu
-        latents = 1, *j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
-        need = decoding(j.folder.vae, latents, accelerator=gpu)
+        channels, frames, *size = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
+        needed, _ = until_middle(frames, j.folder.temporal)
+        need = decoding(j.folder.vae, (1, channels, needed, *size), accelerator=gpu)
         work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, accelerator=gpu)
         return PhasePeak(
             self.base | kept | {"VAE": self._vae(need.weights)},

@@ -27,11 +27,13 @@ from wandistiller.planner.phase_peak import most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.trainable import tuning_problems
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.utils.validation import types_of
 
 SECTIONS = ("zero_optimization", "aio")
 """Sections of a student JSON that are chosen here, with the batch keys; all else is the run's."""
@@ -194,10 +196,11 @@ def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
 
 def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job]]:
     """The run with each shipped placement that `machine` may gain from, those first that move least."""
-    dtype, passes = dtype_name(job.teacher_ds), read_placement(job.teacher_ds).guidance_passes
+    dtype, common = dtype_name(job.teacher_ds), types_of(Placement)
+    given = {key: value for key, value in job.teacher_ds.get(BLOCK, {}).items() if key in common}
     for name, ds in teachers(job.folder.config, dtype, machine.topology):
-        if passes != 1:
-            ds = ds | {BLOCK: ds.get(BLOCK, {}) | {"guidance_passes": passes}}
+        if given:
+            ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
         if not (here and config_problems("", without_block(ds))):
             yield name, replace(job, teacher_ds=ds)
 

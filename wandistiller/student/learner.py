@@ -16,6 +16,7 @@ from wandistiller.engine.activation_checkpointing import empties_inputs, read_re
 from wandistiller.engine.ds_config import on_nvme, stage
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.fetch_pace import pace_fetches
+from wandistiller.engine.kernels import read_kernels
 from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
@@ -32,6 +33,7 @@ from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.text_padding import merge_text_padding
 
 
@@ -60,12 +62,15 @@ class Learner:
             frozen: networks of other experts, which do not learn, on the device that they compute on.
             merges_padding: compute cross-attention to a prompt's padding once.
         """
-        policy, copies, ds = read_recompute(ds), empties_inputs(ds), without_block(ds)
+        policy, copies, kernels = read_recompute(ds), empties_inputs(ds), read_kernels(ds)
+        ds = without_block(ds)
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         rates, self._frozen = learning_rates or {}, frozen or {}
-        for model in (*models.values(), *self._frozen.values()) if merges_padding else ():
-            merge_text_padding(model)
+        for model in (*models.values(), *self._frozen.values()):
+            if merges_padding:
+                merge_text_padding(model)
+            use_kernels(model, kernels)
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
         self.engines = {}
         for expert, model in models.items():  # the first engine of the student has the run's monitors

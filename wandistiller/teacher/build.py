@@ -1,5 +1,6 @@
 """Builds the frozen teacher: its experts loaded to their placement, behind one method, `velocity(batch)`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.weight_reader import WeightReader
@@ -38,9 +40,14 @@ def build_teacher(
     if here:
         device = torch.device("cpu") if placement.on_cpu else collectives.device()
         one, *_ = experts.values()
-        for model in experts.values() if merges_padding else ():
-            merge_text_padding(model)
+        for model in experts.values():
+            if merges_padding:
+                merge_text_padding(model)
+            use_kernels(model, placement)
         of_expert = {e: experts.get(e, one).eval() for e in Expert}
         teacher = LocalTeacher(of_expert, device, sweeps=placement.sweeps)
-        teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes) if guidance else teacher
+        if guidance:  # its text stays where the batches are, instead of going there at each call
+            null_text_LD = guidance.null_text_LD.to(collectives.device())
+            guidance = replace(guidance, null_text_LD=null_text_LD)
+            teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)

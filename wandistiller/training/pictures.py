@@ -79,9 +79,7 @@ class PictureDrawer:
         for part in batched(own, micro):
             x0_BCFHW = make(part, 0)
             stats.append(sample_stats(x0_BCFHW, make(part, 1) if twice else None))
-            for x0_CFHW in x0_BCFHW:
-                pixels_BCFHW = vae.decode(x0_CFHW[None])
-                images.append(pixels_BCFHW[0, :, pixels_BCFHW.shape[2] // 2].clone())
+            images += map(vae.middle_frame, x0_BCFHW)
         all_images, stats_PK = (
             collectives.gather_tensor(own)[: len(prompts)].cpu()
             for own in (torch.stack(images), torch.cat(stats))

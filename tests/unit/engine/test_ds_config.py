@@ -143,6 +143,7 @@ def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
     assert ds["gradient_clipping"] == DeepSpeedConfig({"train_batch_size": 1}).gradient_clipping == 1.0
     lean = ds_config.BUCKETS | ds_config.LEAN_STAGE_3
     assert ds["zero_optimization"] == lean | {"stage": 3, "memory_efficient_linear": False}
+    assert ds["timers"] == {"throughput": {"enabled": False}}
 
 
 def test_all_problems_of_a_student_json_are_reported_at_once() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from wandistiller.batch import Expert
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_schema import BLOCK, section_of
+from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, partition_bytes
 from wandistiller.utils.errors import problem
@@ -22,7 +23,7 @@ from wandistiller.wan.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(ABC):
+class Placement(Kernels, ABC):
     """A placement of the frozen teacher; its fields are its keys of the block "wandistiller"."""
 
     on_one_rank: ClassVar[bool] = False

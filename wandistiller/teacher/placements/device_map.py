@@ -53,6 +53,9 @@ class DeviceMap(OnOneRank):
         if not find_spec("accelerate"):
             text = "the placement device_map needs accelerate. Run: pip install accelerate"
             problems.append(f"{where}: {text}")
+        if self.compile:
+            text = "accelerate moves weights inside of the blocks; leave it out."
+            problems.append(problem(where, f"{BLOCK}.compile", True, text))
         return problems
 
     def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:

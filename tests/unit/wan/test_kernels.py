@@ -1,0 +1,63 @@
+"""Kernels of the blocks: the same numbers, and nothing changed for other networks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from engines import batch_for, engine, loaded
+from small_wan import small_transformer
+
+from wandistiller.batch import Expert
+from wandistiller.engine.kernels import Kernels
+from wandistiller.student.learner import Learner
+from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.utils.files import read_json
+from wandistiller.wan.kernels import use_kernels
+from wandistiller.wan.pipeline import open_wan
+
+
+def test_another_attention_is_that_of_the_patches_of_one_network_alone() -> None:
+    usual, model = _AttentionBackendRegistry.get_active_backend(), small_transformer(0, 2)
+    use_kernels(model, Kernels(attention="_native_cudnn"))
+    for block in model.blocks:
+        assert block.attn1.processor._attention_backend == "_native_cudnn"
+        assert block.attn2.processor._attention_backend is None
+    assert _AttentionBackendRegistry.get_active_backend() == usual
+    assert small_transformer(0, 2).blocks[0].attn1.processor._attention_backend is None
+
+
+@pytest.mark.slow  # minutes of compiling
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["streamed", "zero_inference_cpu", "replicated"])
+def test_a_compiled_teacher_predicts_what_it_predicts_eagerly(name: str, wan1: Path) -> None:
+    folder, found = open_wan(str(wan1)), []
+    for compiled in (False, True):
+        ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": False}}
+        ds["wandistiller"] = ds.get("wandistiller", {}) | {"compile": compiled}
+        teacher = build_teacher(folder, teacher_engine("", ds, 1), merges_padding=True)
+        batch = batch_for(loaded(wan1 / "transformer"))
+        found.append([p.v_BCFHW for p in teacher.predict_all([batch, batch], (1,))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_compiled_student_learns_what_it_learns_eagerly(wan1: Path, recomputed: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        section = {"activation_checkpointing": {"partition_activations": False}} if recomputed else {}
+        block = {"wandistiller": {"compile": compiled}}
+        ds = engine(zero_optimization={"stage": 2}, **section, **block)
+        learner = Learner({Expert.HIGH_NOISE: small_transformer(3, 2)}, ds)
+        batch, losses = batch_for(loaded(wan1 / "transformer")), []
+        for _ in range(3):
+            loss = learner.velocity(batch).square().mean()
+            learner.backward(batch.expert, loss)
+            learner.step(batch.expert)
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0][2] < found[0][0]
