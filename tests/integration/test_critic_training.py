@@ -80,6 +80,7 @@ PLACEMENTS = {
     "sharded": {"zero_optimization": {"stage": 3}},
     "owner": {"wandistiller": {"placement": "owner", "owner_rank": 1}},
     "host_cpu": {"wandistiller": {"placement": "host_cpu"}},
+    "streamed": {"wandistiller": {"placement": "streamed"}},
 }
 
 
@@ -91,6 +92,22 @@ def test_losses_do_not_depend_on_the_teacher_s_placement(
     two = trained(folder, wan2, f"teacher_{name}", 2, teacher_deepspeed_config=PLACEMENTS[name])
     assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
     assert of_critic(two) == pytest.approx(of_critic(whole), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise(
+    folder: Path, wan2: Path
+) -> None:
+    joint = [{"name": "dmd2", "steps": 4, "critic_updates": 1}, {"name": "consistency", "edges": 4}]
+    found = [
+        losses(
+            trained(
+                folder, wan2, f"joint_{name}", 2, objective=joint, teacher_deepspeed_config=PLACEMENTS[name]
+            )
+        )
+        for name in ("replicated", "streamed")
+    ]
+    assert found[0] == found[1]
 
 
 def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(

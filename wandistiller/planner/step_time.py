@@ -79,7 +79,7 @@ def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
     # simulated samples begin with the calls before the first that is trained
     finished = len(o.roles) * min(job.schedule.exits()) if o.critic else 0
-    calls = o.student_calls(job.schedule)
+    calls = o.student_calls(job.schedule) + (o.calls_at_generated if swept(job) > 1 else 0)
     yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), calls, finished)
     if o.critic:  # the student's update asks it once
         updates, heads = o.critic.updates, o.critic.judges_reality
@@ -143,14 +143,10 @@ class StepTime:
     def _teacher(self) -> list[StageTime]:
         """The calls of a step; of those that go through the blocks together the weights move once."""
         o, steps, call = self.job.objective, self.job.batch.accumulation, self._call()
-        alone = steps * (o.calls_at_generated or not o.asks_at_noised)
-        calls = [call._replace(times=alone)] if alone else []
-        if not o.asks_at_noised:
-            return calls
-        sweeps = ceil(steps / swept(self.job))
+        kinds, sweeps = o.asks_at_noised + o.calls_at_generated, ceil(steps / swept(self.job))
         if sweeps == steps:
-            return [call._replace(times=steps + alone)]
-        return [StageTime("the teacher's sweep", sweeps, call.tflop * steps / sweeps, *call[3:]), *calls]
+            return [call._replace(times=steps * max(1, kinds))]
+        return [StageTime("the teacher's sweep", kinds * sweeps, call.tflop * steps / sweeps, *call[3:])]
 
     def _call(self) -> StageTime:
         """One call of the teacher; those of an owner wait for each other."""

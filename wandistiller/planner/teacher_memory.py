@@ -71,8 +71,7 @@ def teacher_parts(
 
 def swept(job: Job) -> int:
     """Micro-steps whose samples go through the teacher together."""
-    together = read_placement(job.teacher_ds).sweep(job.batch.accumulation)
-    return together if job.objective.asks_at_noised else 1
+    return read_placement(job.teacher_ds).sweep(job.batch.accumulation)
 
 
 def hidden_states(job: Job, tokens: int) -> Parts:

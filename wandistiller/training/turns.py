@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Prediction
+from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, GeneratedBatch, Prediction
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.objectives.base import Networks, mean_square
+from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
@@ -101,18 +101,44 @@ class StudentTurn(Turn):
         """Make micro-steps whose samples go through the teacher together."""
         with activity(READING):
             batches = [self.read(update, micro) for micro in group]
+        if self._samples:
+            with activity("the student's sampling"):
+                for of_kinds in batches:
+                    of_kinds[GENERATED] = self._simulated(of_kinds[GENERATED])
         with activity("the teacher's forward pass"):
             teacher = self.job.matched_objective.predictions(self.teacher, batches)
-        return [self._micro_step(*both) for both in zip(batches, teacher, strict=True)]
+            at_samples = self._at_samples(batches)
+        return [self._micro_step(*of_one) for of_one in zip(batches, teacher, at_samples, strict=True)]
 
-    def _micro_step(self, batches: dict[str, Batch], teacher: Prediction | None) -> MicroStepResult:
-        objective, schedule = self.job.matched_objective, self.job.schedule
-        if GENERATED in batches:
-            with activity("the student's sampling"):
-                batches[GENERATED] = simulate(batches[GENERATED], self.student.velocity, schedule.few)
+    def _simulated(self, batch: GeneratedBatch) -> GeneratedBatch:
+        return simulate(batch, self.student.velocity, self.job.schedule.few)
+
+    @property
+    def _samples(self) -> bool:
+        """True if the student learns from its own samples."""
+        return GENERATED in self.job.objective.states
+
+    def _at_samples(self, batches: list[dict[str, Batch]]) -> list[Ask | None]:
+        """Return the teacher's velocity at the student's samples of each micro-step, if several are known.
+
+        To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
+        device in each micro-step.
+        """
+        if not self._samples or not self.teacher or len(batches) == 1:
+            return [None] * len(batches)
+        with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
+            samples = [judged(b[GENERATED], self.student.predict(b)[GENERATED].v_BCFHW) for b in batches]
+        return [lambda _, p=p: p.v_BCFHW for p in self.teacher.predict_all(samples, ())]
+
+    def _micro_step(
+        self, batches: dict[str, Batch], teacher: Prediction | None, at_samples: Ask | None
+    ) -> MicroStepResult:
+        objective, networks = self.job.matched_objective, self._networks
+        if at_samples:
+            networks = networks._replace(teacher=at_samples)
         first = next(iter(batches.values()))
         with activity("the student's forward pass"):
-            targets = objective.targets(teacher, batches, self._networks, schedule)
+            targets = objective.targets(teacher, batches, networks, self.job.schedule)
             predictions = self.student.predict(batches)
             loss_TB = objective.losses(predictions, targets, batches)
         return self.learn(first, loss_TB, objective.watched(targets))
