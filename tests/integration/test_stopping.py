@@ -163,11 +163,11 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
         wan / "transformer"
     )
     engine = {k: v for k, v in student_engine(2).items() if k != "activation_checkpointing"}
-    settings = {"student_config": {"num_layers": 4}, "height": 256, "width": 256, "rollout_steps": 1}
+    settings = {"student_config": {"num_layers": 4}, "height": 512, "width": 512, "rollout_steps": 1}
     settings |= {"prepare_batch": 1, "deepspeed_config": engine}
     settings |= {"teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
     file = recipe_file(folder, wan, "memory", **settings)
-    room = ["--rank", "1", "--room", "32", "--at", "the student's forward pass", "--"]
+    room = ["--rank", "1", "--room", "160", "--at", "the student's forward pass", "--"]
     limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
     with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
         run.end()

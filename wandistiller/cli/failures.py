@@ -50,9 +50,10 @@ class Failures:
             code, text = error.exit_code, f"{error}, {current.activity}"
             printed = text if first else ""
         elif is_out_of_memory(error):
-            code, (text, hints) = OUT_OF_MEMORY, self._memory(error)
-            for_launcher = "\n".join([text, *hints])
-            printed = for_launcher if first else text
+            code, (text, spent) = OUT_OF_MEMORY, self._memory(error)
+            print(text, file=sys.stderr, flush=True)  # at once, as the advice takes memory too
+            hints = self._advice(spent)
+            for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused)}"
         elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
@@ -77,15 +78,15 @@ class Failures:
         hints = self._advice(spent) if first else []
         return "\n".join([text, memory_line(collectives.rank()), *hints])
 
-    def _memory(self, error: BaseException) -> tuple[str, list[str]]:
-        """The error with the state of the memory, and advice."""
+    def _memory(self, error: BaseException) -> tuple[str, Spent]:
+        """The error with the state of the memory, and the kind that ran out."""
         reason = str(error).strip().partition("\n")[0]
         text = f"Out of memory on rank {collectives.rank()}, {current.activity}: {reason}"
         spent = what_ran_out(error)
         for cause in chain(error):  # free what the frames hold, or there is no room for the advice
             cause.__traceback__ = None
         gc.collect()
-        return f"{text}\n{memory_line(collectives.rank())}", self._advice(spent)
+        return f"{text}\n{memory_line(collectives.rank())}", spent
 
     def _advice(self, spent: Spent) -> list[str]:
         if not self._run:

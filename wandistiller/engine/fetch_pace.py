@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from wandistiller.engine.ds_config import stage
+from wandistiller.engine.ds_config import offload_device, stage
 
 AHEAD = 1
 """Blocks that the device may have yet to finish when the host fetches the weights of the next."""
@@ -53,11 +53,12 @@ class FetchPace:
 def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
     """Return `ds` with the weights of a block fetched at once under ZeRO-3, in half the time of the host.
 
-    Only for a network that is not trained: before a backward pass DeepSpeed (0.19.8) releases the frozen
+    On NVMe it would need a buffer for each matrix of a block, the largest's size. And only for a network
+    that is not trained: before a backward pass DeepSpeed (0.19.8) releases the frozen
     weights of a block whose inputs need no gradient, and it reduces a block's gradients twice where they
     come from two outputs.
     """
-    if stage(ds) < 3:
+    if stage(ds) < 3 or offload_device(ds) == "nvme":
         return ds
     blocks = {"leaf_module": {"classes": ["WanTransformerBlock"]}}
     return ds | {"zero_optimization": blocks | ds["zero_optimization"]}

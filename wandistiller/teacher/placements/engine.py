@@ -71,7 +71,7 @@ class Engine(Placement):
         if stage(ds) == 0:
             return super().memory(config, ds, sharers)
         sizes, home = parameter_sizes(config, ds), offload_device(ds)
-        kept, transient = gathered_bytes(sizes, ds, sharers)
+        kept, transient = gathered_bytes(sizes, ds, sharers, blocks=home != "nvme")
         if home == "nvme":
             return Bytes(kept, transient) + swapped_bytes(sizes, ds, sharers, dtype_of(ds).itemsize)
         parts = partition_bytes(sizes, sharers)
