@@ -7,7 +7,8 @@ The plain loop trains the same student on the same batches: diffusers' gradient 
 AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads them from its cache, draws
 noise and sigma, averages over ranks, watches and writes its metrics. Both take turns of a few steps in one
 process, so that a busy machine slows both, and their losses must agree. `same` is ZeRO-0 with the teacher in
-memory, as the plain loop has it; `quickstart` offloads ZeRO-2's optimizer and streams the teacher's weights.
+memory, as the plain loop has it; `streamed` copies the teacher's blocks from CPU memory for each step;
+`quickstart` offloads ZeRO-2's optimizer and has the teacher under ZeRO-Inference.
 """
 
 import argparse
@@ -45,7 +46,11 @@ from wandistiller.wan.text_padding import merge_text_padding, padded
 from wandistiller.wan.transformer import velocity
 
 CONFIGS = TESTS.parent / "ds_configs"
-SETTINGS = {"same": ("zero0", "replicated"), "quickstart": ("quickstart", "zero_inference_cpu")}
+SETTINGS = {
+    "same": ("zero0", "replicated"),
+    "streamed": ("zero0", "streamed"),
+    "quickstart": ("quickstart", "zero_inference_cpu"),
+}
 """Student and teacher JSON; precision, optimizer and batch are the quick start's, with a constant rate."""
 TURN = 5
 """Steps in a turn."""
@@ -131,7 +136,7 @@ def time_parts(trainer: Trainer, timer: Timer) -> None:
     """Add up the time of the trainer's parts, under the names of the plain loop's where it has them."""
     parts = {
         "read and draw": (trainer.batches, "batch"),
-        "teacher": (trainer.job.matched_objective.__class__, "target"),
+        "teacher": (trainer.job.matched_objective.__class__, "predictions"),
         "student, forward": (trainer.student, "predict"),
         "student, backward": (trainer.student, "backward"),
         "optimizer": (trainer.student, "step"),

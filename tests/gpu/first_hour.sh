@@ -33,7 +33,7 @@ coders() { measured coders; }
 layouts() { tests tests/gpu/test_numbers.py -k "bf16 or checkpoints or deterministic"; }
 memory() { tests tests/gpu/test_memory.py; }
 pictures() { tests tests/gpu/test_pictures.py; }
-placements() { "$python" tests/bench/placements.py; }
+placements() { "$python" tests/bench/placements.py --ranks 1; }
 quickstart() { "$python" -m wandistiller train --recipe ds_configs/recipes/quickstart.json --output_dir "$folder/quickstart"; }
 
 ALL=(doctor numbers stream overlap stream_whole students kernels coders layouts memory pictures placements quickstart)

@@ -118,6 +118,7 @@ def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
     assert losses(resumed) == losses(whole)[2:] and of_critic(resumed) == of_critic(whole)[2:]
 
 
+@pytest.mark.slow
 def test_a_critic_with_a_json_of_its_own_trains_by_it_and_resumes_bit_for_bit(
     folder: Path, wan2: Path, whole: Path
 ) -> None:
@@ -151,7 +152,7 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         pytest.param(DMD2 | {"steps": 3, "sampler": "renoise"}, marks=pytest.mark.slow),
         pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
         [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
-        DMD2 | {"gan": 0.03},
+        pytest.param(DMD2 | {"gan": 0.03}, marks=pytest.mark.slow),
     ],
     ids=["critic from the teacher", "renoise", "critic follows", "joint", "heads"],
 )

@@ -127,6 +127,7 @@ def run_with(
     return metrics(folder / "run")
 
 
+@pytest.mark.slow
 def test_csv_files_of_a_run_that_goes_on_have_one_head_and_each_step_once(wan1: Path, tmp_path: Path) -> None:
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
     run_with(monitor, wan1, tmp_path, steps=3)
@@ -161,6 +162,7 @@ def pixels(file: Path | io.BytesIO) -> np.ndarray:
     return np.asarray(Image.open(file).convert("RGB"))
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_every_number_and_picture_and_knows_a_run_that_goes_on(
     wan1: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def on_one_node(wan1: Path, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return losses(train(tmp_path_factory.mktemp("one_node"), wan1, max_steps=3))
 
 
+@pytest.mark.slow
 def test_two_nodes_without_ssh_have_the_losses_of_one(
     wan1: Path, tmp_path: Path, on_one_node: list[float]
 ) -> None:

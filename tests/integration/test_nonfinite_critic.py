@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow_but
 from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine
 from safetensors import safe_open
@@ -68,7 +69,7 @@ def test_a_run_that_skips_learns_from_the_other_updates_of_both_networks(
         assert values and all(value.isfinite().all() for value in values)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_a_run_that_stops_names_the_sample_and_keeps_its_last_checkpoint(
     cache: Path, tmp_path: Path, wan1: Path, ranks: int
 ) -> None:

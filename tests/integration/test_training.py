@@ -64,7 +64,7 @@ def test_zero_3_with_a_replicated_teacher_has_the_losses_of_plain_pytorch(
     assert losses(output) == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", slow_but(["offload"], ["offload", "gpu0", "cpu", "custom"]))
+@pytest.mark.parametrize("strategy", slow_but([], ["offload", "gpu0", "cpu", "custom"]))
 def test_merged_text_padding_has_the_losses_of_plain_pytorch_with_512_rows(
     strategy: str, folder: Path, wan2: Path, reference: list[float]
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import WanPipeline
 from diffusers.utils import export_to_video
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
@@ -71,12 +71,18 @@ def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -
 
 
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
-    """Load a WanPipeline, its VAE in float32; on a GPU its parts are offloaded if accelerate is installed."""
+    """Load a WanPipeline, its VAE in float32, to the GPU if there is one.
+
+    Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
+    half of the free memory.
+    """
     pipeline = load_pipeline(folder, dtype)
     pipeline.set_progress_bar_config(disable=True)
     if device().type == "cpu":
         return pipeline
-    if find_spec("accelerate"):  # one part at a time on the GPU: a teacher is often larger than its memory
+    parts = (part for part in pipeline.components.values() if isinstance(part, nn.Module))
+    weights = sum(p.nbytes for part in parts for p in part.parameters())
+    if find_spec("accelerate") and weights > torch.cuda.mem_get_info()[0] / 2:
         pipeline.enable_model_cpu_offload(device=device())
         return pipeline
     return pipeline.to(device())

@@ -71,7 +71,11 @@ def teacher_parts(
 
 def swept(job: Job) -> int:
     """Micro-steps whose samples go through the teacher together."""
-    return read_placement(job.teacher_ds).sweep(job.batch.accumulation)
+    placement = read_placement(job.teacher_ds)
+    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+    samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
+    nbytes = samples * tokens * width(job.folder.config) * itemsize(job.teacher_ds)
+    return placement.sweep(job.batch.accumulation, nbytes)
 
 
 def hidden_states(job: Job, tokens: int) -> Parts:

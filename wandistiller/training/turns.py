@@ -11,10 +11,10 @@ from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
+from wandistiller.planner.teacher_memory import swept
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
@@ -92,8 +92,7 @@ class StudentTurn(Turn):
         return self.batches.batch(update, micro)
 
     def micro_steps(self, update: int) -> list[MicroStepResult]:
-        number = self.job.batch.accumulation
-        together = read_placement(self.job.teacher_ds).sweep(number)
+        number, together = self.job.batch.accumulation, swept(self.job)
         groups = [range(first, min(first + together, number)) for first in range(0, number, together)]
         return [result for group in groups for result in self._together(update, group)]
 

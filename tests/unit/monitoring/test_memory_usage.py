@@ -121,6 +121,7 @@ def test_the_step_s_line_names_the_worst_rank(output: Path) -> None:
     assert peaks[int(re.search(r" GiB on rank (\d)  ", line)[1])] == max(peaks)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow(tmp_path: Path, wan1: Path) -> None:
     """By less than 1 % after step 100; tests/bench/leak.py has 2,000."""
     output = train(tmp_path, wan1, ranks=1, max_steps=150, save_every=50, sample_every=50)

@@ -129,3 +129,22 @@ def test_rollouts_are_every_step_of_the_path_of_each_sample_on_all_gpus(publishe
     each = 2 * 20 * forward_flops(run.folder.config, (16, 1, 60, 104)) / 1e12
     seconds = len(run.items) * 3 * each / 8 / RATES.tflops
     assert StepTime(run, EIGHT_80, RATES).rollouts() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("frames", "together"), [(1, 33), (81, 1)])
+def test_weights_move_once_for_all_micro_steps_whose_hidden_states_take_a_gib(
+    published: Path, frames: int, together: int
+) -> None:
+    ds = {
+        "train_batch_size": 66,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
+    size = {"num_frames": frames, "prepare_batch": 1, "deepspeed_config": ds | {"bf16": {"enabled": True}}}
+    found = []
+    for name in ("streamed", "zero_inference_cpu"):
+        run = job(published, ONE_24, teacher_deepspeed_config=f"ds_configs/teacher/{name}.json", **size)
+        found.append(StepTime(run, ONE_24, RATES).all()[0])
+    assert (found[0].times, found[1].times) == (66 // together, 66)
+    assert found[0].computing() == pytest.approx(found[1].computing())
+    assert found[0].moves[0].nbytes < found[1].moves[0].nbytes  # what is not in the blocks stays there

@@ -70,8 +70,12 @@ class Placement(Kernels, ABC):
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
 
-    def sweep(self, micro_steps: int) -> int:
-        """Micro-steps, of so many in an update, whose samples go through the network together."""
+    def sweep(self, micro_steps: int, nbytes: int) -> int:
+        """Micro-steps, of so many in an update, whose samples go through the network together.
+
+        Args:
+            nbytes: hidden states of a micro-step, which wait between two blocks.
+        """
         return 1
 
     def sharers(self, topology: Topology) -> int:

@@ -18,6 +18,10 @@ from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader
 
+WAITING = 2**30
+"""Bytes of hidden states between two blocks, for 33 guided images of 480x832 with a 14B. A video computes for
+longer than the weights take to arrive, so it needs no others beside it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Placement):
@@ -30,14 +34,14 @@ class Streamed(Placement):
     sweeps: ClassVar[bool] = True
 
     sweep_micro_steps: Annotated[int, Field(ge=1)] | None = None
-    """Micro-steps that go through the blocks together; left out: all of an update."""
+    """Micro-steps that go through the blocks together; left out: all of an update, within WAITING bytes."""
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         peers, device = collectives.node_peers(), collectives.device()
         return load_streamed(reader, folder.configs[expert], dtype_of(ds), device, peers)
 
-    def sweep(self, micro_steps: int) -> int:
-        return min(self.sweep_micro_steps or micro_steps, micro_steps)
+    def sweep(self, micro_steps: int, nbytes: int) -> int:
+        return min(self.sweep_micro_steps or max(1, WAITING // nbytes), micro_steps)
 
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         blocks, others = _split(config, ds)
