@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from wandistiller.config.job import Job
-from wandistiller.engine.zero_memory import Bytes, one_at_a_time
+from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_memory import itemsize
@@ -24,7 +24,8 @@ def teacher_bytes(folder: WanFolder, ds: dict[str, Any], sharers: int) -> Bytes:
     Args:
         sharers: ranks that an engine of stage 3 is divided among.
     """
-    return one_at_a_time([_expert_bytes(config, ds, sharers) for config in folder.configs.values()])
+    experts = [_expert_bytes(config, ds, sharers) for config in folder.configs.values()]
+    return read_placement(ds).in_all(experts)
 
 
 @once_for_each

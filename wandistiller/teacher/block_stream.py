@@ -1,4 +1,4 @@
-"""A network whose blocks lie in CPU memory and come to the device one after the other, into two buffers."""
+"""Networks whose blocks lie in CPU memory and come to the device one after the other, into two buffers."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -11,49 +11,62 @@ BUFFERS = 2
 """One for the block that is computed, one for the next, which arrives meanwhile."""
 
 
+class Buffers:
+    """Memory on the device for two blocks of any of several networks, which are called in turn."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        """`nbytes`: of the largest block."""
+        self.tensors = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.held: list[Tensor | None] = [None] * BUFFERS
+        """The block in each buffer, or on its way there, as it is stored in CPU memory."""
+        self.current: Tensor | None = None
+        """The block that was asked for last."""
+        on_gpu = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if on_gpu else None
+        self._arrived = [torch.cuda.Event() if on_gpu else None for _ in self.tensors]
+
+    def fetch(self, stored: Tensor, place: int) -> None:
+        """Copy a block once the device has computed all that it was given, which used the buffer before."""
+        self.held[place] = stored
+        if self._copies:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            self.tensors[place][: len(stored)].copy_(stored, non_blocking=True)
+            if self._copies:
+                self._arrived[place].record()
+
+    def wait(self, place: int) -> None:
+        """Let the device wait for what was fetched last to this place; the host goes on."""
+        if self._copies:
+            torch.cuda.current_stream().wait_event(self._arrived[place])
+
+
 class BlockStream:
-    """Copies the blocks' weights to the device just before they are needed, each once for a sweep.
+    """Copies a network's blocks to the device just before they are needed, each once for a sweep.
 
     A block's parameters are views of one of the buffers, so nothing is allocated in a call. While the device
     computes a block, the next one is copied into the other buffer, whose block was computed before.
     """
 
-    def __init__(self, blocks: nn.ModuleList, stored: list[Tensor], buffers: list[Tensor]):
+    def __init__(self, blocks: nn.ModuleList, stored: list[Tensor], buffers: Buffers):
         """Hook `blocks`, whose parameters are views of the buffers in turn.
 
         Args:
             stored: the weights of each block in CPU memory, bytes as they lie in a buffer.
-            buffers: bytes on the device.
         """
-        self._stored, self.buffers = stored, buffers
-        self.held: list[int | None] = [None] * BUFFERS
-        """Number of the block in each buffer, or on its way there."""
-        self._now: int | None = None
-        on_gpu = buffers[0].is_cuda
-        self._copies = torch.cuda.Stream(buffers[0].device) if on_gpu else None
-        self._arrived = [torch.cuda.Event() if on_gpu else None for _ in buffers]
+        self._stored, self._buffers = stored, buffers
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._enter, number))
 
     def _enter(self, number: int, *_: Any) -> None:
-        if number == self._now:  # another batch of a sweep
+        buffers, block, place = self._buffers, self._stored[number], number % BUFFERS
+        if buffers.current is block:  # another batch of a sweep
             return
-        self._now, buffer = number, number % BUFFERS
-        if self.held[buffer] != number:
-            self._fetch(number)
-        if self._copies:
-            torch.cuda.current_stream().wait_event(self._arrived[buffer])
+        buffers.current = block
+        if buffers.held[place] is not block:
+            buffers.fetch(block, place)
+        buffers.wait(place)
         following = (number + 1) % len(self._stored)  # after the last the first, for the next call
-        if following % BUFFERS != buffer and self.held[following % BUFFERS] != following:
-            self._fetch(following)
-
-    def _fetch(self, number: int) -> None:
-        """Copy a block once the device has computed all that it was given, which used the buffer before."""
-        buffer, stored = number % BUFFERS, self._stored[number]
-        self.held[buffer] = number
-        if self._copies:
-            self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
-            self.buffers[buffer][: len(stored)].copy_(stored, non_blocking=True)
-            if self._copies:
-                self._arrived[buffer].record()
+        ahead, other = self._stored[following], following % BUFFERS
+        if other != place and buffers.held[other] is not ahead:
+            buffers.fetch(ahead, other)

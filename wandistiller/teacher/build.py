@@ -33,7 +33,7 @@ def build_teacher(
     owner = placement.owner(peers)
     here = owner is None or collectives.rank() == owner
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
-    experts = {e: placement.load(folder, e, reader, ds) for e, reader in readers.items()}
+    experts = placement.load_all(folder, readers, ds) if here else {}
     if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.faults]):
         raise ConfigError(*problems)
     teacher: Teacher | None = None

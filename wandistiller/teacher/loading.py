@@ -16,7 +16,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.engine.zero_memory import block_name
-from wandistiller.teacher.block_stream import BUFFERS, BlockStream
+from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -90,10 +90,11 @@ def load_streamed(
     dtype: torch.dtype,
     device: torch.device,
     peers: list[int],
+    buffers: Buffers,
 ) -> WanTransformer3DModel:
     """Load the blocks to CPU memory that `peers` share, page-locked for a GPU, the rest to `device`.
 
-    The blocks' parameters are views of buffers on the device, filled by a `BlockStream`. Collective.
+    The blocks' parameters are views of `buffers`, filled by a `BlockStream`. Collective.
     """
     model, places, sizes = meta_transformer(config), {}, Counter()
     for name, meta in _parameters(model, dtype):
@@ -105,7 +106,6 @@ def load_streamed(
     if device.type == "cuda":
         arena.pin()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
-    buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
     for name, meta in _one_by_one(model, dtype, reader):
         if name not in places:
             value = torch.empty_like(meta, device=device)
@@ -113,7 +113,7 @@ def load_streamed(
         else:
             block, offset = places[name]
             _read_share(reader, name, _piece(stored[block], offset, meta), peers)
-            value = _piece(buffers[list(sizes).index(block) % BUFFERS], offset, meta)
+            value = _piece(buffers.tensors[list(sizes).index(block) % BUFFERS], offset, meta)
         set_parameter(model, name, value)
     collectives.barrier()
     model.rope.to(device)

@@ -103,9 +103,10 @@ def test_one_copy_a_node_is_the_node_s(wans: dict[str, WanFolder], ranks: int) -
 def test_streamed_a_node_has_the_blocks_and_a_rank_two_of_them_and_the_rest(
     wans: dict[str, WanFolder], ranks: int
 ) -> None:
-    memory = teacher(wans[LARGE], "streamed", ranks)
-    blocks, others = memory.node, WHOLE - memory.node
-    assert memory == Bytes(device=others + 2 * blocks // LAYERS, node=blocks)
+    one, two = (teacher(wans[name], "streamed", ranks) for name in (LARGE, TWO))
+    blocks, others = one.node, WHOLE - one.node
+    assert one == Bytes(device=others + 2 * blocks // LAYERS, node=blocks)
+    assert two == Bytes(device=2 * others + 2 * blocks // LAYERS, node=2 * blocks)
     assert 0.97 * WHOLE < blocks < WHOLE
 
 

@@ -103,10 +103,11 @@ def buffers(model: torch.nn.Module) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def test_all_blocks_share_two_buffers_of_the_largest_block(streamed: LocalTeacher) -> None:
-    for model in streamed.experts.values():
-        block = sum(-(-p.nbytes // 64) * 64 for p in model.blocks[0].parameters())
-        assert [s.nbytes() for s in buffers(model)] == [block] * BUFFERS
+def test_all_blocks_of_both_experts_share_two_buffers_of_the_largest_block(streamed: LocalTeacher) -> None:
+    high, low = streamed.experts.values()
+    block = sum(-(-p.nbytes // 64) * 64 for p in high.blocks[0].parameters())
+    assert [s.nbytes() for s in buffers(high)] == [block] * BUFFERS
+    assert [s.data_ptr() for s in buffers(high)] == [s.data_ptr() for s in buffers(low)]
 
 
 def test_while_a_block_is_computed_the_next_one_arrives_in_the_other_buffer(

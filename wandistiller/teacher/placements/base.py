@@ -14,7 +14,7 @@ from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_schema import BLOCK, section_of
 from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.transfers import Topology, Transfer
-from wandistiller.engine.zero_memory import Bytes, ParameterSize, partition_bytes
+from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
 from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Index
 from wandistiller.wan.pipeline import WanFolder
@@ -70,6 +70,12 @@ class Placement(Kernels, ABC):
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
 
+    def load_all(
+        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
+    ) -> dict[Expert, nn.Module]:
+        """Load the experts to their places."""
+        return {expert: self.load(folder, expert, reader, ds) for expert, reader in readers.items()}
+
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         """Micro-steps, of so many in an update, whose samples go through the network together.
 
@@ -85,6 +91,10 @@ class Placement(Kernels, ABC):
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
         return Bytes(device=whole_bytes(config, ds))
+
+    def in_all(self, experts: list[Bytes]) -> Bytes:
+        """Memory of a rank for all experts, from `memory` of each."""
+        return one_at_a_time(experts)
 
     def overhead(self, ds: dict[str, Any]) -> int:
         """Bytes of CPU memory of a rank next to the weights."""

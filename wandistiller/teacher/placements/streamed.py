@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -11,8 +11,8 @@ from torch import nn
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.transfers import Topology, Transfer
-from wandistiller.engine.zero_memory import Bytes, block_name, round_up
-from wandistiller.teacher.block_stream import BUFFERS
+from wandistiller.engine.zero_memory import Bytes, block_name, one_at_a_time, round_up
+from wandistiller.teacher.block_stream import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
 from wandistiller.wan.pipeline import WanFolder
@@ -37,15 +37,29 @@ class Streamed(Placement):
     """Micro-steps that go through the blocks together; left out: all of an update, within WAITING bytes."""
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+        return self.load_all(folder, {expert: reader}, ds)[expert]
+
+    def load_all(
+        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
+    ) -> dict[Expert, nn.Module]:
         peers, device = collectives.node_peers(), collectives.device()
-        return load_streamed(reader, folder.configs[expert], dtype_of(ds), device, peers)
+        largest = max(max(_split(folder.configs[expert], ds)[0].values()) for expert in readers)
+        buffers = Buffers(largest, device)
+        return {
+            expert: load_streamed(reader, folder.configs[expert], dtype_of(ds), device, peers, buffers)
+            for expert, reader in readers.items()
+        }
 
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         return min(self.sweep_micro_steps or max(1, WAITING // nbytes), micro_steps)
 
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         blocks, others = _split(config, ds)
-        return Bytes(device=others + BUFFERS * max(blocks.values()), node=sum(blocks.values()))
+        return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
+
+    def in_all(self, experts: list[Bytes]) -> Bytes:
+        both = one_at_a_time(experts)  # the buffers serve each, and stay
+        return replace(both, device=both.device + both.transient, transient=0)
 
     def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
         if topology.accelerator:
