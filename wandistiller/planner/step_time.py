@@ -239,4 +239,5 @@ class StepTime:
         if not self.job.objective.needs_teacher or not self._streamed():
             return None
         call = self._call()
-        return max(1, ceil(call.moving(self.rates) / (call.computing() / self.job.batch.micro)))
+        each = call.computing() / self.job.batch.micro * swept(self.job)  # a sample of each of them
+        return max(1, ceil(call.moving(self.rates) / each))
