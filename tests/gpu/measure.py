@@ -61,7 +61,7 @@ def kernels(small: bool) -> Iterator[str]:
     size, best = (8, 8) if small else (60, 104), {}
     yield "| frames | attention | compiled | forward ms | forward and backward ms |\n|---|---|---|---|---|"
     for frames in (1, 5 if small else 21):
-        x, text = (torch.randn(1, *s, device=KIND) for s in ((16, frames, *size), (512, 4096)))
+        x, text = (torch.randn(1, *s, device=KIND) for s in ((16, frames, *size), (512, CONFIG["text_dim"])))
         for backend in BACKENDS[:1] if small else BACKENDS:
             for compiled in (False, True):
                 model = random_wan(config, 4)

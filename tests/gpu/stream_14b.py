@@ -27,7 +27,7 @@ CONFIG = {
     "num_attention_heads": 40,
     "attention_head_dim": 128,
     "ffn_dim": 13824,
-    "text_dim": 4096,
+    "text_dim": 32,  # of the small text encoder beside it
     "freq_dim": 256,
     "in_channels": 16,
     "out_channels": 16,
@@ -112,7 +112,7 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[
     rows = []
     for samples, micro_steps in batches:
         x_t = keyed_normal((samples, *LATENT), "x").to(device)
-        text = keyed_normal((samples, 512, 4096), "text").to(device, torch.bfloat16)
+        text = keyed_normal((samples, 512, CONFIG["text_dim"]), "text").to(device, torch.bfloat16)
         batch = Batch(x_t, x_t, x_t, torch.full((samples,), 0.5, device=device), text, Expert.HIGH_NOISE)
         update = partial(made.predict_all, [batch] * micro_steps, ())
         update()
