@@ -15,6 +15,7 @@ LEFT = 900 * 2**20
 """Bytes that are left free where memory is to run out: CUDA starts in them, and no run fits."""
 
 
+@not_rehearsed
 @pytest.mark.parametrize("num_frames", [1, 81])
 @pytest.mark.parametrize(
     ("student", "teacher"),
