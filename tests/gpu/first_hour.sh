@@ -13,10 +13,10 @@ if [ -n "${WHEELS-}" ]; then "$python" -m pip install -q --no-index --no-deps "$
 export HF_HUB_OFFLINE=1 REHEARSAL=${REHEARSAL-} PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 if [ "$REHEARSAL" ]; then
   export DS_ACCELERATOR=cpu
-  layers=1 small=--small
+  layers=1 small=--small batches="1x1 1x2"
 else
   export PYTORCH_ALLOC_CONF=expandable_segments:True DS_ACCELERATOR=cuda
-  layers=40 small=""
+  layers=40 small="" batches="1x1 4x1 16x1 1x16"
 fi
 tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu "$@"; }
 streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" --layers "$@"; }
@@ -24,9 +24,9 @@ measured() { "$python" tests/gpu/measure.py "$@" $small; }
 
 doctor() { "$python" -m wandistiller doctor --measure; }
 numbers() { tests tests/gpu/test_numbers.py -k "in_float32 or fp16"; }
-stream() { streamed $((layers > 4 ? 4 : 1)) --batches 1x1 4x1 16x1 1x16; }
+stream() { streamed $((layers > 4 ? 4 : 1)) --batches $batches; }
 overlap() { measured overlap; }
-stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches 1x1 16x1 1x16; }
+stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches $batches; }
 students() { measured students; }
 kernels() { measured kernels; }
 coders() { measured coders; }
@@ -46,7 +46,7 @@ for step in "${@:-${ALL[@]}}"; do
   if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
   (
     export -f $(compgen -A function)
-    export folder python layers small
+    export folder python layers small batches
     exec timeout -k 10 600 bash -uc "$step"
   ) >"$log" 2>&1
   code=$?
