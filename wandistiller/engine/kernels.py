@@ -1,4 +1,4 @@
-"""How the blocks of a network are computed: keys of the block "wandistiller" in both DeepSpeed JSONs."""
+"""Kernels of a network's blocks: keys of the block "wandistiller" in both DeepSpeed JSONs."""
 
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
