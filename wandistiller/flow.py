@@ -1,6 +1,7 @@
 """The flow-matching path and the distribution of sigma. Draws are keyed by (seed, step, sample index)."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert, GeneratedBatch
 
 Level = TypeVar("Level", float, Tensor)
+States = Callable[[list[int]], Tensor]
+"""Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
 JUDGED = (0.02, 0.98)
 """Noise levels at which a student's samples are judged; nearer to 0 and 1 scores say little."""
@@ -198,7 +201,7 @@ class FlowSchedule:
         return [s for s, sigma in enumerate(sigma_S[:-1]) if expert_at(sigma, self.boundary) is expert]
 
     def on_path(
-        self, sigma_S: Tensor, x_BSCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int
+        self, sigma_S: Tensor, states: States, text_BLD: Tensor, sample_index_B: list[int], step: int
     ) -> Batch:
         """Put each sample at the start of a segment of its cached path, drawn among those of its expert.
 
@@ -207,17 +210,16 @@ class FlowSchedule:
 
         Args:
             sigma_S: noise levels of the states, falling to 0, where the state is x0.
-            x_BSCFHW: states of each sample's path.
+            states: reads each sample's state of a number.
         """
         expert = self._expert(sample_index_B, step)
         segments = self.segments(expert, sigma_S.tolist())
         generators = [keyed_generator(self.seed, "segment", step, i) for i in sample_index_B]
-        drawn = [segments[torch.randint(len(segments), (), generator=g)] for g in generators]
-        s_B = torch.tensor(drawn, device=x_BSCFHW.device)
-        row_B = torch.arange(len(s_B), device=x_BSCFHW.device)
-        x_t_BCFHW, sigma_B = x_BSCFHW[row_B, s_B], sigma_S[s_B]
-        length_B1111 = (sigma_B - sigma_S[s_B + 1]).view(-1, 1, 1, 1, 1)
-        v_BCFHW = (x_t_BCFHW - x_BSCFHW[row_B, s_B + 1]) / length_B1111
+        s_B = [segments[torch.randint(len(segments), (), generator=g)] for g in generators]
+        following_B = [s + 1 for s in s_B]
+        x_t_BCFHW, sigma_B = states(s_B), sigma_S[s_B]
+        length_B1111 = (sigma_B - sigma_S[following_B]).view(-1, 1, 1, 1, 1)
+        v_BCFHW = (x_t_BCFHW - states(following_B)) / length_B1111
         x0_BCFHW = x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW
         return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
 

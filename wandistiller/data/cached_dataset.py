@@ -148,13 +148,14 @@ class CachedData:
     def _x0(self, keys: list[str]) -> Tensor:
         return self._moved(torch.stack([self._latents[key] for key in keys]))
 
-    def states(self, sample_index_B: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the teacher's paths of sample indices, float32: sigma_S and x_BSCFHW, S = steps + 1.
+    def levels(self, sample_index_B: list[int]) -> Tensor:
+        """Return sigma_S of the teacher's paths of sample indices, falling to 0.0, where the state is x0."""
+        return self._moved(self._latents.levels(self._keys_at(sample_index_B[0])[0]))
 
-        State s has the noise level sigma_S[s], falling to 0.0; the first is the noise, the last is x0.
-        """
-        paths = [self._latents.states(self._keys_at(i)[0]) for i in sample_index_B]
-        return self._moved(paths[0][0]), self._moved(torch.stack([x_SCFHW for _, x_SCFHW in paths]))
+    def states(self, sample_index_B: list[int], state_B: list[int]) -> Tensor:
+        """Return x_BCFHW, float32: of each sample's path the state of this number; the first is the noise."""
+        keys = [self._keys_at(i)[0] for i in sample_index_B]
+        return self._moved(torch.stack([*map(self._latents.state, keys, state_B)]))
 
     def _moved(self, t: Tensor) -> Tensor:
         """Copy to the accelerator without the synchronisation that a copy from pageable memory needs."""

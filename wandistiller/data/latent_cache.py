@@ -76,7 +76,8 @@ class LatentCache:
         self._folder, self._rollouts = folder, rollouts
         self._fps, self._samples_per_file, self._background = fps, samples_per_file, background
         making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
-        self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making)))
+        form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
+        self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making), *form))
         self._media = TensorCache(cache / "latents" / digest(fingerprint([folder.path / "vae"])))
         self._unusable = cache / "latents" / "unusable.json"
 
@@ -95,10 +96,15 @@ class LatentCache:
         """Return x0_CFHW, normalised, float32."""
         return (self._made if key in self._made else self._media).read(key, "x0")[0]
 
-    def states(self, key: str) -> tuple[Tensor, Tensor]:
-        """Return sigma_S and x_SCFHW of a rollout, float32: before each step, then x0 at sigma 0."""
-        sigma_T, x_TCFHW, x0_CFHW = self._made.read(key, "sigma", "path", "x0")
-        return torch.cat([sigma_T, sigma_T.new_zeros(1)]), torch.cat([x_TCFHW, x0_CFHW[None]])
+    def levels(self, key: str) -> Tensor:
+        """Return sigma_S of a rollout's states, float32: before each step, then x0 at sigma 0."""
+        sigma_T = self._made.read(key, "sigma")[0]
+        return torch.cat([sigma_T, sigma_T.new_zeros(1)])
+
+    def state(self, key: str, number: int) -> Tensor:
+        """Return x_CFHW of one of a rollout's states, float32: the first is the noise, the last is x0."""
+        is_last = number == len(self._made.read(key, "sigma")[0])
+        return self._made.read(key, "x0" if is_last else f"state {number}")[0]
 
     def fill_media(self, samples: dict[str, Sample]) -> dict[str, str]:
         """Encode images and videos, given by key, the files divided among the ranks. Collective.
@@ -180,5 +186,5 @@ class LatentCache:
         if r.keep_path:
             for i, named in enumerate(tensors.values()):
                 named["sigma"] = torch.tensor([sigma for sigma, _ in path])
-                named["path"] = torch.stack([x_t_BCFHW[i].float() for _, x_t_BCFHW in path])
+                named |= {f"state {s}": x_t_BCFHW[i].float() for s, (_, x_t_BCFHW) in enumerate(path)}
         return tensors

@@ -1,5 +1,7 @@
 """Training batches: the samples of each micro-step on this rank, at each kind of states."""
 
+from functools import partial
+
 from wandistiller.batch import GENERATED, NOISED, PATH, Batch, GeneratedBatch
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
@@ -38,7 +40,9 @@ class MicroBatches:
         if NOISED in self._states:
             batches[NOISED] = schedule.noised(self._data.x0(index_B), text_BLD, index_B, update)
         if PATH in self._states:
-            batches[PATH] = schedule.on_path(*self._data.states(index_B), text_BLD, index_B, update)
+            batches[PATH] = schedule.on_path(
+                self._data.levels(index_B), partial(self._data.states, index_B), text_BLD, index_B, update
+            )
         if GENERATED in self._states:
             batches[GENERATED] = schedule.generated(self._latent, text_BLD, index_B, update)
         return batches

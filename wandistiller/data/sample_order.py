@@ -5,6 +5,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from itertools import count
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -68,6 +69,7 @@ class SampleOrder:
         self._lengths, self._seed, self._global_batch = group_lengths, seed, global_batch
         self._steps = heapq.merge(*(self._moments(group) for group in range(len(group_lengths))))
         self._turns: list[tuple[int, int]] = []
+        self._lock = Lock()
 
     def locate(self, sample_index: int) -> tuple[int, int]:
         """Return (group, number within the group) at a global index, `step * global_batch` + slot."""
@@ -88,9 +90,10 @@ class SampleOrder:
 
     def _turn(self, step: int) -> tuple[int, int]:
         """(group, number of its steps before) of an optimizer step."""
-        while len(self._turns) <= step:
-            _, group, turn = next(self._steps)
-            self._turns.append((group, turn))
+        with self._lock:  # samples are also read ahead, in a thread
+            while len(self._turns) <= step:
+                _, group, turn = next(self._steps)
+                self._turns.append((group, turn))
         return self._turns[step]
 
     def _moments(self, group: int) -> Iterator[tuple[float, int, int]]:

@@ -172,6 +172,38 @@ def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:
         optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, False)
 
 
+ADAM_PART = 2**24
+"""Numbers that CPU Adam updates at once: some milliseconds. A multiple of its vectors, so no bit changes."""
+
+
+class AdamInParts:
+    """DeepSpeed's CPU Adam with pauses, in which other threads run Python.
+
+    Its `adam_update` keeps Python's lock (deepspeed 0.19.8), in ZeRO 1 and 2 for all weights in one call, so
+    that nobody could launch kernels meanwhile.
+    tests/unit/engine/test_workarounds.py::test_adam_in_parts_changes_no_bit.
+    """
+
+    def __init__(self, adam: Any):
+        self._adam = adam
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adam, name)
+
+    def adam_update(self, *settings_and_tensors: Any) -> None:
+        """Update the last four arguments: weights, gradients, and both moments."""
+        *settings, weights, _, _, _ = settings_and_tensors
+        tensors = [t.view(-1) for t in settings_and_tensors[-4:]]
+        for start in range(0, weights.numel(), ADAM_PART):
+            self._adam.adam_update(*settings, *(t[start : start + ADAM_PART] for t in tensors))
+
+
+def share_adam_s_time(optimizer: torch.optim.Optimizer) -> None:
+    """Let other threads run Python while this optimizer works, if it is DeepSpeed's CPU Adam."""
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        optimizer.ds_opt_adam = AdamInParts(optimizer.ds_opt_adam)
+
+
 def destroy_engines(engines: Iterable[Any]) -> None:
     """Release engines, which must not be called afterwards.
 

@@ -25,6 +25,7 @@ from wandistiller.engine.workarounds import (
     partition_before_moving,
     patch_flops_profiler,
     reset_adam_step_cache,
+    share_adam_s_time,
     skip_nonfinite_steps,
     uncount_skipped_step,
     without_dummy_step,
@@ -79,11 +80,16 @@ class Learner:
             self.engines[expert] = _engine(model, own, rates, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
-        optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
-        for optimizer in optimizers.values():
-            optimizer.register_step_pre_hook(lambda optimizer, *_: reset_adam_step_cache(optimizer))
+        self._hook_optimizers()
         averaged = {} if ema is None else self.trained
         self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
+
+    def _hook_optimizers(self) -> None:
+        optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
+        self._meanwhile: Callable[[], None] | None = None
+        for optimizer in optimizers.values():
+            share_adam_s_time(optimizer)
+            optimizer.register_step_pre_hook(self._before_optimizer)
 
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
@@ -100,6 +106,16 @@ class Learner:
     def step(self, expert: Expert) -> None:
         """Finish a micro-step; after the last one the engine updates the weights."""
         self.engine(expert).step()
+
+    def while_updating(self, begin: Callable[[], None] | None) -> None:
+        """Call `begin`, once, when an optimizer begins the next update; it starts work in another thread."""
+        self._meanwhile = begin
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        reset_adam_step_cache(optimizer)
+        begin, self._meanwhile = self._meanwhile, None
+        if begin:
+            begin()
 
     def lost_update(self, expert: Expert) -> bool:
         """Return whether the last step changed nothing, except by a float16 loss scale, which adapts."""

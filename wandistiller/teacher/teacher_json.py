@@ -79,4 +79,8 @@ def _block_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
     for key in sorted(block.keys() - own[name].keys()):
         text = f"It means nothing for the placement {name}; remove it."
         problems.append(problem(where, f"{BLOCK}.{key}", block.pop(key), text))
-    return problems + placements()[name](**block).problems(where, ds, world)
+    placement = placements()[name](**block)
+    if placement.ahead and not placement.can_work_ahead(ds):
+        text = "Only the placement streamed and an engine of stage 0 predict ahead; remove it."
+        problems.append(problem(where, f"{BLOCK}.ahead", True, text))
+    return problems + placement.problems(where, ds, world)

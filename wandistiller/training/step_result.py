@@ -135,7 +135,7 @@ def _gathered(
             for m in micro_steps
         ]
     )
-    seconds = Seconds(current.seconds[READING], sum(current.seconds.values()))
+    seconds = Seconds(current.seconds.get(READING, 0.0), sum(current.seconds.values()))
     about = [list(Expert).index(expert), float(stopping.reason is not None), *seconds, *memory_usage.read()]
     own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
     all_ranks = collectives.gather_tensor(own).view(world, -1)

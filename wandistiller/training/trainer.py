@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from wandistiller.batch import CRITIC, STUDENT
+from wandistiller.batch import CRITIC, STUDENT, Batch
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import set_aside_newer, steps
@@ -19,8 +19,10 @@ from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
+from wandistiller.planner.teacher_memory import swept
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
@@ -53,6 +55,8 @@ class Trainer:
         turns = {role: TURNS[role](job, self.batches, self.learners, teacher) for role in self.learners}
         self.turns = [turns[role] for role in job.objective.roles]
         """A step's updates, the student's last."""
+        updates, depth = job.run.max_steps * len(self.turns), swept(job)
+        self.reads = ReadAhead(self._read, job.batch.accumulation, updates, depth)
         self.monitor = Monitor(job, student.monitors)
         self.pictures = PictureDrawer(job, data, text, teacher, student)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
@@ -105,7 +109,8 @@ class Trainer:
 
     def update(self, turn: Turn, number: int, step: int) -> StepResult:
         """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
-        micro_steps = turn.micro_steps(number)
+        following = None if self._draws(step + 1) else number + len(self.turns)
+        micro_steps = turn.micro_steps(number, self.reads, following)
         set_activity(f"finishing step {step + 1}")
         result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total), turn.learner
         if not math.isfinite(result.loss) or learner.lost_update(result.expert):
@@ -114,11 +119,17 @@ class Trainer:
         learner.update_ema(result.expert, step + 1)
         return replace(result, **learner.state(result.expert))
 
+    def _read(self, update: int, micro: int) -> dict[str, Batch]:
+        return self.turns[update % len(self.turns)].read(update, micro)
+
+    def _draws(self, done: int) -> bool:
+        """Return whether pictures are due after `done` steps, as they are after the last."""
+        return done % self.job.run.sample_every == 0 or done == self.job.run.max_steps
+
     def draw_if_due(self, done: int, *, again: bool = True) -> bool:
         """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
-        run, file = self.job.run, self.job.picture(done)
-        due = done % run.sample_every == 0 or done == run.max_steps
-        if not due or not again and collectives.broadcast_object(file.is_file()):
+        file = self.job.picture(done)
+        if not self._draws(done) or not again and collectives.broadcast_object(file.is_file()):
             return False
         set_activity(f"drawing pictures after step {done}")
         with within("draw"):

@@ -2,6 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,14 +13,22 @@ from torch import Tensor
 from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, GeneratedBatch, Prediction
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.distributed import collectives
 from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.planner.teacher_memory import swept
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.training.ahead import worker
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
+
+TEACHER = "the teacher's forward pass"
+"""An activity of a step."""
+Reads = Callable[[int, int], dict[str, Batch]]
+"""This rank's samples of an update and a micro-step by kind of states, `Turn.read` of that update's turn."""
 
 
 def propagate_nonfinite(loss: Tensor) -> Tensor:
@@ -52,8 +64,13 @@ class Turn(ABC):
         """Return this rank's samples of a micro-step by kind of states."""
 
     @abstractmethod
-    def micro_steps(self, update: int) -> list[MicroStepResult]:
-        """Make all forward and backward passes on this rank's samples of an update, counted from 0."""
+    def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+        """Make all forward and backward passes on this rank's samples of an update, counted from 0.
+
+        Args:
+            reads: where the samples come from.
+            following: the turn's next update, if the teacher may already predict for it.
+        """
 
     @abstractmethod
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
@@ -77,6 +94,12 @@ class Turn(ABC):
 class StudentTurn(Turn):
     """The student's updates, by the run's objective."""
 
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._worker = worker("teacher")
+        self._begun: dict[int, Future[tuple[list[dict[str, Batch]], list[Prediction | None]]]] = {}
+        """Samples, and the teacher's predictions for them, of the first micro-steps of a later update."""
+
     @property
     def learner(self) -> Learner:
         return self.student
@@ -91,23 +114,53 @@ class StudentTurn(Turn):
     def read(self, update: int, micro: int) -> dict[str, Batch]:
         return self.batches.batch(update, micro)
 
-    def micro_steps(self, update: int) -> list[MicroStepResult]:
-        number, together = self.job.batch.accumulation, swept(self.job)
-        groups = [range(first, min(first + together, number)) for first in range(0, number, together)]
-        return [result for group in groups for result in self._together(update, group)]
+    def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+        ahead = self._works_ahead and following is not None
+        self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
+        return [result for group in self._groups for result in self._together(update, group, reads)]
 
-    def _together(self, update: int, group: range) -> list[MicroStepResult]:
+    @property
+    def _groups(self) -> list[range]:
+        """Micro-steps of an update whose samples go through the teacher together."""
+        number, together = self.job.batch.accumulation, swept(self.job)
+        return [range(first, min(first + together, number)) for first in range(0, number, together)]
+
+    def _together(self, update: int, group: range, reads: Reads) -> list[MicroStepResult]:
         """Make micro-steps whose samples go through the teacher together."""
+        if group.start == 0 and (ahead := self._begun.pop(update, None)):
+            with activity(TEACHER):
+                batches, teacher = ahead.result()
+            return [self._micro_step(*of_one, None) for of_one in zip(batches, teacher, strict=True)]
         with activity(READING):
-            batches = [self.read(update, micro) for micro in group]
+            batches = [reads(update, micro) for micro in group]
         if self._samples:
             with activity("the student's sampling"):
                 for of_kinds in batches:
                     of_kinds[GENERATED] = self._simulated(of_kinds[GENERATED])
-        with activity("the teacher's forward pass"):
+        with activity(TEACHER):
             teacher = self.job.matched_objective.predictions(self.teacher, batches)
             at_samples = self._at_samples(batches)
         return [self._micro_step(*of_one) for of_one in zip(batches, teacher, at_samples, strict=True)]
+
+    @property
+    def _works_ahead(self) -> bool:
+        """True if the teacher predicts for the next update while the optimizer updates the weights.
+
+        Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
+        is asked about the student's samples.
+        """
+        ds, on_gpu = self.job.teacher_ds, collectives.device().type == "cuda"
+        depends = self._samples or not self.job.objective.asks_at_noised
+        return not depends and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
+
+    def _begin(self, update: int, reads: Reads) -> None:
+        """Read the first micro-steps of an update, and ask the teacher about them, in a thread."""
+
+        def ask() -> tuple[list[dict[str, Batch]], list[Prediction | None]]:
+            batches = [reads(update, micro) for micro in self._groups[0]]
+            return batches, self.job.matched_objective.predictions(self.teacher, batches)
+
+        self._begun[update] = self._worker.submit(ask)
 
     def _simulated(self, batch: GeneratedBatch) -> GeneratedBatch:
         return simulate(batch, self.student.velocity, self.job.schedule.few)
@@ -178,12 +231,13 @@ class CriticTurn(Turn):
         real = {REAL: self.batches.real(update, micro, batch.judged)} if HEADS in self.names else {}
         return {GENERATED: batch, **real}
 
-    def micro_steps(self, update: int) -> list[MicroStepResult]:
-        return [self._micro_step(update, micro) for micro in range(self.job.batch.accumulation)]
+    def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+        number = self.job.batch.accumulation
+        return [self._micro_step(partial(reads, update, micro)) for micro in range(number)]
 
-    def _micro_step(self, update: int, micro: int) -> MicroStepResult:
+    def _micro_step(self, read: Callable[[], dict[str, Batch]]) -> MicroStepResult:
         with activity(READING):
-            batches = self.read(update, micro)
+            batches = read()
         with activity("the student's sampling"), torch.no_grad():
             batch = simulate(batches.pop(GENERATED), self.student.velocity, self.job.schedule.few)
             states = judged(batch, self.student.velocity(batch))

@@ -199,7 +199,8 @@ def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: P
     noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
     velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
     x0, path = denoise(velocity, wan, 3.0, noise[None], text_of(["a"]), 2)
-    sigma_S, x_SCFHW = cached.states(cached.key(sample))
+    sigma_S = cached.levels(key := cached.key(sample))
+    x_SCFHW = torch.stack([cached.state(key, number) for number in range(3)])
     assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()
     assert torch.equal(x_SCFHW, torch.cat([*(x for _, x in path), x0])) and torch.equal(x_SCFHW[0], noise)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.flow import FlowSchedule, keyed_normal
+from wandistiller.flow import FlowSchedule, States, keyed_normal
 
 STEPS_DOWN = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
 SCHEDULE = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=4)
@@ -21,7 +21,11 @@ def states(v: Tensor, x0: Tensor) -> Tensor:
 
 def on_path(x_BSCFHW: Tensor, step: int = 0, schedule: FlowSchedule = SCHEDULE) -> Batch:
     indices = [4 * step + i for i in range(4)]
-    return schedule.on_path(STEPS_DOWN, x_BSCFHW, torch.zeros(4, 1, 1), indices, step)
+    return schedule.on_path(STEPS_DOWN, states_of(x_BSCFHW), torch.zeros(4, 1, 1), indices, step)
+
+
+def states_of(x_BSCFHW: Tensor) -> States:
+    return lambda state_B: x_BSCFHW[torch.arange(len(state_B)), state_B]
 
 
 @pytest.fixture(scope="module")
@@ -77,5 +81,7 @@ def test_a_segment_depends_on_seed_step_and_sample_index_alone(line: tuple[Tenso
     whole, x_BSCFHW = on_path(states(*line), 3), states(*line)
     torch.manual_seed(5)
     for i in (3, 1, 0, 2):
-        alone = SCHEDULE.on_path(STEPS_DOWN, x_BSCFHW[i : i + 1], torch.zeros(1, 1, 1), [12 + i], 3)
+        alone = SCHEDULE.on_path(
+            STEPS_DOWN, states_of(x_BSCFHW[i : i + 1]), torch.zeros(1, 1, 1), [12 + i], 3
+        )
         assert alone.sigma_B[0] == whole.sigma_B[i] and torch.equal(alone.x_t_BCFHW[0], whole.x_t_BCFHW[i])

@@ -38,6 +38,9 @@ class Placement(Kernels, ABC):
     guidance_passes: Annotated[int, Field(ge=1, le=2)] = 1
     """2: text and null branch one after the other, for half the memory of a call."""
 
+    ahead: bool | None = None
+    """Predict for the next update while the optimizer updates the weights; left out: where there are GPUs."""
+
     @property
     def name(self) -> str:
         """The name of the module, as a JSON has it."""
@@ -83,6 +86,14 @@ class Placement(Kernels, ABC):
             nbytes: hidden states of a micro-step, which wait between two blocks.
         """
         return 1
+
+    def can_work_ahead(self, ds: dict[str, Any]) -> bool:
+        """Return whether a thread may ask the network: a rank asks it alone, and it leaves CPU time free."""
+        return False
+
+    def works_ahead(self, ds: dict[str, Any], *, on_gpu: bool) -> bool:
+        """Return whether the network predicts for the next update while the weights are updated."""
+        return self.can_work_ahead(ds) and (on_gpu if self.ahead is None else self.ahead)
 
     def sharers(self, topology: Topology) -> int:
         """Ranks that the weights are divided among."""

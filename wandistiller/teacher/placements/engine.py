@@ -64,6 +64,9 @@ class Engine(Placement):
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
 
+    def can_work_ahead(self, ds: dict[str, Any]) -> bool:
+        return section_of(ds, "zero_optimization").get("stage", 0) == 0
+
     def sharers(self, topology: Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 

@@ -53,6 +53,9 @@ class Streamed(Placement):
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         return min(self.sweep_micro_steps or max(1, WAITING // nbytes), micro_steps)
 
+    def can_work_ahead(self, ds: dict[str, Any]) -> bool:
+        return True
+
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         blocks, others = _split(config, ds)
         return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
