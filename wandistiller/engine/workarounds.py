@@ -3,11 +3,9 @@
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -25,10 +23,11 @@ from torch import nn
 
 from wandistiller.engine.ds_config import stage
 from wandistiller.engine.optimizer_state import is_plain
+from wandistiller.engine.start_time import leave_out_muon, read_cpu_info_in_this_process
 from wandistiller.utils.extension_locks import sole_builder
 
-# a second each; deepspeed 0.19.8 calls it three times while it starts CPU Adam
-cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+read_cpu_info_in_this_process()
+leave_out_muon()
 
 
 def build_one_at_a_time() -> None:

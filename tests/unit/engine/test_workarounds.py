@@ -1,8 +1,12 @@
 """Workarounds for DeepSpeed that change no number."""
 
+import sys
+
+import cpuinfo
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from ranks import run
 
 from wandistiller.engine import workarounds
 from wandistiller.flow import keyed_normal
@@ -25,3 +29,23 @@ def test_adam_in_parts_changes_no_bit(size: int, monkeypatch: pytest.MonkeyPatch
     whole = weights_after(3, size)
     monkeypatch.setattr(workarounds, "ADAM_PART", 1024)
     assert all(map(torch.equal, weights_after(3, size), whole))
+
+
+def test_the_processor_is_known_as_the_library_knows_it() -> None:
+    found, whole = cpuinfo.get_cpu_info(), cpuinfo.cpuinfo._get_cpu_info_internal()
+    assert all(found[key] == whole[key] for key in ("arch", "bits", "vendor_id_raw"))
+    assert set(found["flags"]) <= set(whole["flags"])
+    assert all((flag in found["flags"]) == (flag in whole["flags"]) for flag in ("avx2", "avx512f"))
+
+
+def test_an_engine_with_adam_starts_without_torch_s_compiler() -> None:
+    code = """
+import sys, torch, deepspeed
+from wandistiller.distributed import collectives
+import wandistiller.engine.workarounds
+collectives.init("warning")
+ds = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+deepspeed.initialize(model=torch.nn.Linear(2, 2), config=ds | {"zero_optimization": {"stage": 2}})
+assert "torch._inductor.lowering" not in sys.modules
+"""
+    run([sys.executable, "-c", code])
