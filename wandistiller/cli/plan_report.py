@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from wandistiller.config.job import Job
 from wandistiller.config.summary import summary
 from wandistiller.engine.activation_checkpointing import SECTION
+from wandistiller.engine.transfers import Transfer
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
@@ -91,16 +92,17 @@ def _row(name: str, numbers: Iterable[int]) -> str:
 def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     """Computation and transfers of a step, and its least time."""
     costs = StepTime(job, machine, rates)
-    lines = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'moves':>11}  of it"]
+    lines = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'waits':>11}  for"]
     for cost in costs.all():
-        moved = ", ".join(
-            f"{m.nbytes / GIB:.2f} GiB {m.what} at {getattr(rates, m.way):g} GB/s" for m in cost.moves
-        )
+        moved = [_transfer(one, rates) for one in cost.moves]
+        moved += [f"{_transfer(one, rates)} (nothing computes meanwhile)" for one in cost.waits_for]
         lines.append(
             f"{cost.what:<32}{cost.times:>6}{cost.times * cost.tflop:>10.1f}{cost.computing():>9.3f} s"
-            f"{cost.moving(rates):>9.3f} s  {moved}"
+            f"{cost.waiting(rates):>9.3f} s  {', '.join(moved)}"
         )
-    waiting = sum(max(0.0, c.moving(rates) - c.computing()) for c in costs.all())
+    if ahead := costs.ahead():
+        lines.append(f"the teacher works for the next step during {ahead:.3f} s of the optimizer's")
+    waiting = sum(cost.waiting(rates) for cost in costs.all()) - ahead
     least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
     lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
     micro = costs.micro_batch_that_hides_streaming()
@@ -110,6 +112,10 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
             f"a micro-step on; now {job.batch.micro}"
         )
     return lines
+
+
+def _transfer(one: Transfer, rates: Rates) -> str:
+    return f"{one.nbytes / GIB:.2f} GiB {one.what} at {getattr(rates, one.way):g} GB/s"
 
 
 def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:

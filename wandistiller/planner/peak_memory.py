@@ -39,6 +39,9 @@ CUDA_PROCESS = 2500 * MIB
 """CPU memory of a rank with CUDA's libraries; not measured by us."""
 CONTEXT = 500 * MIB
 """GPU memory of CUDA next to torch's allocator; not measured by us."""
+NCCL = 600 * MIB
+"""GPU memory of NCCL's channels where there are several ranks: 0.3 to 1 GB by their number and links; not
+measured by us."""
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST = "student's gradients in float32"
@@ -84,7 +87,10 @@ class _Planner:
         self.base = self._libraries(PROCESS)
 
     def _libraries(self, process: int) -> Parts:
-        return {"libraries": Bytes(device=CONTEXT, host=CUDA_PROCESS) if self.gpu else Bytes(host=process)}
+        if not self.gpu:
+            return {"libraries": Bytes(host=process)}
+        nccl = NCCL if self.machine.ranks > 1 else 0
+        return {"libraries": Bytes(device=CONTEXT + nccl, host=CUDA_PROCESS)}
 
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)

@@ -41,21 +41,31 @@ class StageTime(NamedTuple):
     """10^12 operations a second at which they are done."""
     moves: tuple[Transfer, ...]
     """Transfers at the same time."""
+    waits_for: tuple[Transfer, ...] = ()
+    """Transfers in each repetition during which nothing is computed."""
 
     def computing(self) -> float:
         """Seconds of arithmetic, of all repetitions."""
         return self.times * self.tflop / self.tflops
 
     def moving(self, rates: Rates) -> float:
-        """Seconds of the slowest way, of all repetitions."""
-        seconds: Counter[str] = Counter()
-        for m in self.moves:
-            seconds[m.way] += m.nbytes / (1e9 * getattr(rates, m.way))
-        return self.times * max(seconds.values(), default=0.0)
+        """Seconds of the slowest way of what moves meanwhile, of all repetitions."""
+        return self.times * _slowest(self.moves, rates)
+
+    def waiting(self, rates: Rates) -> float:
+        """Seconds in which nothing is computed, of all repetitions."""
+        return max(0.0, self.moving(rates) - self.computing()) + self.times * _slowest(self.waits_for, rates)
 
     def seconds(self, rates: Rates) -> float:
         """Least seconds."""
-        return max(self.computing(), self.moving(rates))
+        return self.computing() + self.waiting(rates)
+
+
+def _slowest(transfers: tuple[Transfer, ...], rates: Rates) -> float:
+    seconds: Counter[str] = Counter()
+    for one in transfers:
+        seconds[one.way] += one.nbytes / (1e9 * getattr(rates, one.way))
+    return max(seconds.values(), default=0.0)
 
 
 class _Learner(NamedTuple):
@@ -125,7 +135,18 @@ class StepTime:
 
     def floor(self) -> float:
         """Least seconds of a step."""
-        return sum(work.seconds(self.rates) for work in self.all())
+        return sum(work.seconds(self.rates) for work in self.all()) - self.ahead()
+
+    def ahead(self) -> float:
+        """Seconds of the optimizer's step in which the teacher already predicts for the next one."""
+        j, on_gpu = self.job, self.topology.accelerator
+        if j.objective.calls_at_generated or not j.objective.asks_at_noised:
+            return 0.0
+        if not read_placement(j.teacher_ds).works_ahead(j.teacher_ds, on_gpu=on_gpu):
+            return 0.0
+        teacher, *_, optimizer = self.all()
+        asked = teacher.seconds(self.rates) / (teacher.times if j.objective.student_blocks else 1)
+        return min(asked, optimizer.moving(self.rates))
 
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
@@ -178,15 +199,33 @@ class StepTime:
         call = self._mean(lambda latent: forward_flops(one.shape[0], latent))
         tflop = j.batch.micro * (one.states * each + one.calls * call) / 1e12
         gradients = itemsize(ds) * network.trained_numel
-        moves: list[Transfer] = []
+        given: list[Transfer] = []
         if stage(ds) >= 2:
-            moves += ring_transfers("gradients to the other ranks", self._reduced(gradients, ds), t)
+            given += ring_transfers("gradients to the other ranks", self._reduced(gradients, ds), t)
+        if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
+            given.append(Transfer("gradients over PCIe", self._offloaded(network.trained_numel, ds), "pcie"))
+        moves: list[Transfer] = []
         if stage(ds) == 3:
             moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
-        if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
-            moves.append(Transfer("gradients over PCIe", gradients // t.ranks, "pcie"))
-        times = one.updates * j.batch.accumulation
-        return StageTime(f"the {one.role}'s passes", times, tflop, self.rates.tflops, tuple(moves))
+        times, tflops = one.updates * j.batch.accumulation, self.rates.tflops
+        # stages 1 and 2 give gradients away on the stream that computes (deepspeed 0.19.8)
+        if meanwhile := stage(ds) == 3 or ds["zero_optimization"].get("overlap_comm", False):
+            moves += given
+        waits_for = () if meanwhile else tuple(given)
+        return StageTime(f"the {one.role}'s passes", times, tflop, tflops, tuple(moves), waits_for)
+
+    def _offloaded(self, trained: int, ds: dict[str, Any]) -> int:
+        """Bytes of gradients over PCIe in a micro-step, of k: the mean over an update's.
+
+        Stage 2 adds each micro-step's to those in CPU memory on the accelerator, so they go there and back,
+        and at last once in float32: 4 k + 2 bytes in bf16, and 4 of one micro-step. Stage 1 does so once an
+        update, and stage 3 adds them up where they are (deepspeed 0.19.8, `copy_grads_in_partition`).
+        """
+        k, item, part = ds["gradient_accumulation_steps"], itemsize(ds), trained // self.topology.ranks
+        if stage(ds) == 3:
+            return item * part
+        added = 0 if k == 1 else 2 * item if stage(ds) == 1 else (2 * k - 1) * item
+        return part * (4 + added) // k
 
     def _gathered(self, one: _Learner, whole: int) -> Iterator[Transfer]:
         """Transfers of a network's weights under ZeRO-3 in a micro-step.
@@ -213,11 +252,11 @@ class StepTime:
         t, ds = self.topology, one.ds
         trained, home = network_of(*one.shape).trained_numel, offload_section(ds, "optimizer")["device"]
         whole, part = trained * itemsize(ds), trained // t.ranks
-        of_node, moves = part * t.ranks_on_node, []
+        of_node, moves, waits_for = part * t.ranks_on_node, [], []
         if stage(ds) <= 1:
-            moves += ring_transfers("gradients to the other ranks", self._reduced(whole, ds), t)
+            waits_for += ring_transfers("gradients to the other ranks", self._reduced(whole, ds), t)
         if stage(ds) in (1, 2):
-            moves += ring_transfers("new weights from the other ranks", whole, t)
+            waits_for += ring_transfers("new weights from the other ranks", whole, t)
         if home != "none" or not t.accelerator:
             moves.append(Transfer("weights and moments in CPU memory", ADAM_BYTES * of_node, "memory"))
         if home != "none" and t.accelerator:
@@ -225,7 +264,7 @@ class StepTime:
         if home == "nvme":
             moves.append(Transfer("weights and moments from and to disk", 32 * of_node, "disk"))
         name = "the optimizer's step" if one.role == STUDENT else f"the {one.role}'s optimizer"
-        return StageTime(name, one.updates, 0.0, self.rates.tflops, tuple(moves))
+        return StageTime(name, one.updates, 0.0, self.rates.tflops, tuple(moves), tuple(waits_for))
 
     def _reduced(self, gradients: int, ds: dict[str, Any]) -> int:
         """Bytes around the ring to average gradients: twice as many, but for NCCL's reduce-scatter.

@@ -65,8 +65,9 @@ def cast_bytes(network: Network, ds: dict[str, Any]) -> int:
 
 
 def bucket_bytes(network: Network, ds: dict[str, Any]) -> int:
-    """Bytes of gradients that are sent to the other ranks at once."""
-    return itemsize(ds) * min(network.trained_numel, zero_setting(ds, "reduce_bucket_size"))
+    """Bytes for gradients on their way to other ranks, twice where the next are computed meanwhile."""
+    at_once = itemsize(ds) * min(network.trained_numel, zero_setting(ds, "reduce_bucket_size"))
+    return at_once * (2 if stage(ds) < 3 and ds["zero_optimization"].get("overlap_comm") else 1)
 
 
 def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:

@@ -27,6 +27,8 @@ from wandistiller.utils.logging import activity
 
 TEACHER = "the teacher's forward pass"
 """An activity of a step."""
+Asked = tuple[list[dict[str, Batch]], list[Prediction | None]]
+"""Samples of micro-steps by kind of states, and the teacher's predictions for them."""
 Reads = Callable[[int, int], dict[str, Batch]]
 """This rank's samples of an update and a micro-step by kind of states, `Turn.read` of that update's turn."""
 
@@ -97,8 +99,8 @@ class StudentTurn(Turn):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self._worker = worker("teacher")
-        self._begun: dict[int, Future[tuple[list[dict[str, Batch]], list[Prediction | None]]]] = {}
-        """Samples, and the teacher's predictions for them, of the first micro-steps of a later update."""
+        self._begun: dict[int, Future[list[Asked]]] = {}
+        """What was asked for a later update, in the order of its micro-steps."""
 
     @property
     def learner(self) -> Learner:
@@ -115,9 +117,22 @@ class StudentTurn(Turn):
         return self.batches.batch(update, micro)
 
     def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+        asked = self._asked_ahead(update)
         ahead = self._works_ahead and following is not None
         self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
-        return [result for group in self._groups for result in self._together(update, group, reads)]
+        results = []
+        for group in self._groups:
+            batches, teacher = asked.pop(0) if asked else self._ask(update, group, reads)
+            at_samples = self._at_samples(batches)
+            of_each = zip(batches, teacher, at_samples, strict=True)
+            results += [self._micro_step(*of_one) for of_one in of_each]
+        return results
+
+    def _asked_ahead(self, update: int) -> list[Asked]:
+        if not (begun := self._begun.pop(update, None)):
+            return []
+        with activity(TEACHER):
+            return begun.result()
 
     @property
     def _groups(self) -> list[range]:
@@ -125,12 +140,8 @@ class StudentTurn(Turn):
         number, together = self.job.batch.accumulation, swept(self.job)
         return [range(first, min(first + together, number)) for first in range(0, number, together)]
 
-    def _together(self, update: int, group: range, reads: Reads) -> list[MicroStepResult]:
-        """Make micro-steps whose samples go through the teacher together."""
-        if group.start == 0 and (ahead := self._begun.pop(update, None)):
-            with activity(TEACHER):
-                batches, teacher = ahead.result()
-            return [self._micro_step(*of_one, None) for of_one in zip(batches, teacher, strict=True)]
+    def _ask(self, update: int, group: range, reads: Reads) -> Asked:
+        """Read the samples of micro-steps that go through the teacher together, and ask it about them."""
         with activity(READING):
             batches = [reads(update, micro) for micro in group]
         if self._samples:
@@ -138,9 +149,7 @@ class StudentTurn(Turn):
                 for of_kinds in batches:
                     of_kinds[GENERATED] = self._simulated(of_kinds[GENERATED])
         with activity(TEACHER):
-            teacher = self.job.matched_objective.predictions(self.teacher, batches)
-            at_samples = self._at_samples(batches)
-        return [self._micro_step(*of_one) for of_one in zip(batches, teacher, at_samples, strict=True)]
+            return batches, self.job.matched_objective.predictions(self.teacher, batches)
 
     @property
     def _works_ahead(self) -> bool:
@@ -154,13 +163,17 @@ class StudentTurn(Turn):
         return not depends and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
 
     def _begin(self, update: int, reads: Reads) -> None:
-        """Read the first micro-steps of an update, and ask the teacher about them, in a thread."""
+        """Read an update's samples, and ask the teacher about them, in a thread.
 
-        def ask() -> tuple[list[dict[str, Batch]], list[Prediction | None]]:
-            batches = [reads(update, micro) for micro in self._groups[0]]
+        Of hidden states to compare, which are large, only those of the first micro-steps.
+        """
+        groups = self._groups[:1] if self.job.objective.student_blocks else self._groups
+
+        def ask(group: range) -> Asked:
+            batches = [reads(update, micro) for micro in group]
             return batches, self.job.matched_objective.predictions(self.teacher, batches)
 
-        self._begun[update] = self._worker.submit(ask)
+        self._begun[update] = self._worker.submit(lambda: [*map(ask, groups)])
 
     def _simulated(self, batch: GeneratedBatch) -> GeneratedBatch:
         return simulate(batch, self.student.velocity, self.job.schedule.few)
@@ -178,9 +191,10 @@ class StudentTurn(Turn):
         """
         if not self._samples or not self.teacher or len(batches) == 1:
             return [None] * len(batches)
-        with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
-            samples = [judged(b[GENERATED], self.student.predict(b)[GENERATED].v_BCFHW) for b in batches]
-        return [lambda _, p=p: p.v_BCFHW for p in self.teacher.predict_all(samples, ())]
+        with activity(TEACHER):
+            with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
+                samples = [judged(b[GENERATED], self.student.predict(b)[GENERATED].v_BCFHW) for b in batches]
+            return [lambda _, p=p: p.v_BCFHW for p in self.teacher.predict_all(samples, ())]
 
     def _micro_step(
         self, batches: dict[str, Batch], teacher: Prediction | None, at_samples: Ask | None

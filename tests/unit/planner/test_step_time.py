@@ -8,7 +8,7 @@ from planned import published_job as job
 
 from wandistiller.config.job import Job
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.step_time import ADAM_BYTES, StepTime
+from wandistiller.planner.step_time import ADAM_BYTES, StageTime, StepTime
 from wandistiller.utils.files import read_json
 from wandistiller.wan.flops import forward_flops
 from wandistiller.wan.transformer import numels
@@ -42,7 +42,8 @@ def test_the_teacher_s_weights_go_once_to_every_rank_that_shares_them(
 def sent_between_nodes(run: Job) -> int:
     """Bytes of a whole step between two nodes."""
     stages = StepTime(run, TWO_NODES, RATES).all()
-    return sum(s.times * m.nbytes for s in stages for m in s.moves if m.way == "network")
+    moves = [(s.times, m) for s in stages for m in (*s.moves, *s.waits_for)]
+    return sum(times * m.nbytes for times, m in moves if m.way == "network")
 
 
 AROUND = {
@@ -148,3 +149,48 @@ def test_weights_move_once_for_all_micro_steps_whose_hidden_states_take_a_gib(
     assert (found[0].times, found[1].times) == (66 // together, 66)
     assert found[0].computing() == pytest.approx(found[1].computing())
     assert found[0].moves[0].nbytes < found[1].moves[0].nbytes  # what is not in the blocks stays there
+
+
+def passes(run: Job, machine: Machine) -> StageTime:
+    return next(stage for stage in StepTime(run, machine, RATES).all() if "passes" in stage.what)
+
+
+def with_zero(**settings: object) -> dict[str, object]:
+    """The shipped ZeRO-2 with the optimizer in CPU memory, with other settings."""
+    ds = read_json("ds_configs/student/zero2_offload.json")
+    return ds | {"zero_optimization": ds["zero_optimization"] | settings}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_are_sent_while_the_next_are_computed_only_with_overlap_comm(
+    published: Path, *, overlap: bool
+) -> None:
+    run = job(published, EIGHT_80, deepspeed_config=with_zero(overlap_comm=overlap))
+    stage = passes(run, EIGHT_80)
+    sent = [one.what for one in (stage.moves if overlap else stage.waits_for)]
+    assert sent == ["gradients to the other ranks", "gradients over PCIe"]
+    assert not (stage.waits_for if overlap else stage.moves)
+    waits = stage.seconds(RATES) - stage.computing()
+    assert waits == pytest.approx(0 if overlap else stage.waiting(RATES)) and (overlap or waits > 0)
+
+
+@pytest.mark.parametrize(("micro_steps", "nbytes"), [(1, 4), (2, 10), (8, 34)])
+def test_offloaded_gradients_go_there_and_back_for_each_micro_step_of_stage_2(
+    published: Path, micro_steps: int, nbytes: int
+) -> None:
+    ds = with_zero() | {"gradient_accumulation_steps": micro_steps}
+    run = job(published, ONE_24, deepspeed_config=ds)
+    stage, numel = passes(run, ONE_24), sum(numels(run.student_transformer).values())
+    moved = sum(one.nbytes for one in (*stage.moves, *stage.waits_for))
+    assert stage.times * moved == pytest.approx(nbytes * numel, rel=1e-6)  # 4 k + 2, and 4 of one
+
+
+def test_the_teacher_s_sweep_hides_behind_adam_or_adam_behind_it(published: Path) -> None:
+    times = {}
+    for ahead in (True, False):
+        ds = read_json("ds_configs/teacher/streamed.json")
+        ds["wandistiller"]["ahead"] = ahead
+        times[ahead] = StepTime(job(published, ONE_24, teacher_deepspeed_config=ds), ONE_24, RATES)
+    teacher, *_, adam = times[True].all()
+    shorter = min(teacher.seconds(RATES), adam.moving(RATES))
+    assert times[True].floor() == pytest.approx(times[False].floor() - shorter)
