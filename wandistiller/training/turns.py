@@ -122,11 +122,15 @@ class StudentTurn(Turn):
         self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
-            batches, teacher = asked.pop(0) if asked else self._ask(update, group, reads)
-            at_samples = self._at_samples(batches)
-            of_each = zip(batches, teacher, at_samples, strict=True)
-            results += [self._micro_step(*of_one) for of_one in of_each]
+            results += self._together(*(asked.pop(0) if asked else self._ask(update, group, reads)))
         return results
+
+    def _together(
+        self, batches: list[dict[str, Batch]], teacher: list[Prediction | None]
+    ) -> list[MicroStepResult]:
+        """Make micro-steps whose samples went through the teacher together."""
+        of_each = zip(batches, teacher, self._at_samples(batches), strict=True)
+        return [self._micro_step(*of_one) for of_one in of_each]
 
     def _asked_ahead(self, update: int) -> list[Asked]:
         if not (begun := self._begun.pop(update, None)):
