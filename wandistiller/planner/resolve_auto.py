@@ -201,8 +201,9 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job
     for name, ds in teachers(job.folder.config, dtype, machine.topology):
         if given:
             ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
-        if not (here and config_problems("", without_block(ds))):
-            yield name, replace(job, teacher_ds=ds)
+        if read_placement(ds).weights_problems("", ds) or here and config_problems("", without_block(ds)):
+            continue
+        yield name, replace(job, teacher_ds=ds)
 
 
 @once_for_each

@@ -79,4 +79,5 @@ def _block_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
     for key in sorted(block.keys() - own[name].keys()):
         text = f"It means nothing for the placement {name}; remove it."
         problems.append(problem(where, f"{BLOCK}.{key}", block.pop(key), text))
-    return problems + placements()[name](**block).problems(where, ds, world)
+    placement = placements()[name](**block)
+    return problems + placement.problems(where, ds, world) + placement.weights_problems(where, ds)
