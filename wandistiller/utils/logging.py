@@ -20,9 +20,9 @@ NOISE = {
     "torch.utils._pytree": ("is an Enum subclass",),
     "diffusers.quantizers.torchao.torchao_quantizer": ("Unable to import `torchao` Tensor objects",),
 }
-"""Logger -> parts of its warnings in every run. deepspeed 0.19.8 reads its schedules' rate before the first step,
-and there is no GPU, as `plan` and `doctor` say. Where torchao 0.18 is installed, diffusers 0.42.1 imports it:
-it has kernels for other GPUs and Pythons, and no longer all the names."""
+"""Logger -> parts of its warnings in every run. deepspeed 0.19.8 reads its schedules' rate before the first
+step, and there is no GPU, as `plan` and `doctor` say. Where torchao 0.18 is installed, diffusers 0.42.1
+imports it: it has kernels for other GPUs and Pythons, and no longer all the names."""
 
 
 class _AboveBars(logging.StreamHandler):
