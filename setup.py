@@ -43,6 +43,7 @@ setup(
         "video": ["imageio", "imageio-ffmpeg"],
         "lora": ["peft>=0.21"],
         "report": ["matplotlib"],
+        "quantized": ["torchao==0.18.*"],  # a teacher's weights in 8 or 4 bits
         "offload": ["accelerate"],  # device maps; `sample` and `evaluate` of pipelines larger than a GPU
         "test": [
             "pytest",

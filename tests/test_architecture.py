@@ -22,6 +22,7 @@ ALLOWED = {
     "transformers": {"wan", "evaluation", "tiny"},
     "torch.distributed": {"distributed", "cli.failures"},
     "peft": {"student"},
+    "torchao": {"teacher"},
     "matplotlib": {"monitoring.charts"},
 }
 """The folders, or single modules, that may import a library."""

@@ -11,7 +11,7 @@ from wandistiller.utils.logging import set_activity
 
 CHANGEABLE = """
     optimizer scheduler gradient_clipping precision critic learning_rates ema ema_start
-    guidance objective data teacher seed shift train_batch_size expert_blocks
+    guidance objective data teacher teacher_weights seed shift train_batch_size expert_blocks
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."

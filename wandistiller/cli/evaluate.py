@@ -22,6 +22,7 @@ from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS, trained_steps
+from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
@@ -179,6 +180,7 @@ def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str,
     where, ds = ds_config.load(file)
     ds = teacher_engine(where, ds, world)
     placement, problems = read_placement(ds), config_problems(where, without_block(ds))
+    problems += missing_problems(where, ds, here=True)
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."
         problems.append(problem(where, "wandistiller.placement", AUTO, remedy))

@@ -20,6 +20,7 @@ from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
+from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_steps
@@ -193,6 +194,7 @@ class Job:
             "gradient_clipping": self.student_ds["gradient_clipping"],
             "precision": dtype_name(self.student_ds),
             **self._critic,
+            **quantized_facts(self.teacher_ds),
             **self.tuning,
         }
 
@@ -266,6 +268,7 @@ class Job:
             "objective": str(self.objective),
             "max_steps": r.max_steps,
             **({"before": self.start.history} if self.start else {}),
+            **quantized_facts(self.teacher_ds),
             **self.tuning,
         }
 

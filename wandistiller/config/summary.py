@@ -3,7 +3,7 @@
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.ds_config import dtype_name, stage
-from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.wan.transformer import count_parameters
 
 
@@ -13,12 +13,14 @@ def summary(job: Job) -> list[str]:
     teacher = sum(count_parameters(c) for c in f.configs.values())
     student = count_parameters(job.student_transformer) * len(job.student_experts)
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
+    blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher_ds).values())
+    precision = " ".join([dtype_name(job.teacher_ds), *blocks])
     left_out = f", {job.items.duplicates} duplicates left out" if job.items.duplicates else ""
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config['num_layers']} layers, {read_placement(job.teacher_ds).describe(job.teacher_ds)}, "
-        f"{dtype_name(job.teacher_ds)}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
+        f"{precision}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {stage(job.student_ds)}, "
         f"{dtype_name(job.student_ds)}",

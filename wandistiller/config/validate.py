@@ -28,6 +28,7 @@ from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import read_student_config
 from wandistiller.student.trainable import tuning_problems
+from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
@@ -94,6 +95,7 @@ def _read_parts(
         parts["teacher_ds"] = teacher_engine(where, ds_config.with_dtype(ds, run.teacher_dtype), world)
         problems += config_problems(where, without_block(parts["teacher_ds"]), here=here)
         problems += kernel_problems(where, parts["teacher_ds"], here=here)
+        problems += missing_problems(where, parts["teacher_ds"], here=here)
     return parts
 
 

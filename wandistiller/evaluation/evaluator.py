@@ -8,21 +8,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched, collective_turns
 from wandistiller.distributed import collectives
+from wandistiller.evaluation.bands import Band, bands, states_in
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
+from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.export.source import TrainedSteps
-from wandistiller.flow import expert_at, keyed_generator, with_noise
+from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.tiny import shapes
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
 
 M = TypeVar("M", Metric, Features)
-EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,25 +66,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """An interval of sigma in [0, 1] with one expert of the teacher and one of the student."""
-
-    start: float
-    end: float
-    expert: Expert
-    student_expert: Expert
-
-
-def bands(teacher_boundary: float | None, student_boundary: float | None) -> list[Band]:
-    """Split [0, 1] at EDGES and where an expert takes over."""
-    edges = sorted({*EDGES, *(b for b in (teacher_boundary, student_boundary) if b is not None)})
-    return [
-        Band(a, b, expert_at(a, teacher_boundary), expert_at(a, student_boundary))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredSample:
     """Scores and features of one sample that a candidate drew."""
 
@@ -113,6 +95,8 @@ class CandidateResult:
 
     by_steps: dict[int, Drawn]
     peak_gib: dict[str, float]
+    weights_error: dict[str, float] | None = None
+    """Error of a quantised teacher's velocities by band, of all ranks."""
 
     @property
     def own(self) -> Drawn:
@@ -149,8 +133,16 @@ class Evaluator:
         for turn, chunk, _ in collective_turns("teacher, velocities", self._batches):
             for band in self._bands:
                 self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
+        error = self._weights_error(candidate) if s.teacher_ds and quantized_facts(s.teacher_ds) else None
         candidate.close()
-        return CandidateResult(drawn, memory.peak_gib())
+        return CandidateResult(drawn, memory.peak_gib(), error)
+
+    def _weights_error(self, candidate: PlacedTeacher) -> dict[str, float]:
+        """Measure the error of quantised weights on the teacher's first samples, the same for all ranks."""
+        prompts = [self._settings.prompts[i] for i in self._batches[0]]
+        x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
+        text_BLD = self._text.of(prompts[:SAMPLES]).to(self._device)
+        return candidate.quantization_error(x0_BCFHW, text_BLD, self._settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
@@ -226,9 +218,6 @@ class Evaluator:
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
-        width = band.end - band.start
-        keys = [(self._settings.seed, "evaluate", i, band.start) for i in chunk]
-        uniform = [torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys]
-        sigmas = [band.start + width * u for u in uniform]
         text_BLD = self._text.of([self._settings.prompts[i] for i in chunk]).to(self._device)
-        return with_noise(self._x0[turn].to(self._device), text_BLD, band.expert, sigmas, keys)
+        keys = [(self._settings.seed, "evaluate", i) for i in chunk]
+        return states_in(band, self._x0[turn].to(self._device), text_BLD, keys)

@@ -15,6 +15,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
+from wandistiller.evaluation.quantization_error import quantization_error
 from wandistiller.export.source import TrainedSteps
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
@@ -110,8 +111,8 @@ class PlacedTeacher:
     def __init__(self, folder: WanFolder, sampling: Sampling, text: TextCache, ds: dict[str, Any], vae: Vae):
         """`text` has the prompts and the negative prompt."""
         self._folder, self._sampling, self._text, self._vae = folder, sampling, text, vae
-        guidance = Guidance(text[sampling.negative_prompt or ""], scales(sampling))
-        self._network = build_teacher(folder, ds, guidance)
+        self._guidance, self._ds = Guidance(text[sampling.negative_prompt or ""], scales(sampling)), ds
+        self._network = build_teacher(folder, ds, self._guidance)
         self.velocity = self._network.velocity
         self.denoising = 0.0
 
@@ -126,6 +127,11 @@ class PlacedTeacher:
         _wait(device)
         self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()
+
+    def quantization_error(self, x0_BCFHW: Tensor, text_BLD: Tensor, seed: int) -> dict[str, float]:
+        """Return the error of its velocities against those of unquantised weights, by band of sigma."""
+        given = self._folder, self._ds, self._network, self._guidance
+        return quantization_error(*given, x0_BCFHW, text_BLD, seed)
 
     def close(self) -> None:
         release_module_references(local_modules(without_guidance(self._network)).values())

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.evaluator import Band, CandidateResult, Drawn, Evaluation, ScoredSample, bands
+from wandistiller.evaluation.bands import Band, bands
+from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
 from wandistiller.evaluation.metrics import METRICS, Estimate, frechet, ratio_of_sums
 from wandistiller.flow import band_name
 from wandistiller.monitoring.charts import Chart, Line, svg
 from wandistiller.monitoring.headline import SCORES
+from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import save_grid
 from wandistiller.wan.transformer import count_parameters
@@ -23,6 +25,8 @@ NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's 
 
 - *Velocity error*: sum |v_student - v_teacher|² / sum |v_teacher|², the teacher guided, on its own samples
   noised again to a sigma drawn in the band. 0 is a perfect student, 1 is one that predicts 0.
+- *Teacher's weights*: of a teacher with quantised weights, against the same with unquantised ones, on the
+  first frames of two of its samples; without the student.
 - *Fréchet distance* (squared) between Gaussians fitted to features of the samples: mean and standard
   deviation of each channel of the VAE's latents, and CLIP's image embedding where a CLIP folder was given. It
   comes out too large for few samples, so read the student's together with its floor: the teacher against
@@ -50,6 +54,9 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
     }
     result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
+    if errors := sides["teacher"][0].weights_error:
+        result |= quantized_facts(settings.teacher_ds)
+        result["teacher_weights_velocity_error"] = {"bands": errors}
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     if settings.numbers:
         result["by_steps"] = {name: _by_steps(settings, ranks) for name, ranks in sides.items()}
@@ -202,11 +209,18 @@ def markdown(result: dict[str, Any]) -> str:
     errors = [["relative velocity error at sigma", "expert", "student"]]
     errors += [[band, e["expert"], _cell(e)] for band, e in error["bands"].items()]
     errors += [["all", expert, _cell(e)] for expert, e in error["experts"].items()]
+    weights = [
+        ["relative velocity error at sigma", f"teacher, {result.get('teacher_weights')}, to unquantised"]
+    ]
+    measured = result.get("teacher_weights_velocity_error", {"bands": {}})
+    weights += [[band, f"{error:.3g}"] for band, error in measured["bands"].items()]
     kinds = [["Fréchet distance, features", "student, same seeds", "student, other seeds", "floor"]]
     for kind, e in result["frechet"].items():
         three = (_cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
         kinds.append([f"{kind}, {e['features']}", *three])
-    return "\n\n".join(_table(rows) for rows in (sides, _steps(result), errors, kinds) if len(rows) > 1)
+    return "\n\n".join(
+        _table(rows) for rows in (sides, _steps(result), errors, weights, kinds) if len(rows) > 1
+    )
 
 
 def _steps(result: dict[str, Any]) -> list[list[str]]:

@@ -29,7 +29,7 @@ from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
-from wandistiller.teacher.teacher_json import read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import quantized_facts, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
@@ -109,7 +109,8 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         batch = self.job.batch
         micro = f"micro-batch {batch.micro} x {batch.accumulation}"
-        return f"student {self.student}, teacher {self.teacher}, {micro}"
+        teacher = " in ".join([self.teacher, *quantized_facts(self.job.teacher_ds).values()])
+        return f"student {self.student}, teacher {teacher}, {micro}"
 
 
 def choices(job: Job, machine: Machine, rates: Rates, here: bool = False) -> list[Choice]:
@@ -201,8 +202,9 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job
     for name, ds in teachers(job.folder.config, dtype, machine.topology):
         if given:
             ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
-        if not (here and config_problems("", without_block(ds))):
-            yield name, replace(job, teacher_ds=ds)
+        if read_placement(ds).weights_problems("", ds) or here and config_problems("", without_block(ds)):
+            continue
+        yield name, replace(job, teacher_ds=ds)
 
 
 @once_for_each

@@ -57,6 +57,7 @@ def teacher_parts(
     if together > 1:
         waiting = waiting_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
         activations += (together - 1) * waiting
+    activations += max(placement.unpacked(config, ds) for config in job.teachers_folder.configs.values())
     pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
     host = weights.host + placement.overhead(ds)
     kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)

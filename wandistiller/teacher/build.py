@@ -4,10 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
+from wandistiller.teacher.from_files import read_by_block
+from wandistiller.teacher.placements.base import Placement, dtype_of
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.kernels import use_kernels
@@ -36,18 +39,53 @@ def build_teacher(
     experts = placement.load_all(folder, readers, ds) if here else {}
     if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.faults]):
         raise ConfigError(*problems)
-    teacher: Teacher | None = None
+    teacher = None
     if here:
-        device = torch.device("cpu") if placement.on_cpu else collectives.device()
-        one, *_ = experts.values()
-        for model in experts.values():
-            if merges_padding:
-                merge_text_padding(model)
-            use_kernels(model, placement)
-        of_expert = {e: experts.get(e, one).eval() for e in Expert}
-        teacher = LocalTeacher(of_expert, device, sweeps=placement.sweeps)
-        if guidance:  # its text stays where the batches are, instead of going there at each call
-            null_text_LD = guidance.null_text_LD.to(collectives.device())
-            guidance = replace(guidance, null_text_LD=null_text_LD)
-            teacher = GuidedTeacher(teacher, guidance, placement.guidance_passes)
+        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)
+
+
+def unquantized_teacher(
+    folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None, *, merges_padding: bool = False
+) -> tuple[Teacher, list[WeightReader]]:
+    """Make the teacher of `ds` without its `weights`, of which one block is in memory at a time.
+
+    Each call of it reads all weights, once for several batches. On a rank that computes.
+
+    Returns:
+        The teacher, and the readers, whose `faults` are complete after a call.
+    """
+    placement, dtype = replace(read_placement(ds), compile=False), dtype_of(ds)
+    readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs}
+    experts = {
+        expert: read_by_block(reader, folder.configs[expert], dtype, _device(placement))
+        for expert, reader in readers.items()
+    }
+    return _around(experts, placement, guidance, True, merges_padding), [*readers.values()]
+
+
+def _around(
+    experts: dict[Expert, nn.Module],
+    placement: Placement,
+    guidance: Guidance | None,
+    sweeps: bool,
+    merges_padding: bool,
+) -> Teacher:
+    """Make the teacher that these loaded modules are on this rank."""
+    for model in experts.values():
+        if merges_padding:
+            merge_text_padding(model)
+        use_kernels(model, placement)
+    one, *_ = experts.values()
+    of_expert = {e: experts.get(e, one).eval() for e in Expert}
+    teacher = LocalTeacher(of_expert, _device(placement), sweeps=sweeps)
+    if not guidance:
+        return teacher
+    # its text stays where the batches are, instead of going there at each call
+    guidance = replace(guidance, null_text_LD=guidance.null_text_LD.to(collectives.device()))
+    return GuidedTeacher(teacher, guidance, placement.guidance_passes)
+
+
+def _device(placement: Placement) -> torch.device:
+    """The device on which this rank computes the teacher."""
+    return torch.device("cpu") if placement.on_cpu else collectives.device()

@@ -4,7 +4,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -17,21 +17,32 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.engine.zero_memory import block_name
 from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
-from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter
+from wandistiller.teacher.forms import ALONE, forms_of, parameters_of
+from wandistiller.teacher.quantized import Weights
+from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
+T = TypeVar("T")
 ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of a kernel may depend
 
 
 def load_whole(
-    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    reader: WeightReader,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Weights = None,
 ) -> WanTransformer3DModel:
-    """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained."""
+    """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained.
+
+    Args:
+        weights: format of the blocks' linear layers, which are then quantised one by one.
+    """
     model = meta_transformer(config)
-    for name, meta in _one_by_one(model, dtype, reader):
-        value = torch.empty_like(meta, device=device)
-        reader.read(name, value)
-        set_parameter(model, name, value)
+    for name, form in _one_by_one(forms_of(model, dtype, weights), reader):
+        pieces = [torch.empty_like(piece, device=device) for piece in form.pieces]
+        form.read(reader, name, pieces, ALONE, device)
+        set_parameter(model, name, form.assembled(pieces))
     model.rope.to(device)
     return model
 
@@ -53,7 +64,7 @@ def load_sharded(
     """
     model, home = meta_transformer(config), InitWithoutBroadcast(ds, dtype, peers)
     arena = _host_arena(model, ds, dtype, home.dp_world_size)
-    for name, meta in _one_by_one(model, dtype, reader):
+    for name, meta in _one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
             # memory of its own is given back to the system at once, and untouched pages take none
             value, own = Arena(_aligned(meta)).take(meta), home.part(meta)
@@ -71,15 +82,24 @@ def load_sharded(
 
 
 def load_shared(
-    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, peers: list[int]
+    reader: WeightReader,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    peers: list[int],
+    weights: Weights = None,
 ) -> WanTransformer3DModel:
-    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective."""
-    model = meta_transformer(config)
-    arena = Arena(sum(_aligned(p) for _, p in _parameters(model, dtype)), peers)
-    for name, meta in _one_by_one(model, dtype, reader):
-        value = arena.take(meta)
-        _read_share(reader, name, value, peers)
-        set_parameter(model, name, value)
+    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective.
+
+    Args:
+        weights: format of the blocks' linear layers.
+    """
+    model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
+    forms = forms_of(model, dtype, weights, len(peers))
+    arena = Arena(sum(_aligned(piece) for form in forms.values() for piece in form.pieces), peers)
+    for name, form in _one_by_one(forms, reader):
+        pieces = [arena.take(piece) for piece in form.pieces]
+        form.read(reader, name, pieces, share, torch.device("cpu"))
+        set_parameter(model, name, form.assembled(pieces))
     collectives.barrier()  # all parts are there
     return model
 
@@ -91,60 +111,52 @@ def load_streamed(
     device: torch.device,
     peers: list[int],
     buffers: Buffers,
+    weights: Weights = None,
 ) -> WanTransformer3DModel:
     """Load the blocks to CPU memory that `peers` share, page-locked for a GPU, the rest to `device`.
 
     The blocks' parameters are views of `buffers`, filled by a `BlockStream`. Collective.
+
+    Args:
+        weights: format of the blocks' linear layers, which are quantised on `device`.
     """
-    model, places, sizes = meta_transformer(config), {}, Counter()
-    for name, meta in _parameters(model, dtype):
-        if name.startswith("blocks."):
-            block = block_name(name)
-            places[name] = block, sizes[block]
-            sizes[block] += _aligned(meta)
+    model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
+    forms, places, sizes = forms_of(model, dtype, weights, len(peers)), {}, Counter()
+    for name, form in forms.items():
+        for piece in form.pieces if name.startswith("blocks.") else ():
+            places.setdefault(name, []).append(sizes[block_name(name)])
+            sizes[block_name(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
     if device.type == "cuda":
         arena.pin()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
-    for name, meta in _one_by_one(model, dtype, reader):
-        if name not in places:
-            value = torch.empty_like(meta, device=device)
-            reader.read(name, value)
+    buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
+    for name, form in _one_by_one(forms, reader):
+        if name in places:
+            block, offsets = block_name(name), places[name]
+            form.read(reader, name, _pieces(stored[block], offsets, form.pieces), share, device)
+            pieces = _pieces(buffer_of[block], offsets, form.pieces)
         else:
-            block, offset = places[name]
-            _read_share(reader, name, _piece(stored[block], offset, meta), peers)
-            value = _piece(buffers.tensors[list(sizes).index(block) % BUFFERS], offset, meta)
-        set_parameter(model, name, value)
+            pieces = [torch.empty_like(piece, device=device) for piece in form.pieces]
+            form.read(reader, name, pieces, ALONE, device)
+        set_parameter(model, name, form.assembled(pieces))
     collectives.barrier()
     model.rope.to(device)
     BlockStream(model.blocks, list(stored.values()), buffers)
     return model
 
 
-def _piece(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The part of `flat`, bytes, that begins at `offset`, as a tensor of the same shape and dtype."""
-    return flat[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+def _pieces(flat: Tensor, offsets: list[int], likes: list[Tensor]) -> list[Tensor]:
+    """The parts of `flat`, bytes, that begin at `offsets`, as tensors of these shapes and dtypes."""
+    places = zip(offsets, likes, strict=True)
+    return [flat[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for offset, t in places]
 
 
-def _read_share(reader: WeightReader, name: str, value: Tensor, peers: list[int]) -> None:
-    """Read this rank's share of a tensor in memory that `peers` share."""
-    part = -(-value.numel() // len(peers))
-    first = part * peers.index(collectives.rank())
-    reader.read(name, value.view(-1)[first : first + part], first)
-
-
-def _parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Names, and meta tensors in diffusers' dtypes."""
-    for name, p in list(model.named_parameters()):
-        yield name, p.to(parameter_dtype(name, dtype))
-
-
-def _one_by_one(model: nn.Module, dtype: torch.dtype, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
-    """`_parameters` with a log of the progress: a large teacher takes minutes."""
-    parameters = list(_parameters(model, dtype))
+def _one_by_one(parameters: dict[str, T], reader: WeightReader) -> Iterator[tuple[str, T]]:
+    """Yield items of `parameters`, with a log of the progress: a large teacher takes minutes."""
     progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
-    for parameter in parameters:
-        yield parameter
+    for item in parameters.items():
+        yield item
         progress.advance()
 
 
@@ -202,7 +214,7 @@ def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks:
     DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13):
     1.8 times the memory for Wan's feed-forward layers. Unused pages take no memory.
     """
-    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in _parameters(model, dtype)))
+    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in parameters_of(model, dtype)))
     section = offload_section(ds, "param")
     if torch.cuda.is_available() and section["device"] == "cpu" and section.get("pin_memory", False):
         arena.pin()

@@ -37,6 +37,12 @@ def read_placement(ds: dict[str, Any]) -> Placement:
     return placements()[settings.pop("placement", "engine")](**settings)
 
 
+def quantized_facts(ds: dict[str, Any]) -> dict[str, str]:
+    """Return the format of quantised weights as a fact of a run; empty, as in earlier runs, without any."""
+    weights = read_placement(ds).weights
+    return {"teacher_weights": weights} if weights else {}
+
+
 def teacher_engine(where: str, ds: dict[str, Any], world: int = 1) -> dict[str, Any]:
     """Check the teacher's JSON and complete it with what an engine without an optimizer needs.
 
@@ -83,4 +89,4 @@ def _block_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
     if placement.ahead and not placement.can_work_ahead(ds):
         text = "Only the placement streamed and an engine of stage 0 predict ahead; remove it."
         problems.append(problem(where, f"{BLOCK}.ahead", True, text))
-    return problems + placement.problems(where, ds, world)
+    return problems + placement.problems(where, ds, world) + placement.weights_problems(where, ds)

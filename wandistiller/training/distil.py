@@ -103,7 +103,7 @@ def _distil(job: Job) -> None:
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:
-        teacher = teacher or guided_teacher(job, text)
+        teacher = teacher or guided_teacher(job, text, data.sample_prompts)
     job, student, critic = initial_student(job, data, teacher)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
@@ -15,15 +17,21 @@ from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
+from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
+from wandistiller.flow import keyed_normal
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.logging import set_activity
+from wandistiller.wan.sampling import denoise
 
 Skipped = dict[str, str]
 """Entry of skipped.json: file, reason and prompt."""
+STEPS = 4
+"""Sampling steps of the images on which the error of quantised weights is measured."""
 NAMED = 3
 """Greatest number of skipped media that are named in the log."""
 
@@ -64,7 +72,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
     teacher = None
     if latents.lacks_rollouts(made):
-        teacher = guided_teacher(job, text)
+        teacher = guided_teacher(job, text, sample_prompts)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.of)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
@@ -146,19 +154,40 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 
-def guided_teacher(job: Job, text: TextCache) -> Teacher:
-    """Load the run's teacher, placed by its JSON, with guidance. Collective."""
+def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
+    """Load the run's teacher, placed by its JSON, with guidance. Collective.
+
+    Args:
+        prompts: of the run's pictures, on which the error of quantised weights is measured.
+    """
     set_activity("loading the teacher")
     guidance = Guidance(text[job.run.negative_prompt], job.guidance)
     merges = job.run.merge_text_padding
-    return build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
+    teacher = build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
+    if weights := read_placement(job.teacher_ds).weights:
+        errors = _quantization_error(
+            job, teacher, guidance, text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
+        )
+        collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
+    return teacher
+
+
+def _quantization_error(job: Job, teacher: Teacher, guidance: Guidance, text_BLD: Tensor) -> dict[str, float]:
+    """Return the error that the teacher's quantised weights cost, on images that it draws. Collective."""
+    folder, r, device = job.teachers_folder, job.run, collectives.device()
+    shape, text_BLD = folder.latent_shape(r.height, r.width, 1), text_BLD.to(device)
+    noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(text_BLD))]
+    x0_BCFHW, _ = denoise(teacher.velocity, folder, r.shift, torch.stack(noise).to(device), text_BLD, STEPS)
+    given = folder, job.teacher_ds, teacher, guidance, x0_BCFHW, text_BLD, r.seed
+    return quantization_error(*given, merges_padding=r.merge_text_padding)
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     r = job.run
     weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
-    return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds))
+    quantized = quantized_facts(job.teacher_ds).values()  # nothing in caches of other teachers
+    return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds), *quantized)
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:

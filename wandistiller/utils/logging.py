@@ -14,9 +14,15 @@ _file_only = logging.getLogger("wandistiller.file")
 _file_only.propagate = False
 _file_only.setLevel(logging.DEBUG)
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-NOISE = ("before it has started", "Setting accelerator to CPU")
-"""Parts of warnings of deepspeed 0.19.8 in every run: it reads its schedules' rate before the first step, and
-there is no GPU, as `plan` and `doctor` say."""
+NOISE = {
+    "DeepSpeed": ("before it has started", "Setting accelerator to CPU"),
+    "torchao": ("Failed to load",),
+    "torch.utils._pytree": ("is an Enum subclass",),
+    "diffusers.quantizers.torchao.torchao_quantizer": ("Unable to import `torchao` Tensor objects",),
+}
+"""Logger -> parts of its warnings in every run. deepspeed 0.19.8 reads its schedules' rate before the first
+step, and there is no GPU, as `plan` and `doctor` say. Where torchao 0.18 is installed, diffusers 0.42.1
+imports it: it has kernels for other GPUs and Pythons, and no longer all the names."""
 
 
 class _AboveBars(logging.StreamHandler):
@@ -41,12 +47,13 @@ def setup_logging(level: str) -> None:
 
 
 def drop_noise() -> None:
-    """Drop DeepSpeed's warnings that recur in every run; call it before deepspeed is imported too."""
-    _deepspeed.addFilter(_is_no_noise)  # once: adding a filter again has no effect
+    """Drop libraries' warnings that recur in every run; call it before they are imported too."""
+    for name in NOISE:
+        logging.getLogger(name).addFilter(_is_no_noise)  # once: adding a filter again has no effect
 
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not any(part in record.getMessage() for part in NOISE)
+    return not any(part in record.getMessage() for part in NOISE[record.name])
 
 
 class _LogFile(logging.FileHandler):

@@ -198,6 +198,7 @@ RECOMMENDED = {
     "flags over a recipe": (EPOCHS, {"max_steps": 5, "teacher_on_cpu": True}),
     "own optimizer, schedule and monitors": ({"deepspeed_config": ENGINE}, {}),
     "guidance in two passes": ({"teacher_deepspeed_config": {"wandistiller": {"guidance_passes": 2}}}, {}),
+    "a quantised teacher": ({"teacher_deepspeed_config": {"wandistiller": {"weights": "int8"}}}, {}),
     "no teacher in training": ({"objective": "trajectory"}, ON_GPU),
 }
 

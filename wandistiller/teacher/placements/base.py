@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -15,10 +16,18 @@ from wandistiller.engine.ds_schema import BLOCK, section_of
 from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
+from wandistiller.teacher.quantized import (
+    KEY,
+    Weights,
+    is_quantized,
+    stored_sizes,
+    unpacked_bytes,
+    weights_problems,
+)
 from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Index
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import numels, parameter_dtype
+from wandistiller.wan.transformer import parameter_dtype, shapes
 from wandistiller.wan.weight_reader import WeightReader
 
 
@@ -37,6 +46,8 @@ class Placement(Kernels, ABC):
 
     guidance_passes: Annotated[int, Field(ge=1, le=2)] = 1
     """2: text and null branch one after the other, for half the memory of a call."""
+    weights: Weights = None
+    """Format of the blocks' linear layers, in 8 or 4 bits."""
 
     ahead: bool | None = None
     """Predict for the next update while the optimizer updates the weights; left out: where there are GPUs."""
@@ -56,6 +67,20 @@ class Placement(Kernels, ABC):
             return []
         text = f"The placement {self.name} uses no ZeRO engine; write 0 or remove the section."
         return [problem(where, "zero_optimization.stage", stage, text)]
+
+    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+        """Return whether it can have `weights`, with the JSON `ds` around it."""
+        return True
+
+    def weights_problems(self, where: str, ds: dict[str, Any]) -> list[str]:
+        """Problems of `weights` here, and with the JSON's precision."""
+        if self.weights and not self.holds_quantized(ds):
+            text = (
+                "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
+                f'take a JSON of stage 0, or with `{BLOCK}.placement` "streamed", "host_cpu" or "owner".'
+            )
+            return [problem(where, KEY, self.weights, text)]
+        return weights_problems(where, ds, self.weights)
 
     def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
         """Problems of the settings with the teacher's top `modules` and this rank's GPUs."""
@@ -102,6 +127,14 @@ class Placement(Kernels, ABC):
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
         return Bytes(device=whole_bytes(config, ds))
+
+    def unpacked(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
+        """Bytes that a call takes for quantised weights, of one layer after the other."""
+        if not self.weights:
+            return 0
+        item = dtype_of(ds).itemsize
+        linear = (s for name, s in shapes(config).items() if is_quantized(name, s, self.weights))
+        return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
 
     def in_all(self, experts: list[Bytes]) -> Bytes:
         """Memory of a rank for all experts, from `memory` of each."""
@@ -157,9 +190,15 @@ def dtype_of(ds: dict[str, Any]) -> torch.dtype:
 
 
 def parameter_sizes(config: dict[str, Any], ds: dict[str, Any]) -> list[ParameterSize]:
-    """The parameters of one expert in diffusers' mixed precision."""
-    dtype, sizes = dtype_of(ds), numels(config)
-    return [ParameterSize(name, n, parameter_dtype(name, dtype).itemsize) for name, n in sizes.items()]
+    """The parameters of one expert in diffusers' mixed precision; quantised weights in several entries."""
+    dtype, weights, sizes = dtype_of(ds), ds.get(BLOCK, {}).get("weights"), []
+    for name, shape in shapes(config).items():
+        item = parameter_dtype(name, dtype).itemsize
+        stored = [(prod(shape), item)]
+        if is_quantized(name, shape, weights):
+            stored = stored_sizes(shape, weights, item)
+        sizes += [ParameterSize(name, *each) for each in stored]
+    return sizes
 
 
 def whole_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:

@@ -48,6 +48,9 @@ class DeviceMap(OnOneRank):
     max_memory: MaxMemory | None = None
     """Limits for the whole teacher, {"0": "20GiB", "cpu": "100GiB"}; left out: what is free."""
 
+    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+        return False  # accelerate's hooks would move and rebuild them
+
     def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
         problems = super().problems(where, ds, world)
         if not find_spec("accelerate"):

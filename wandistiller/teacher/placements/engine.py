@@ -39,6 +39,9 @@ class Engine(Placement):
         home, within = offload_device(ds), " in each node" * (self.shards == "node")
         return f"sharded{within}{'' if home == 'none' else f' on {home}'}"
 
+    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+        return section_of(ds, "zero_optimization").get("stage", 0) == 0
+
     def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
         if self.shards == "world" or section_of(ds, "zero_optimization").get("stage", 0) == 3:
             return []
@@ -48,7 +51,7 @@ class Engine(Placement):
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         config, dtype, device = folder.configs[expert], dtype_of(ds), collectives.device()
         if stage(ds) == 0:  # an engine would only copy rank 0's weights over everyone's
-            return load_whole(reader, config, dtype, device)
+            return load_whole(reader, config, dtype, device, self.weights)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
         engine_ds = fetching_blocks({k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")})
         peers = collectives.node_peers() if self.shards == "node" else None

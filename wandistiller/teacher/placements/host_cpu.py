@@ -20,7 +20,8 @@ class HostCpu(Placement):
     on_cpu: ClassVar[bool] = True
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
-        return load_shared(reader, folder.configs[expert], dtype_of(ds), collectives.node_peers())
+        config, peers = folder.configs[expert], collectives.node_peers()
+        return load_shared(reader, config, dtype_of(ds), peers, self.weights)
 
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
         return Bytes(node=whole_bytes(config, ds))

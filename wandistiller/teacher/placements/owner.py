@@ -16,4 +16,5 @@ class Owner(OnOneRank):
     """The whole teacher on the accelerator of rank `owner_rank` of each node."""
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
-        return load_whole(reader, folder.configs[expert], dtype_of(ds), collectives.device())
+        config, device = folder.configs[expert], collectives.device()
+        return load_whole(reader, config, dtype_of(ds), device, self.weights)

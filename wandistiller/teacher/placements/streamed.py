@@ -46,7 +46,9 @@ class Streamed(Placement):
         largest = max(max(_split(folder.configs[expert], ds)[0].values()) for expert in readers)
         buffers = Buffers(largest, device)
         return {
-            expert: load_streamed(reader, folder.configs[expert], dtype_of(ds), device, peers, buffers)
+            expert: load_streamed(
+                reader, folder.configs[expert], dtype_of(ds), device, peers, buffers, self.weights
+            )
             for expert, reader in readers.items()
         }
 

@@ -1,0 +1,73 @@
+"""Called on ranks by test_quantized.py: quantised teachers next to diffusers' modules by torchao itself."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from loading_on_ranks import bytes_read, shared_blocks
+from placements_on_ranks import NULL_LD, SCALES, difference, outputs
+from torch import nn
+from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_config import with_dtype
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import open_wan
+
+FORMATS = ("int8", "float8", "nf4")
+PLACEMENTS = ("replicated", "owner", "host_cpu", "streamed")
+
+
+def teacher_json(name: str, weights: str | None, dtype: str = "float32") -> dict[str, Any]:
+    """A shipped teacher JSON with quantised weights."""
+    ds = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
+    ds["wandistiller"] = ds.get("wandistiller", {}) | ({"weights": weights} if weights else {})
+    return teacher_engine(name, ds, collectives.world_size())
+
+
+def config_of(weights: str, linear: nn.Linear) -> Any:
+    """torchao's own configuration for a linear layer."""
+    if weights == "nf4":
+        config = NF4WeightOnlyConfig()
+        config.scaler_block_size = math.gcd(linear.weight.numel() // 64, 256)
+        return config
+    return {"int8": Int8WeightOnlyConfig(), "float8": Float8WeightOnlyConfig()}[weights]
+
+
+def by_torchao(folder: Path, dtype: torch.dtype, weights: str | None) -> WanTransformer3DModel:
+    """diffusers' own module, whose linear layers in blocks torchao quantises in place."""
+    model = WanTransformer3DModel.from_pretrained(folder, dtype=dtype).eval()
+    for p in model.parameters():
+        p.data = p.data.clone()
+    for linear in model.blocks.modules():
+        if weights and isinstance(linear, nn.Linear):
+            quantize_(linear, config_of(weights, linear))
+    return model
+
+
+def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
+    """Return what differs most from torchao's outputs, bytes read, and memory shared, by task.
+
+    A task is `NAME WEIGHTS PRECISION`.
+    """
+    results, guidance = {}, Guidance(NULL_LD, SCALES)
+    for task in tasks:
+        name, weights, precision = task.split()
+        experts = {e: by_torchao(folder / e.value, getattr(torch, precision), weights) for e in Expert}
+        layers = len(experts[Expert.HIGH_NOISE].blocks)
+        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), layers)
+        before = bytes_read()
+        teacher = build_teacher(open_wan(str(folder)), teacher_json(name, weights, precision), guidance)
+        read = bytes_read() - before
+        found = {"difference": difference(outputs(teacher, layers), expected)}
+        results[task] = found | {"read": read, "shared": shared_blocks()}
+        collectives.barrier()
+        del teacher
+    return results

@@ -1,0 +1,78 @@
+"""Runs whose teacher has quantised weights: what they print, their caches, and how they resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import wandistiller
+from recipes import recipe, recipe_file, train
+
+pytest.importorskip("torchao")
+
+from quantized_on_ranks import FORMATS, PLACEMENTS, teacher_json
+
+from wandistiller.cli.evaluate import evaluate, read_evaluation
+from wandistiller.cli.parser import parser
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.training.prepare import _teacher_fingerprint
+
+
+def test_a_run_prints_the_error_and_stands_by_its_format_when_it_resumes(tmp_path: Path, wan1: Path) -> None:
+    def teacher(weights: str | None) -> dict[str, Any]:
+        return {"wandistiller": {"placement": "streamed", **({"weights": weights} if weights else {})}}
+
+    more = {"max_steps": 2, "teacher_deepspeed_config": teacher("int8")}
+    file = recipe_file(tmp_path, wan1, **more)
+    log = wandistiller("train", "--recipe", file).stderr
+    assert "float32 with int8 blocks" in log and "int8: relative velocity error" in log
+    assert log.count("relative velocity error") == 2 and " at 0.875-1" in log  # and the student's
+    facts = json.loads((tmp_path / "run" / "student" / "wandistiller.json").read_text())
+    assert facts["teacher_weights"] == "int8"
+    file = recipe_file(tmp_path, wan1, **more | {"teacher_deepspeed_config": teacher(None), "max_steps": 3})
+    error = wandistiller("train", "--recipe", file, code=2).stderr
+    assert "another teacher_weights: 'int8', now None" in error
+    assert "--allow_changed teacher_weights to go on all the same" in error
+    wandistiller("train", "--recipe", file, "--allow_changed", "teacher_weights")
+
+
+def test_rollouts_of_each_format_have_a_cache_of_their_own(tmp_path: Path, wan1: Path) -> None:
+    keys = set()
+    for weights in (None, *FORMATS):
+        block = {"wandistiller": {"weights": weights} if weights else {}}
+        job = read_job(RunConfig(**recipe(tmp_path, wan1, teacher_deepspeed_config=block)), 1)
+        keys.add(_teacher_fingerprint(job, "text"))
+        assert job.identity.get("teacher_weights") == weights
+    assert len(keys) == 4
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_same_losses_in_every_placement(tmp_path: Path, wan2: Path) -> None:
+    found = []
+    for name in PLACEMENTS:
+        ds = teacher_json(name, "nf4")
+        output = train(tmp_path, wan2, name, max_steps=3, teacher_deepspeed_config=ds)
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line)["loss"] for line in lines])
+    assert all(losses == found[0] for losses in found)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_evaluate_reports_the_error_of_a_quantised_teacher(tmp_path: Path, wan2: Path) -> None:
+    file = tmp_path / "teacher.json"
+    file.write_text(json.dumps(teacher_json("owner", "nf4")))
+    words = "--height 32 --width 32 --steps 1 --quick --guidance_scale 1 --prompts a b".split()
+    words += ["--student", wan2, "--teacher_path", wan2, "--output", tmp_path]
+    words += ["--teacher_deepspeed_config", file]
+    flags = vars(parser().parse_args(["evaluate", *map(str, words)]))
+    result = evaluate(read_evaluation(flags, torch.float32, 1))
+    bands = result["teacher_weights_velocity_error"]["bands"]
+    assert result["teacher_weights"] == "nf4" and [*bands][-1] == "0.875-1"
+    assert all(0 < error < 0.5 for error in bands.values())
+    report = (tmp_path / "evaluation.md").read_text()
+    assert "teacher, nf4, to unquantised" in report
+    # the student is the teacher without quantising, on other states of the same bands
+    of_student = result["relative_velocity_error"]["bands"]
+    assert all(0.2 < of_student[band]["value"] / error < 5 for band, error in bands.items())

@@ -1,0 +1,104 @@
+"""Memory, traffic and choices for teachers in 8 and 4 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import ONE_24, gpus
+from planned import published_job as job
+from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
+
+from wandistiller.engine.ds_config import with_dtype
+from wandistiller.engine.transfers import Topology
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.planner.hardware_rates import GPU
+from wandistiller.planner.resolve_auto import chosen, ranked
+from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
+from wandistiller.teacher.teacher_json import read_placement, teacher_engine
+from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.pipeline import WanFolder
+
+LINEAR = 40 * (8 * WIDTH**2 + 2 * WIDTH * 13824)
+"""Weights of a 14B's linear layers in blocks: 0.98 of all."""
+ROWS = 40 * (9 * WIDTH + 13824)
+
+
+def teacher_json(name: str, weights: str | None) -> dict[str, Any]:
+    ds = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), "bfloat16")
+    ds["wandistiller"] = ds.get("wandistiller", {}) | ({"weights": weights} if weights else {})
+    return teacher_engine(name, ds, 1)
+
+
+def whole(folder: WanFolder, name: str, weights: str | None) -> Bytes:
+    return teacher_bytes(folder, teacher_json(name, weights), 1)
+
+
+def test_a_14b_takes_a_byte_for_each_weight_of_a_block_and_five_or_four_a_row(
+    wans: dict[str, WanFolder],
+) -> None:
+    others = WHOLE - 2 * LINEAR
+    assert LINEAR > 0.97 * P
+    assert whole(wans[LARGE], "replicated", "int8") == Bytes(device=others + LINEAR + 5 * ROWS)
+    assert whole(wans[LARGE], "host_cpu", "float8") == Bytes(node=others + LINEAR + 4 * ROWS)
+
+
+def test_a_14b_in_4_bits_takes_half_a_byte_and_a_64th_for_each_weight(wans: dict[str, WanFolder]) -> None:
+    others, scales = WHOLE - 2 * LINEAR, LINEAR // 64
+    factors, of_layers = 2 * scales // 256, 40 * 10 * (2 + 2 * 16)
+    assert whole(wans[LARGE], "owner", "nf4").device == others + LINEAR // 2 + scales + factors + of_layers
+
+
+def test_two_experts_in_4_bits_or_one_in_8_lie_on_a_gpu_of_24_gb(wans: dict[str, WanFolder]) -> None:
+    sizes = [whole(wans[TWO], "replicated", w).device for w in (None, "int8", "nf4")]
+    assert [f"{n / GIB:.1f}" for n in sizes] == ["53.3", "27.2", "14.5"]
+    assert f"{whole(wans[LARGE], 'replicated', 'int8').device / GIB:.1f}" == "13.6"
+
+
+def test_half_or_a_quarter_of_the_bytes_are_streamed(wans: dict[str, WanFolder]) -> None:
+    config, moved = wans[LARGE].config, {}
+    for weights in (None, "int8", "float8", "nf4"):
+        ds = teacher_json("streamed", weights)
+        (transfer,) = read_placement(ds).traffic(config, ds, Topology(1, 1, True))
+        moved[weights] = transfer.nbytes
+        assert whole(wans[LARGE], "streamed", weights).node == transfer.nbytes
+    assert moved["float8"] < moved["int8"] < 0.502 * moved[None]
+    assert moved["nf4"] < 0.261 * moved[None]
+
+
+@pytest.mark.parametrize(("weights", "each"), [("int8", 2), ("float8", 10), ("nf4", 14)])
+def test_a_call_has_room_for_the_largest_layer_that_is_unpacked(
+    published: Path, weights: str, each: int
+) -> None:
+    block = {"placement": "streamed"}
+    plain, small = (
+        teacher_parts(
+            job(published, ONE_24, teacher_deepspeed_config={"bf16": {"enabled": True}, "wandistiller": b}),
+            ONE_24,
+            (16, 1, 60, 104),
+            1,
+        )[1]["a call of the teacher"].transient
+        for b in (block, block | {"weights": weights})
+    )
+    assert small - plain == each * WIDTH * 13824
+
+
+AUTO = {"bf16": {"enabled": True}, "wandistiller": {"placement": "auto"}}
+
+
+def test_auto_tries_all_placements_that_hold_the_weights_and_no_other_weights(published: Path) -> None:
+    block = AUTO["wandistiller"] | {"weights": "nf4"}
+    given = {"teacher_deepspeed_config": AUTO | {"wandistiller": block}}
+    machine = gpus(4, 24, 256)
+    every = ranked(job(published, machine, "Wan2.2-T2V-A14B", **given), machine, GPU[24], (False, True))
+    assert {c.teacher for c in every} == {"replicated", "streamed", "host_cpu"}
+    assert {c.job.teacher_ds["wandistiller"]["weights"] for c in every} == {"nf4"}
+    assert all(" in nf4, " in str(c) for c in every)
+
+
+def test_in_8_bits_auto_leaves_a_teacher_on_a_gpu_that_is_too_small_for_it_in_16(published: Path) -> None:
+    machine, found = gpus(1, 40, 256), []
+    for weights in ({}, {"weights": "int8"}):
+        given = AUTO | {"wandistiller": AUTO["wandistiller"] | weights}
+        found.append(chosen(job(published, machine, teacher_deepspeed_config=given), machine).teacher)
+    assert found == ["streamed", "replicated"]

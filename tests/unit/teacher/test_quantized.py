@@ -1,0 +1,273 @@
+"""Teachers in 8 and 4 bits: torchao's own numbers in every placement, lean loading, bytes, and errors."""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from engines import batch_for
+from ranks import call
+from recipes import recipe
+from small_wan import small_transformer
+from torch import Tensor, nn
+
+pytest.importorskip("torchao")
+
+import quantized_on_ranks
+from quantized_on_ranks import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, teacher_json
+
+from wandistiller.batch import Expert
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.evaluation.bands import bands
+from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.planner.teacher_memory import teacher_bytes
+from wandistiller.teacher import quantized
+from wandistiller.teacher.base import Guidance
+from wandistiller.teacher.block_stream import BUFFERS
+from wandistiller.teacher.build import build_teacher, unquantized_teacher
+from wandistiller.teacher.loading import load_whole
+from wandistiller.teacher.quantized import is_quantized, on_meta, stored_sizes, tensors_of, unpacked_bytes
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan import activation_memory
+from wandistiller.wan.activation_memory import Live
+from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.transformer import meta_transformer, shapes
+from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
+
+GUIDANCE = Guidance(NULL_LD, SCALES)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def tensors(parameter: Tensor) -> list[Tensor]:
+    """The plain tensors of a parameter."""
+    return tensors_of(parameter) if hasattr(parameter, "__tensor_flatten__") else [parameter]
+
+
+def held(model: nn.Module) -> int:
+    return sum(t.nbytes for p in model.parameters() for t in tensors(p))
+
+
+# Formats
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 64), (96, 64), (64, 96), (1536, 8960), (5120, 5120)])
+def test_torchao_stores_a_weight_in_the_tensors_that_are_planned(
+    weights: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    stored = tensors_of(on_meta(torch.Size(shape), dtype, weights))
+    planned = stored_sizes(list(shape), weights, dtype.itemsize)
+    assert [(t.numel(), t.element_size()) for t in stored] == planned
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("float8", 8), ("nf4", 4)])
+def test_a_large_weight_takes_its_bits_and_a_scale_a_row_or_block(weights: str, bits: int) -> None:
+    n = 5120 * 13824
+    takes = 8 * sum(number * item for number, item in stored_sizes([5120, 13824], weights, 2)) / n
+    assert bits < takes < bits + 0.14
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_call_takes_no_more_memory_for_a_weight_than_planned(weights: str, dtype: torch.dtype) -> None:
+    n, x_BD = 512 * 2048, torch.randn(3, 2048, dtype=dtype)
+    weight = nn.Parameter(quantized.quantized(torch.randn(512, 2048, dtype=dtype), weights), False)
+    with torch.no_grad(), Live() as live:
+        live._known.update(t.untyped_storage() for t in tensors(weight))
+        nn.functional.linear(x_BD, weight, torch.zeros(512, dtype=dtype))
+    planned = unpacked_bytes(n, weights, dtype.itemsize)
+    assert 0.95 * planned < live.most < 1.05 * planned
+
+
+def test_all_linear_layers_of_blocks_are_quantised_and_nothing_else(wans: dict[str, WanFolder]) -> None:
+    model = meta_transformer(wans["1.3B"].config | {"num_layers": 2})
+    linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    found = {name for name, p in model.named_parameters() if is_quantized(name, p.shape, "nf4")}
+    assert found == {name for name in linear if name.startswith("blocks.")} and len(found) == 20
+
+
+def test_a_layer_that_blocks_of_64_elements_do_not_fill_stays_as_it_is() -> None:
+    assert [is_quantized("blocks.0.ffn.net.2.weight", [6, 10], w) for w in FORMATS] == [True, True, False]
+
+
+# Loading
+
+
+ONE_RANK = [f"{name} {weights} bfloat16" for name in PLACEMENTS for weights in FORMATS]
+TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
+    "streamed int8 bfloat16",
+    "host_cpu float8 float32",
+]
+
+
+@pytest.mark.parametrize(("ranks", "tasks"), [(1, ONE_RANK), (2, TWO_RANKS)])
+def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torchao_s(
+    ranks: int, tasks: list[str], wan2: Path
+) -> None:
+    found = call(quantized_on_ranks.differences, wan2, tasks, ranks=ranks)
+    assert {task: [own[task]["difference"] for own in found] for task in tasks} == dict.fromkeys(
+        tasks, [0] * ranks
+    )
+
+
+def test_a_rank_reads_what_it_would_without_quantising(wide: Path) -> None:
+    """An owner's other rank nothing; ranks that share a copy the halves of its blocks."""
+    names = {"replicated": [1, 1], "owner": [1, 0], "host_cpu": [0.5, 0.5]}
+    tasks = [f"{name} int8 float32" for name in (*names, "streamed")]
+    found = call(quantized_on_ranks.differences, wide, tasks, ranks=2)
+    files = [*wide.glob("transformer*/*.safetensors")]
+    stored, slack = sum(file.stat().st_size for file in files), 10 * 2**20
+    for task, shares in zip(tasks, names.values(), strict=False):
+        assert [own[task]["read"] for own in found] == [pytest.approx(s * stored, abs=slack) for s in shares]
+    first, second = (own[tasks[-1]] for own in found)
+    assert stored / 2 < first["read"] < stored and first["shared"] == second["shared"] != []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_planned_bytes_are_those_that_are_held(
+    one_rank: torch.device, wan2: Path, weights: str, dtype: str
+) -> None:
+    folder = open_wan(str(wan2))
+    for name in PLACEMENTS:
+        ds = teacher_json(name, weights, dtype)
+        built = build_teacher(folder, ds)
+        experts = getattr(built, "inner", built) or built
+        planned, models = teacher_bytes(folder, ds, 1), experts.experts.values()
+        if name == "streamed":
+            blocks, others = (
+                sum(held(part) for m in models for k, part in m.named_children() if (k == "blocks") == inside)
+                for inside in (True, False)
+            )
+            tables = sum(m.scale_shift_table.nbytes for m in models)
+            assert planned.device - BUFFERS * planned.node // 8 == others + tables  # four blocks each
+            assert blocks <= planned.node < 1.1 * blocks + 8 * 64 * 60  # pieces begin at multiples of 64
+        else:
+            assert planned.device + planned.node == sum(held(model) for model in models)
+
+
+def test_a_rank_never_holds_much_more_than_the_quantised_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_transformer(0, 12, ffn_dim=512, num_attention_heads=4).save_pretrained(tmp_path)
+    config, reader = WanTransformer3DModel.load_config(tmp_path), WeightReader(tmp_path)
+    every = activation_memory.storages
+    real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
+    monkeypatch.setattr(activation_memory, "storages", real)
+    with Live() as live:
+        model = load_whole(reader, config, torch.float32, torch.device("cpu"), "int8")
+    largest = 4 * 512 * 128  # a feed-forward layer in float32
+    slack = CHUNK_BYTES + 8 * largest
+    assert (
+        held(model) < live.most < held(model) + slack < sum(4 * p.numel() for p in model.parameters()) / 1.5
+    )
+
+
+# What they need
+
+
+def test_missing_torchao_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    ds = {"wandistiller": {"weights": "int8"}}
+    assert quantized.missing_problems("t.json", ds, here=True) == []
+    for version, text in ((missing, "It needs torchao."), (lambda _: "0.17.0", "0.18, and here is 0.17.0.")):
+        monkeypatch.setattr(quantized, "version", version)
+        (found,) = quantized.missing_problems("t.json", ds, here=True)
+        assert '`wandistiller.weights` is "int8"' in found and text in found
+        assert found.endswith('Run: pip install "torchao==0.18.*"')
+        assert quantized.missing_problems("t.json", ds, here=False) == []
+        assert quantized.missing_problems("t.json", {}, here=True) == []
+
+
+def test_a_run_without_torchao_stops_before_any_weight_is_read(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "version", lambda _: "0.1.0")
+    given = recipe(tmp_path, wan1, teacher_deepspeed_config={"wandistiller": {"weights": "nf4"}})
+    with pytest.raises(ConfigError, match="needs torchao"):
+        read_job(RunConfig(**given), 1)
+    read_job(RunConfig(**given), 1, here=False)
+
+
+# Their error
+
+
+def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffusers(
+    one_rank: torch.device, wan2: Path
+) -> None:
+    folder, ds = open_wan(str(wan2)), teacher_json("streamed", "nf4")
+    teacher, readers = unquantized_teacher(folder, ds)
+    batches = [batch_for(by_torchao(wan2 / "transformer", torch.float32, None))] * 2
+    found = teacher.predict_all(batches, (0, 3))
+    own = by_torchao(wan2 / "transformer", torch.float32, None)
+    with torch.no_grad():
+        batch = batches[0]
+        expected = own(batch.x_t_BCFHW, batch.sigma_B * 1000, batch.text_BLD, return_dict=False)[0]
+    assert all(torch.equal(p.v_BCFHW, expected) for p in found) and not any(r.faults for r in readers)
+    blocks = teacher.experts[Expert.HIGH_NOISE].blocks
+    assert len({p.data_ptr() for p in blocks.parameters()}) == len([*blocks[0].parameters()])
+
+
+def errors(folder: Path, weights: str, name: str = "replicated") -> dict[str, float]:
+    opened, ds = open_wan(str(folder)), teacher_json(name, weights)
+    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config["text_dim"])
+    torch.manual_seed(0)
+    return quantization_error(opened, ds, build_teacher(opened, ds, GUIDANCE), GUIDANCE, x0, text, 1)
+
+
+def test_the_error_is_small_and_largest_in_4_bits(one_rank: torch.device, wan2: Path) -> None:
+    torch.manual_seed(0)
+    found = {weights: errors(wan2, weights) for weights in FORMATS}
+    names = [f"{b.start:g}-{b.end:g}" for b in bands(0.875, None)]
+    assert all([*of_band] == names for of_band in found.values())
+    means = {weights: sum(of_band.values()) / len(names) for weights, of_band in found.items()}
+    assert 0 < means["int8"] < means["float8"] < means["nf4"] < 0.1
+
+
+def test_weights_that_float8_holds_exactly_have_no_error(
+    one_rank: torch.device, wan1: Path, copy_of: Callable[..., Path]
+) -> None:
+    """Every row is of small integers and 448, the largest number in float8: its scale is a power of two."""
+    folder = copy_of(wan1, weights=True)
+    model = WanTransformer3DModel.from_pretrained(folder / "transformer")
+    with torch.no_grad():
+        for linear in (m for m in model.blocks.modules() if isinstance(m, nn.Linear)):
+            linear.weight.copy_(torch.randint(-3, 4, linear.weight.shape))
+            linear.weight[:, 0] = 448
+            linear.weight.div_(1024)
+    model.save_pretrained(folder / "transformer")
+    assert max(errors(folder, "float8").values()) < 1e-9
+
+
+def test_placements_have_the_same_error(one_rank: torch.device, wan1: Path) -> None:
+    found = []
+    for name in PLACEMENTS:
+        torch.manual_seed(0)
+        found.append(errors(wan1, "nf4", name))
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.slow  # minutes of compiling
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("weights", FORMATS)
+def test_compiled_blocks_compute_what_they_compute_eagerly(weights: str, wan1: Path) -> None:
+    folder, found = open_wan(str(wan1)), []
+    batch = batch_for(by_torchao(wan1 / "transformer", torch.float32, None))
+    for compiled in (False, True):
+        ds = teacher_json("streamed", weights)
+        ds["wandistiller"] |= {"compile": compiled}
+        found.append([p.v_BCFHW for p in build_teacher(folder, ds).predict_all([batch, batch], ())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_shapes_that_are_planned_have_linear_layers(wans: dict[str, WanFolder]) -> None:
+    for folder in wans.values():
+        linear = [n for n, s in shapes(folder.config).items() if is_quantized(n, s, "nf4")]
+        assert len(linear) == 10 * folder.config["num_layers"]

@@ -1,0 +1,130 @@
+"""Weights of the blocks' linear layers in 8 or 4 bits, by torchao: formats, bytes, and what they need."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from wandistiller.engine.ds_schema import BLOCK, section_of
+from wandistiller.utils.errors import problem
+from wandistiller.utils.validation import write
+
+KEY = f"{BLOCK}.weights"
+Weights = Annotated[
+    Literal["int8", "float8", "nf4"] | None,
+    write("int8, float8 or nf4, which takes 4 bits, or leave it out"),
+]
+"""Format of the linear layers of `blocks.*`; None: the JSON's precision, as all other parameters.
+
+`int8` and `float8` (e4m3) have a scale for each row. `nf4` is the 4-bit format of Dettmers et al. 2023,
+arXiv:2305.14314: 16 levels, a scale for each 64 elements, and these scales in 8 bits. torchao's int4 formats
+are laid out for one kind of device each (tinygemm's tiles, mslk, oneDNN), so that they cannot lie in CPU
+memory and be computed on a GPU, or take 8 bits (torchao 0.18).
+"""
+TORCHAO = "0.18"
+NF4_BLOCK = 64
+"""Elements with a scale of their own."""
+NF4_SCALES = 256
+"""Such scales, at most, with a factor of their own."""
+
+
+def is_quantized(name: str, shape: torch.Size | list[int], weights: Weights) -> bool:
+    """Return whether a parameter is the weight of a linear layer in a block, which `weights` can hold."""
+    if not (weights and name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2):
+        return False
+    return weights != "nf4" or math.prod(shape) % NF4_BLOCK == 0
+
+
+def stored_sizes(shape: torch.Size | list[int], weights: Weights, item: int) -> list[tuple[int, int]]:
+    """Return elements, and bytes of each, of the tensors that a weight is stored as.
+
+    Args:
+        shape: the weight's.
+        item: bytes of an element in the JSON's precision.
+    """
+    rows, n = shape[0], math.prod(shape)
+    if weights == "int8":
+        return [(n, 1), (rows, 4), (rows, 1)]  # with scale and zero point
+    if weights == "float8":
+        return [(n, 1), (rows, 4)]
+    scales = n // NF4_BLOCK
+    # two to a byte; the scales' mean, their factors, the scales, and the 16 levels
+    return [(n // 2, 1), (1, item), (scales // _nf4_scales(n), item), (scales, 1), (16, item)]
+
+
+def unpacked_bytes(n: int, weights: Weights, item: int) -> int:
+    """Return the most bytes that a linear layer of `n` weights takes for them in its call (torchao 0.18).
+
+    int8 becomes the JSON's precision; float8 comes there through two copies in float32; nf4 through the
+    numbers of its levels, in 8 bytes, and three copies.
+    """
+    if weights == "int8":
+        return n * item
+    return n * (8 + item % 4) if weights == "float8" else n * (8 + 3 * item)
+
+
+def weights_problems(where: str, ds: dict[str, Any], weights: Weights) -> list[str]:
+    """List what keeps `weights` from being computed in the JSON's precision."""
+    if weights not in ("int8", "nf4") or section_of(ds, "fp16").get("enabled") is not True:
+        return []
+    # int8: inputs times up to 127, before the scale; nf4: 128 / the range of its scales (torchao 0.18)
+    return [problem(where, KEY, weights, "Its numbers overflow in fp16: write bf16, or the weights float8.")]
+
+
+def missing_problems(where: str, ds: dict[str, Any], *, here: bool) -> list[str]:
+    """List what this machine lacks for the weights of a checked JSON.
+
+    Args:
+        here: whether the run is to be on this machine.
+    """
+    weights = ds.get(BLOCK, {}).get("weights")
+    if not here or not weights:
+        return []
+    remedy = f'Run: pip install "torchao=={TORCHAO}.*"'
+    try:
+        installed = version("torchao")
+    except PackageNotFoundError:
+        return [problem(where, KEY, weights, f"It needs torchao. {remedy}")]
+    if installed.startswith(f"{TORCHAO}."):
+        return []
+    return [problem(where, KEY, weights, f"It needs torchao {TORCHAO}, and here is {installed}. {remedy}")]
+
+
+def quantized(value: Tensor, weights: Weights) -> Tensor:
+    """Quantise a weight as torchao's own configurations do; the result is a subclass of Tensor."""
+    from torchao.quantization import Float8Tensor, Int8Tensor, NF4Tensor, PerRow
+
+    if weights == "int8":
+        return Int8Tensor.from_hp(value, granularity=PerRow())
+    if weights == "float8":
+        return Float8Tensor.from_hp(value, float8_dtype=torch.float8_e4m3fn, granularity=PerRow())
+    return NF4Tensor.from_tensor(value, NF4_BLOCK, _nf4_scales(value.numel()))
+
+
+def tensors_of(weight: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a quantised weight is made of."""
+    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+
+
+@cache
+def on_meta(shape: torch.Size, dtype: torch.dtype, weights: Weights) -> Tensor:
+    """Return a quantised weight without memory."""
+    return quantized(torch.empty(shape, dtype=dtype, device="meta"), weights)
+
+
+def made_of(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Return a quantised weight that is made of these tensors, which it shares; all else as in `like`."""
+    names, context = like.__tensor_flatten__()
+    if "tensor_meta" in context:  # nf4 keeps a device apart from its tensors' (torchao 0.18)
+        context = context | {"tensor_meta": replace(context["tensor_meta"], device=tensors[0].device)}
+    named = dict(zip(names, tensors, strict=True))
+    return type(like).__tensor_unflatten__(named, context, like.shape, like.stride())
+
+
+def _nf4_scales(n: int) -> int:
+    """Scales with one factor: torchao 0.18 takes no rest, and small layers have fewer than 256."""
+    return math.gcd(n // NF4_BLOCK, NF4_SCALES)
