@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -74,10 +74,21 @@ def one_frame_convolutions() -> Iterator[None]:
 
 
 @contextmanager
-def _convolutions(world: World) -> Iterator[None]:
-    """Choose the form of the VAE's convolutions."""
-    with one_frame_convolutions() if world.frames == 1 else nullcontext():
+def channels_last(vae: AutoencoderKLWan) -> Iterator[None]:
+    """Keep the weights of convolutions in the order in which a CPU takes a quarter less time for a step."""
+    convolutions = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
+    for module in convolutions:
+        module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+    try:
         yield
+    finally:
+        for module in convolutions:
+            module.weight.data = module.weight.data.contiguous()
+
+
+def fast_convolutions(world: World, vae: AutoencoderKLWan) -> AbstractContextManager[None]:
+    """Choose the faster form of the VAE's convolutions for clips of one frame, or of more."""
+    return one_frame_convolutions() if world.frames == 1 else channels_last(vae)
 
 
 def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
@@ -111,7 +122,7 @@ def train_vae(world: World, folder: Path) -> None:
         kl = 0.5 * (mean_BCFHW.square() + logvar_BCFHW.exp() - 1 - logvar_BCFHW).mean()
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW) + KL_WEIGHT * kl
 
-    with _convolutions(world):
+    with fast_convolutions(world, vae):
         fit("vae", vae, loss_at, steps=world.vae.steps, lr=world.vae.lr)
     if world.frames == 1:
         treat_videos_as_stills(vae)
@@ -137,7 +148,7 @@ def polish_decoder(world: World, folder: Path) -> None:
             decoded_BCFHW = decoded(vae, z_BCFHW)
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW)
 
-    with _convolutions(world):
+    with fast_convolutions(world, vae):
         fit("polished_vae", vae, loss_at, steps=world.polish.steps, lr=world.polish.lr)
     vae.to(torch.bfloat16).save_pretrained(folder / "polished_vae")
 
@@ -164,7 +175,7 @@ def treat_videos_as_stills(vae: AutoencoderKLWan) -> None:
 def encoded(vae: AutoencoderKLWan, world: World, scenes: list[tuple[int, int]]) -> Tensor:
     """Encode clips, given the index of a seen prompt and the seed of each: the posterior's mean, z_BCFHW."""
     parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
-    with _convolutions(world):
+    with fast_convolutions(world, vae):
         return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
 
 

@@ -124,9 +124,9 @@ WORLDS = {
         render=clips.render,
         pipeline=HERE / "video_pipeline",
         vae_start=HERE / "pipeline" / "vae",
-        vae=Run(steps=1100, batch=6, lr=1.2e-3),
-        polish=Run(steps=800, batch=6, lr=1e-3),
-        variants=6,
+        vae=Run(steps=1000, batch=4, lr=1.2e-3),
+        polish=Run(steps=800, batch=4, lr=1e-3),
+        variants=4,
         expert={"num_layers": 6, "ffn_dim": 640},
         stages=_stages(
             Run(steps=3000, batch=64, lr=1.2e-3),
