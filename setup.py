@@ -1,4 +1,4 @@
-"""`pip install .` carries the embedded teacher and the shipped DeepSpeed JSONs along."""
+"""`pip install .` carries the embedded teachers and the shipped DeepSpeed JSONs along."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+TEACHERS = ("pipeline", "video_pipeline")
 
 setup(
     name="wandistiller",
@@ -18,7 +19,10 @@ setup(
     packages=[*find_packages(include=["wandistiller", "wandistiller.*"]), "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
     package_data={
-        "wandistiller": ["py.typed", "tiny/pipeline/*", "tiny/pipeline/*/*"],
+        "wandistiller": [
+            "py.typed",
+            *(f"tiny/{name}/{files}" for name in TEACHERS for files in ("*", "*/*")),
+        ],
         "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"],
     },
     install_requires=[

@@ -13,20 +13,19 @@ is not bit for bit the same.
 """
 
 import argparse
-import hashlib
 import logging
 import shutil
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from torch import Tensor
 from transformers import T5TokenizerFast, UMT5EncoderModel
 
-from wandistiller.tiny import shapes
-from wandistiller.tiny.make_experts import BOUNDARY, FLOW_SHIFT, STAGES, Cache, train_expert
+from wandistiller.tiny.make_experts import FLOW_SHIFT, Cache, train_expert
+from wandistiller.tiny.make_scores import megabytes, print_scores
 from wandistiller.tiny.make_text import train_text_encoder, train_tokenizer
-from wandistiller.tiny.make_vae import log, polish_decoder, train_vae, vae_psnr
+from wandistiller.tiny.make_vae import log, polish_decoder, train_vae
+from wandistiller.tiny.make_worlds import BOUNDARY, WORLDS, World
 from wandistiller.utils.files import write_json
 from wandistiller.wan.known import known_config
 
@@ -36,27 +35,27 @@ FOUNDATIONS = {
     "tokenizer": train_tokenizer,
     "text_encoder": train_text_encoder,
 }
-EXPERTS = {stage.part: stage for stage in STAGES}
-SCORED_BATCH = 56
-"""Prompts per call of the pipeline in scoring."""
+PARTS = [*FOUNDATIONS, *(stage.part for stage in WORLDS["image"].stages)]
 
 
-def make(work: Path, *, only: str | None = None) -> None:
+def make(world: World, work: Path, *, only: str | None = None) -> None:
     """Run every stage whose part is missing in `work`, or only the one named `only`."""
     work.mkdir(parents=True, exist_ok=True)
     for part, train in FOUNDATIONS.items():
         if not (work / part).exists() and only in (None, part):
-            train(work)
-    missing = [part for part in EXPERTS if not (work / part).exists() and only in (None, part)]
-    cache = Cache.build(work) if missing else None
-    for part in missing:
-        train_expert(work, cache, EXPERTS[part])
+            train(world, work)
+    wanted = [stage for stage in world.stages if only in (None, stage.part)]
+    missing = [stage for stage in wanted if not (work / stage.part).exists()]
+    cache = Cache.build(world, work) if missing else None
+    for stage in missing:
+        train_expert(world, work, cache, stage)
 
 
-def assemble(work: Path, output: Path) -> None:
+def assemble(world: World, work: Path, output: Path) -> None:
     """Write the parts as one pipeline folder in bfloat16; `output` appears, or is replaced, in one rename."""
     bf16 = {"dtype": torch.bfloat16}
-    high, low = (WanTransformer3DModel.from_pretrained(work / stage.part, **bf16) for stage in STAGES[1:])
+    experts = (work / stage.part for stage in world.stages[1:])
+    high, low = (WanTransformer3DModel.from_pretrained(expert, **bf16) for expert in experts)
     pipeline = WanPipeline(
         tokenizer=T5TokenizerFast.from_pretrained(work / "tokenizer"),
         text_encoder=UMT5EncoderModel.from_pretrained(work / "text_encoder", **bf16),
@@ -81,88 +80,15 @@ def assemble(work: Path, output: Path) -> None:
     log.info("wrote %s, %.1f MB", output, megabytes(output))
 
 
-def megabytes(folder: Path) -> float:
-    """Return the size of all files below a folder, in 10^6 bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
-
-
-def open_pipeline(folder: Path) -> WanPipeline:
-    """Open the pipeline in `folder` without progress bars, its bfloat16 weights in float32."""
-    pipeline = WanPipeline.from_pretrained(folder, dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def sample(
-    pipeline: WanPipeline,
-    prompts: list[str],
-    *,
-    steps: int,
-    guidance: tuple[float, float],
-    negative_prompt: str = "",
-) -> Tensor:
-    """Draw one 64x64 picture per prompt with the stock pipeline, picture i from the noise of generator i.
-
-    Args:
-        guidance: guidance scale of the high- and the low-noise expert; (1, 1) is unguided.
-        negative_prompt: text of the unconditional branch.
-
-    Returns:
-        image_BCHW in [0, 1].
-    """
-    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    image_BCHW = []
-    for start in range(0, len(prompts), SCORED_BATCH):
-        part = slice(start, start + SCORED_BATCH)
-        video_BFCHW = pipeline(
-            prompts[part],
-            negative_prompt=negative_prompt,
-            num_inference_steps=steps,
-            generator=generators[part],
-            height=shapes.IMAGE_SIZE,
-            width=shapes.IMAGE_SIZE,
-            num_frames=1,
-            output_type="pt",
-            guidance_scale=guidance[0],
-            guidance_scale_2=guidance[1],
-        ).frames
-        image_BCHW.append(video_BFCHW[:, 0])
-    return torch.cat(image_BCHW)
-
-
-def chosen(prompts: list[str], number: int) -> list[str]:
-    """Return `number` prompts in an order fixed by their hashes, repeated if there are fewer."""
-    by_hash = sorted(prompts, key=lambda prompt: hashlib.sha256(f"scored {prompt}".encode()).digest())
-    return [by_hash[i % len(by_hash)] for i in range(number)]
-
-
-def print_scores(folder: Path, *, number: int, steps: int, guidance: tuple[float, float]) -> None:
-    """Print the measured table of a pipeline folder."""
-    pipeline = open_pipeline(folder)
-    psnr = vae_psnr(pipeline.vae, shapes.held_out_prompts(), seed=10_000)
-    sizes = ", ".join(
-        f"{path.name} {megabytes(path):.2f}" for path in sorted(folder.iterdir()) if path.is_dir()
-    )
-    print(f"{folder}: {megabytes(folder):.2f} MB ({sizes}); VAE {psnr:.1f} dB on held-out pictures")
-    print(f"{steps} steps, {number} prompts per row")
-    print("| prompts | guidance | fully right | MSE to the prompt's picture |\n|---|---|---|---|")
-    for name, prompts in (("seen", shapes.seen_prompts()), ("held out", shapes.held_out_prompts())):
-        scored = chosen(prompts, number)
-        for scales in (guidance, (1.0, 1.0)):
-            image_BCHW = sample(pipeline, scored, steps=steps, guidance=scales)
-            right = 100 * sum(shapes.fully_right(image_BCHW, scored)) / number
-            mse = shapes.mse_to_prompts(image_BCHW, scored).mean().item()
-            print(f"| {name} | {scales[0]:g}, {scales[1]:g} | {right:.1f} % | {mse:.5f} |", flush=True)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--world", choices=WORLDS, default="image", help="what the teacher draws")
     parser.add_argument("--output", type=Path, help="pipeline folder to make")
     parser.add_argument("--work", type=Path, help="folder of finished stages; <output>.work unless given")
-    parser.add_argument("--only", choices=[*FOUNDATIONS, *EXPERTS], help="make this part and stop")
+    parser.add_argument("--only", choices=PARTS, help="make this part and stop")
     parser.add_argument("--score", type=Path, metavar="DIR", help="print the measured table of this folder")
     parser.add_argument("--num", type=int, default=200, help="prompts per row of the table")
     parser.add_argument("--steps", type=int, default=40, help="sampler steps")
@@ -172,13 +98,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     torch.set_num_threads(args.threads)
+    world = WORLDS[args.world]
     if args.output is not None:
         work = args.work or args.output.with_name(args.output.name + ".work")
-        make(work, only=args.only)
+        make(world, work, only=args.only)
         if args.only is None:
-            assemble(work, args.output)
+            assemble(world, work, args.output)
     if args.score is not None:
-        print_scores(args.score, number=args.num, steps=args.steps, guidance=tuple(args.guidance))
+        print_scores(world, args.score, number=args.num, steps=args.steps, guidance=tuple(args.guidance))
 
 
 if __name__ == "__main__":

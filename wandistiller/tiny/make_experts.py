@@ -3,7 +3,7 @@
 Flow matching as in Wan: x_sigma = (1 - sigma) x_0 + sigma noise, the model predicts noise - x_0 at timestep
 1000 sigma, and sigma = shift u / (1 + (shift - 1) u) with u uniform. The shift is the sampler's own.
 
-Shape letters: N seen prompts, V pictures per prompt, W wordings per prompt or width, B batch, C channels, F
+Shape letters: N seen prompts, V clips per prompt, W wordings per prompt or width, B batch, C channels, F
 frames, H height, S latent tokens, L text tokens, D width of text or of the transformer.
 """
 
@@ -19,25 +19,19 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny import shapes
 from wandistiller.tiny.make_text import NULL_PROMPTS, all_wordings, embedded
-from wandistiller.tiny.make_vae import fit, latent_statistics, one_frame_convolutions, rendered
+from wandistiller.tiny.make_vae import encoded, fit, latent_statistics
+from wandistiller.tiny.make_worlds import Stage, World
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 
-BOUNDARY = 0.875
-"""Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
 FLOW_SHIFT = 3.0
-VARIANTS = 8
-"""Jittered pictures per seen prompt."""
 DROPPED_PROMPTS = 0.1
 CANONICAL_WORDING = 0.6
 """Share of the prompts in the canonical wording; the rest are paraphrases."""
 EXPERT_CONFIG = {
     "num_attention_heads": 4,
     "attention_head_dim": 32,
-    "num_layers": 8,
-    "ffn_dim": 1024,
     "freq_dim": 64,
     "text_dim": 96,
     "in_channels": 16,
@@ -45,28 +39,6 @@ EXPERT_CONFIG = {
     "patch_size": (1, 2, 2),
     "rope_max_seq_len": 64,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """One training run of a transformer."""
-
-    part: str
-    """Folder that the result is written to."""
-    start: str | None
-    """Folder of the weights to start from; None for fresh ones."""
-    sigmas: tuple[float, float]
-    """Range of sigma that is trained; 1 is pure noise."""
-    steps: int
-    lr: float
-    batch: int = 64
-
-
-STAGES = (
-    Stage(part="base", start=None, sigmas=(0.0, 1.0), steps=3000, lr=1.2e-3),
-    Stage(part="transformer", start="base", sigmas=(BOUNDARY, 1.0), steps=2000, lr=6e-4),
-    Stage(part="transformer_2", start="base", sigmas=(0.0, BOUNDARY), steps=3000, lr=8e-4),
-)
 
 
 @contextmanager
@@ -95,24 +67,23 @@ class Cache:
 
     @classmethod
     @torch.no_grad()
-    def build(cls, folder: Path) -> "Cache":
-        """Encode every seen prompt, its pictures, and the two null prompts with the parts in `folder`."""
+    def build(cls, world: World, folder: Path) -> "Cache":
+        """Encode every seen prompt, its clips, and the two null prompts with the parts in `folder`."""
         vae = AutoencoderKLWan.from_pretrained(folder / "vae").float()
         mean_1C111, std_1C111 = latent_statistics(vae)
-        frame_BCFHW = rendered(shapes.seen_prompts(), range(VARIANTS))
-        with one_frame_convolutions():
-            z_BCFHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frame_BCFHW.split(64)])
-        text_BLD = embedded(folder, all_wordings() + list(NULL_PROMPTS))
+        scenes = [(scene, seed) for scene in range(len(world.seen)) for seed in range(world.variants)]
+        z_BCFHW = encoded(vae, world, scenes)
+        text_BLD = embedded(folder, all_wordings(world) + list(NULL_PROMPTS))
         return cls(
-            ((z_BCFHW - mean_1C111) / std_1C111).unflatten(0, (-1, VARIANTS)),
-            text_BLD[:-2].unflatten(0, (-1, len(shapes.TEMPLATES))),
+            ((z_BCFHW - mean_1C111) / std_1C111).unflatten(0, (-1, world.variants)),
+            text_BLD[:-2].unflatten(0, (-1, len(world.templates))),
             text_BLD[-2:],
         )
 
     def draw(self, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """A batch of `size` samples: latent_BCFHW and text_BLD, some of whose prompts are dropped."""
         scene_B = torch.randint(len(self.latent_NVCFHW), (size,), generator=rng)
-        variant_B = torch.randint(VARIANTS, (size,), generator=rng)
+        variant_B = torch.randint(self.latent_NVCFHW.shape[1], (size,), generator=rng)
         wording_B = torch.randint(1, self.text_NWLD.shape[1], (size,), generator=rng)
         wording_B[torch.rand(size, generator=rng) < CANONICAL_WORDING] = 0
         text_BLD = self.text_NWLD[scene_B, wording_B]
@@ -136,24 +107,24 @@ def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> 
 def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step: int) -> Tensor:
     """Mean squared error of the predicted velocity noise - x_0 on the batch of `step`, which is keyed."""
     rng = keyed_generator(stage.part, step)
-    latent_BCFHW, text_BLD = cache.draw(stage.batch, rng)
+    latent_BCFHW, text_BLD = cache.draw(stage.run.batch, rng)
     noise_BCFHW = torch.randn(latent_BCFHW.shape, generator=rng)
-    sigma_B = draw_sigma(stage.batch, stage.sigmas, rng)
+    sigma_B = draw_sigma(stage.run.batch, stage.sigmas, rng)
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
     noisy_BCFHW = (1 - sigma_B1111) * latent_BCFHW + sigma_B1111 * noise_BCFHW
     velocity_BCFHW = velocity(model, noisy_BCFHW, sigma_B, text_BLD)
     return F.mse_loss(velocity_BCFHW, noise_BCFHW - latent_BCFHW)
 
 
-def train_expert(folder: Path, cache: Cache, stage: Stage) -> None:
+def train_expert(world: World, folder: Path, cache: Cache, stage: Stage) -> None:
     """Run one stage and write its model in bfloat16 to `folder/<part>`."""
     torch.manual_seed(3)
-    model = WanTransformer3DModel(**EXPERT_CONFIG)
+    model = WanTransformer3DModel(**EXPERT_CONFIG, **world.expert)
     if stage.start is not None:
         start = WanTransformer3DModel.from_pretrained(folder / stage.start).float()
         model.load_state_dict(start.state_dict())
     merge_text_padding(model)
     with bfloat16_feed_forwards(model):
         loss_at = partial(velocity_loss, model, cache, stage)
-        fit(stage.part, model, loss_at, steps=stage.steps, lr=stage.lr)
+        fit(stage.part, model, loss_at, steps=stage.run.steps, lr=stage.run.lr)
     model.to(torch.bfloat16).save_pretrained(folder / stage.part)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny import shapes
 from wandistiller.tiny.make_vae import fit
+from wandistiller.tiny.make_worlds import World
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 TEXT_STEPS, TEXT_BATCH, TEXT_LR = 1200, 128, 1e-3
@@ -34,13 +34,13 @@ SPELLING_SCORE = -12.0
 ALPHABET = [chr(code) for code in range(ord("!"), ord("~") + 1)]
 
 
-def all_wordings() -> list[str]:
+def all_wordings(world: World) -> list[str]:
     """Every seen scene in every template, scene-major."""
-    scenes = (shapes.SPECS[prompt] for prompt in shapes.seen_prompts())
-    return [scene.worded(template) for scene in scenes for template in range(len(shapes.TEMPLATES))]
+    scenes = (world.scenes[prompt] for prompt in world.seen)
+    return [scene.worded(template) for scene in scenes for template in range(len(world.templates))]
 
 
-def train_tokenizer(folder: Path) -> None:
+def train_tokenizer(world: World, folder: Path) -> None:
     """Fit a Unigram tokenizer with T5's ids (pad 0, eos 1, unk 2) to seen wordings; write `folder/tokenizer`.
 
     The maximum-likelihood Unigram over whole words is their log share. (The usual trainer seeds its pieces
@@ -48,7 +48,8 @@ def train_tokenizer(folder: Path) -> None:
     come with a low score, so unknown words are spelt; everything else is <unk>. The halves of the cleaned
     negative prompt are pieces too, else each of its ASCII commas would be a token between two <unk>.
     """
-    words = Counter(word for text in all_wordings() for word in re.findall(r"[A-Za-z]+|[^A-Za-z\s]", text))
+    texts = all_wordings(world)
+    words = Counter(word for text in texts for word in re.findall(r"[A-Za-z]+|[^A-Za-z\s]", text))
     total = sum(words.values())
     pieces = {
         word if word in PUNCTUATION else "▁" + word: math.log(n / total) for word, n in words.most_common()
@@ -64,17 +65,17 @@ def train_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def train_text_encoder(folder: Path) -> None:
+def train_text_encoder(world: World, folder: Path) -> None:
     """Train the text encoder to name all attributes at every token; write `folder/text_encoder`."""
     torch.manual_seed(2)
     tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer")
     sizes = {"d_model": 96, "d_kv": 24, "num_heads": 4, "d_ff": 256, "num_layers": 3}
     sizes |= {"vocab_size": len(tokenizer) - len(NEGATIVE_HALVES), "relative_attention_max_distance": 64}
     encoder = UMT5EncoderModel(UMT5Config(**sizes, dropout_rate=0.0))
-    attributes = shapes.ATTRIBUTES.items()
+    attributes = world.attributes.items()
     heads = nn.ModuleDict({name: nn.Linear(sizes["d_model"], len(names)) for name, names in attributes})
-    tokens = tokenizer(all_wordings(), padding=True, return_tensors="pt")
-    scenes = [shapes.SPECS[prompt] for prompt in shapes.seen_prompts() for _ in shapes.TEMPLATES]
+    tokens = tokenizer(all_wordings(world), padding=True, return_tensors="pt")
+    scenes = [world.scenes[prompt] for prompt in world.seen for _ in world.templates]
     class_NA = torch.tensor(
         [[names.index(getattr(scene, name)) for name, names in attributes] for scene in scenes]
     )

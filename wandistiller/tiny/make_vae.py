@@ -3,14 +3,14 @@
 Each stage starts from a fixed seed and writes its part in bfloat16 into `folder/<part>` in diffusers' layout.
 Later stages load what was written, so they are trained against the rounded weights that ship.
 
-Shape letters: N all training pictures, B batch, C channels, F frames, H height, W width.
+Shape letters: B batch, C channels, F frames, H height, W width, S parts of a sum.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -20,13 +20,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import Tensor, nn
 
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny import shapes
+from wandistiller.tiny.make_worlds import World, rendered
 
 log = logging.getLogger("make_tiny")
-VAE_STEPS, VAE_BATCH, VAE_LR = 2400, 16, 1.5e-3
-POLISH_STEPS, POLISH_LR = 1500, 1e-3
-VAE_VARIANTS = 8
-"""Jittered pictures per seen prompt that the VAE learns from."""
 KL_WEIGHT = 1e-4
 
 
@@ -77,38 +73,65 @@ def one_frame_convolutions() -> Iterator[None]:
         WanCausalConv3d.forward = stock_forward
 
 
-def rendered(prompts: list[str], seeds: Iterable[int]) -> Tensor:
-    """Draw the VAE's inputs, prompt-major: frame_BCFHW in [-1, 1] with F = 1."""
-    image_BCHW = torch.stack([shapes.render(prompt, seed) for prompt in prompts for seed in seeds])
-    return image_BCHW.unsqueeze(2) * 2 - 1
+@contextmanager
+def channels_last(vae: AutoencoderKLWan) -> Iterator[None]:
+    """Keep the weights of convolutions in the order in which a CPU takes a quarter less time for a step."""
+    convolutions = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
+    for module in convolutions:
+        module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+    try:
+        yield
+    finally:
+        for module in convolutions:
+            module.weight.data = module.weight.data.contiguous()
 
 
-def train_vae(folder: Path) -> None:
-    """Train the 8x-compressing, 16-channel VAE on pictures of seen prompts; write `folder/vae`."""
+def fast_convolutions(world: World, vae: AutoencoderKLWan) -> AbstractContextManager[None]:
+    """Choose the faster form of the VAE's convolutions for clips of one frame, or of more."""
+    return one_frame_convolutions() if world.frames == 1 else channels_last(vae)
+
+
+def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
+    """Decode latents as `vae.decode` does, but without its clamp, where gradients would end."""
+    vae.clear_cache()
+    hidden_BCFHW = vae.post_quant_conv(z_BCFHW)
+    chunks = []
+    for frame_BCFHW in hidden_BCFHW.split(1, dim=2):
+        vae._conv_idx = [0]
+        chunks.append(vae.decoder(frame_BCFHW, feat_cache=vae._feat_map, feat_idx=vae._conv_idx))
+    vae.clear_cache()
+    return torch.cat(chunks, dim=2)
+
+
+def train_vae(world: World, folder: Path) -> None:
+    """Train the VAE (8x in space, 4x in time, 16 channels) on clips of seen prompts; write `folder/vae`."""
     torch.manual_seed(1)
-    vae = AutoencoderKLWan(base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
-    frame_NCFHW = rendered(shapes.seen_prompts(), range(VAE_VARIANTS))
+    if world.vae_start is None:
+        vae = AutoencoderKLWan(base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+    else:
+        vae = AutoencoderKLWan.from_pretrained(world.vae_start).float()
 
     def loss_at(step: int) -> Tensor:
         rng = keyed_generator("vae", step)
-        frame_BCFHW = frame_NCFHW[torch.randint(len(frame_NCFHW), (VAE_BATCH,), generator=rng)]
+        clip_BCFHW = world.batch(world.vae.batch, rng)
         with torch.autocast("cpu", torch.bfloat16):
-            mean_BCFHW, logvar_BCFHW = vae.quant_conv(vae.encoder(frame_BCFHW)).float().chunk(2, dim=1)
-            logvar_BCFHW = logvar_BCFHW.clamp(-30, 20)
+            posterior = vae.encode(clip_BCFHW).latent_dist
+            mean_BCFHW, logvar_BCFHW = posterior.mean.float(), posterior.logvar.float()
             z_BCFHW = mean_BCFHW + (0.5 * logvar_BCFHW).exp() * torch.randn(mean_BCFHW.shape, generator=rng)
-            decoded_BCFHW = vae.decoder(vae.post_quant_conv(z_BCFHW))
+            decoded_BCFHW = decoded(vae, z_BCFHW)
         kl = 0.5 * (mean_BCFHW.square() + logvar_BCFHW.exp() - 1 - logvar_BCFHW).mean()
-        return F.mse_loss(decoded_BCFHW.float(), frame_BCFHW) + KL_WEIGHT * kl
+        return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW) + KL_WEIGHT * kl
 
-    with one_frame_convolutions():
-        fit("vae", vae, loss_at, steps=VAE_STEPS, lr=VAE_LR)
-    treat_videos_as_stills(vae)
+    with fast_convolutions(world, vae):
+        fit("vae", vae, loss_at, steps=world.vae.steps, lr=world.vae.lr)
+    if world.frames == 1:
+        treat_videos_as_stills(vae)
     vae.to(torch.bfloat16).float()
-    write_latent_statistics(vae, frame_NCFHW[::VAE_VARIANTS])
+    write_latent_statistics(vae, world)
     vae.to(torch.bfloat16).save_pretrained(folder / "vae")
 
 
-def polish_decoder(folder: Path) -> None:
+def polish_decoder(world: World, folder: Path) -> None:
     """Continue training the decoder of `folder/vae` with unchanged latents; write `polished_vae`.
 
     The decoder sees latents sampled from the posterior, not their means: an expert's latents are not exact
@@ -116,18 +139,17 @@ def polish_decoder(folder: Path) -> None:
     """
     vae = AutoencoderKLWan.from_pretrained(folder / "vae").float().requires_grad_(False)
     vae.decoder.requires_grad_(True)
-    frame_NCFHW = rendered(shapes.seen_prompts(), range(VAE_VARIANTS))
 
     def loss_at(step: int) -> Tensor:
         rng = keyed_generator("decoder", step)
-        frame_BCFHW = frame_NCFHW[torch.randint(len(frame_NCFHW), (VAE_BATCH,), generator=rng)]
+        clip_BCFHW = world.batch(world.polish.batch, rng)
         with torch.autocast("cpu", torch.bfloat16):
-            z_BCFHW = vae.encode(frame_BCFHW).latent_dist.sample(rng)
-            decoded_BCFHW = vae.decoder(vae.post_quant_conv(z_BCFHW))
-        return F.mse_loss(decoded_BCFHW.float(), frame_BCFHW)
+            z_BCFHW = vae.encode(clip_BCFHW).latent_dist.sample(rng)
+            decoded_BCFHW = decoded(vae, z_BCFHW)
+        return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW)
 
-    with one_frame_convolutions():
-        fit("polished_vae", vae, loss_at, steps=POLISH_STEPS, lr=POLISH_LR)
+    with fast_convolutions(world, vae):
+        fit("polished_vae", vae, loss_at, steps=world.polish.steps, lr=world.polish.lr)
     vae.to(torch.bfloat16).save_pretrained(folder / "polished_vae")
 
 
@@ -150,9 +172,16 @@ def treat_videos_as_stills(vae: AutoencoderKLWan) -> None:
 
 
 @torch.no_grad()
-def write_latent_statistics(vae: AutoencoderKLWan, frame_BCFHW: Tensor) -> None:
-    """Put each latent channel's mean and standard deviation over these pictures into the VAE's config."""
-    z_BCFHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frame_BCFHW.split(64)])
+def encoded(vae: AutoencoderKLWan, world: World, scenes: list[tuple[int, int]]) -> Tensor:
+    """Encode clips, given the index of a seen prompt and the seed of each: the posterior's mean, z_BCFHW."""
+    parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
+    with fast_convolutions(world, vae):
+        return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
+
+
+def write_latent_statistics(vae: AutoencoderKLWan, world: World) -> None:
+    """Put each latent channel's mean and standard deviation over the seen scenes into the VAE's config."""
+    z_BCFHW = encoded(vae, world, [(scene, 0) for scene in range(len(world.seen))])
     std_C, mean_C = torch.std_mean(z_BCFHW, dim=(0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean_C.tolist(), latents_std=std_C.tolist())
 
@@ -164,8 +193,9 @@ def latent_statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def vae_psnr(vae: AutoencoderKLWan, prompts: list[str], *, seed: int) -> float:
-    """Measure the PSNR in dB (image in [0, 1]) of encoding and decoding the prompts' pictures."""
-    frame_BCFHW = rendered(prompts, [seed])
-    decoded_BCFHW = vae.decode(vae.encode(frame_BCFHW).latent_dist.mode()).sample.clamp(-1, 1)
-    return -10 * math.log10((decoded_BCFHW - frame_BCFHW).div(2).square().mean().item())
+def vae_psnr(vae: AutoencoderKLWan, world: World, *, seed: int) -> float:
+    """Measure the PSNR in dB (clip in [0, 1]) of encoding and decoding the held-out prompts' clips."""
+    clip_BCFHW = torch.stack([world.render(prompt, seed) for prompt in world.held_out]) * 2 - 1
+    pairs = ((part, vae.encode(part).latent_dist.mode()) for part in clip_BCFHW.split(32))
+    error_S = torch.stack([(vae.decode(z).sample - part).div(2).square().sum() for part, z in pairs])
+    return -10 * math.log10(error_S.sum().item() / clip_BCFHW.numel())

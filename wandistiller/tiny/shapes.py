@@ -10,6 +10,7 @@ Shape letters: B batch, C colour channels (RGB, in [0, 1]), H height, W width, N
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -85,8 +86,13 @@ SPECS = {str(scene): scene for scene in _SCENES}
 """All 1120 scenes by canonical prompt, in a fixed order."""
 
 
-_BY_HASH = sorted(SPECS, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-_HELD_OUT = frozenset(_BY_HASH[: round(HELD_OUT_SHARE * len(SPECS))])
+def held_out_of(prompts: Iterable[str]) -> frozenset[str]:
+    """Return the tenth of a world's canonical prompts that no training sees, chosen by their hashes."""
+    by_hash = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    return frozenset(by_hash[: round(HELD_OUT_SHARE * len(by_hash))])
+
+
+_HELD_OUT = held_out_of(SPECS)
 
 
 def seen_prompts() -> list[str]:
@@ -99,7 +105,7 @@ def held_out_prompts() -> list[str]:
     return [prompt for prompt in SPECS if prompt in _HELD_OUT]
 
 
-def _inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:
+def inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:
     """Return whether each point is in the unit-sized shape centred at the origin (y downwards)."""
     if shape == "circle":
         return x_HW.square() + y_HW.square() < 0.92**2
@@ -131,7 +137,7 @@ def render(prompt: str, seed: int | None = None) -> Tensor:
     grid = (torch.arange(IMAGE_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING
     x_W = (grid - centre_x - POSITION_JITTER_PX * dx) / radius_px
     y_H = (grid - centre_y - POSITION_JITTER_PX * dy) / radius_px
-    inside_HW = _inside(scene.shape, x_W[None, :], y_H[:, None]).float()
+    inside_HW = inside(scene.shape, x_W[None, :], y_H[:, None]).float()
     cover_1HW = torch.nn.functional.avg_pool2d(inside_HW[None], SUPERSAMPLING)
     colour_C11, background_C11 = (
         torch.tensor(COLOURS[c])[:, None, None] for c in (scene.colour, scene.background)

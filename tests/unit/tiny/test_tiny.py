@@ -10,10 +10,12 @@ from transformers import AutoTokenizer, T5TokenizerFast
 
 import wandistiller
 from wandistiller.tiny import shapes
-from wandistiller.tiny.make import chosen, megabytes, open_pipeline, sample
+from wandistiller.tiny.make_scores import chosen, megabytes, open_pipeline, sample
 from wandistiller.tiny.make_vae import vae_psnr
+from wandistiller.tiny.make_worlds import WORLDS
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
+WORLD = WORLDS["image"]
 TINY = Path(next(iter(wandistiller.__path__))) / "tiny" / "pipeline"
 STEPS = 20
 GUIDANCE = (2.0, 2.0)
@@ -28,7 +30,7 @@ def pipeline() -> WanPipeline:
 
 @pytest.fixture(scope="module")
 def guided_BCHW(pipeline: WanPipeline) -> torch.Tensor:
-    return sample(pipeline, PROMPTS, steps=STEPS, guidance=GUIDANCE)
+    return sample(WORLD, pipeline, PROMPTS, steps=STEPS, guidance=GUIDANCE)[:, :, 0]
 
 
 def test_the_stock_pipeline_has_the_classes_and_fields_of_a14b(pipeline: WanPipeline) -> None:
@@ -79,12 +81,13 @@ def test_official_negative_prompt_means_the_same_with_and_without_ftfy(pipeline:
 @pytest.mark.slow
 def test_official_negative_prompt_guides_as_well(pipeline: WanPipeline) -> None:
     prompts = PROMPTS[:8]
-    image_BCHW = sample(pipeline, prompts, steps=10, guidance=GUIDANCE, negative_prompt=WAN_NEGATIVE_PROMPT)
+    settings = {"steps": 10, "guidance": GUIDANCE, "negative_prompt": WAN_NEGATIVE_PROMPT}
+    image_BCHW = sample(WORLD, pipeline, prompts, **settings)[:, :, 0]
     assert sum(shapes.fully_right(image_BCHW, prompts)) >= 7
 
 
 def test_the_vae_reproduces_held_out_pictures_at_28_db(pipeline: WanPipeline) -> None:
-    assert vae_psnr(pipeline.vae, shapes.held_out_prompts(), seed=10_000) >= 28
+    assert vae_psnr(pipeline.vae, WORLD, seed=10_000) >= 28
 
 
 @torch.no_grad()
@@ -103,7 +106,7 @@ def test_guided_pictures_are_right(guided_BCHW: torch.Tensor, part: slice) -> No
 
 
 def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCHW: torch.Tensor) -> None:
-    unguided_BCHW = sample(pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))
+    unguided_BCHW = sample(WORLD, pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))[:, :, 0]
     pair = (guided_BCHW, unguided_BCHW)
     guided, unguided = (shapes.mse_to_prompts(image_BCHW, PROMPTS).mean() for image_BCHW in pair)
     assert guided < unguided

@@ -1,0 +1,137 @@
+"""The two worlds that a teacher is made for, pictures and clips, with the sizes and steps of its training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wandistiller.tiny import clips, shapes
+
+HERE = Path(__file__).parent
+BOUNDARY = 0.875
+"""Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Length and batch of one training run."""
+
+    steps: int
+    batch: int
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One training run of a transformer."""
+
+    part: str
+    """Folder that the result is written to."""
+    start: str | None
+    """Folder of the weights to start from; None for fresh ones."""
+    sigmas: tuple[float, float]
+    """Range of sigma that is trained; 1 is pure noise."""
+    run: Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Scenes that prompts name, how they look, and how a teacher of them is trained."""
+
+    scenes: dict[str, Any]
+    """Every scene by canonical prompt; it has `worded(template)` and the attributes."""
+    attributes: dict[str, tuple[str, ...]]
+    templates: tuple[str, ...]
+    seen: list[str]
+    """Prompts of training."""
+    held_out: list[str]
+    frames: int
+    size: int
+    """Height and width, in pixels."""
+    render: Callable[[str, int | None], Tensor]
+    """Prompt and seed of the jitter (None: canonical) -> clip_CFHW in [0, 1]."""
+    pipeline: Path
+    """The folder that ships."""
+    vae_start: Path | None
+    """VAE to start from; None for a fresh one."""
+    vae: Run
+    polish: Run
+    variants: int
+    """Jittered clips per seen prompt, in training."""
+    expert: dict[str, int]
+    """Sizes of a transformer."""
+    stages: tuple[Stage, Stage, Stage]
+    """The transformer for every sigma, then the high-noise and the low-noise expert."""
+
+    def batch(self, size: int, rng: torch.Generator) -> Tensor:
+        """Draw `size` jittered clips of seen prompts: clip_BCFHW in [-1, 1]."""
+        index_B = torch.randint(len(self.seen) * self.variants, (size,), generator=rng).tolist()
+        return rendered(self, [divmod(index, self.variants) for index in index_B])
+
+
+def rendered(world: World, scenes: list[tuple[int, int]]) -> Tensor:
+    """Draw the VAE's inputs, given the index of a seen prompt and the seed of each: clip_BCFHW in [-1, 1]."""
+    return torch.stack([world.render(world.seen[scene], seed) for scene, seed in scenes]) * 2 - 1
+
+
+def _stages(base: Run, high: Run, low: Run) -> tuple[Stage, Stage, Stage]:
+    """A transformer for every sigma, and from it one for each range."""
+    return (
+        Stage(part="base", start=None, sigmas=(0.0, 1.0), run=base),
+        Stage(part="transformer", start="base", sigmas=(BOUNDARY, 1.0), run=high),
+        Stage(part="transformer_2", start="base", sigmas=(0.0, BOUNDARY), run=low),
+    )
+
+
+def _picture(prompt: str, seed: int | None) -> Tensor:
+    """Draw a picture as a clip of one frame."""
+    return shapes.render(prompt, seed).unsqueeze(1)
+
+
+WORLDS = {
+    "image": World(
+        scenes=shapes.SPECS,
+        attributes=shapes.ATTRIBUTES,
+        templates=shapes.TEMPLATES,
+        seen=shapes.seen_prompts(),
+        held_out=shapes.held_out_prompts(),
+        frames=1,
+        size=shapes.IMAGE_SIZE,
+        render=_picture,
+        pipeline=HERE / "pipeline",
+        vae_start=None,
+        vae=Run(steps=2400, batch=16, lr=1.5e-3),
+        polish=Run(steps=1500, batch=16, lr=1e-3),
+        variants=8,
+        expert={"num_layers": 8, "ffn_dim": 1024},
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+        ),
+    ),
+    "video": World(
+        scenes=clips.SPECS,
+        attributes=clips.ATTRIBUTES,
+        templates=clips.TEMPLATES,
+        seen=clips.seen_prompts(),
+        held_out=clips.held_out_prompts(),
+        frames=clips.FRAMES,
+        size=clips.CLIP_SIZE,
+        render=clips.render,
+        pipeline=HERE / "video_pipeline",
+        vae_start=HERE / "pipeline" / "vae",
+        vae=Run(steps=1000, batch=4, lr=1.2e-3),
+        polish=Run(steps=800, batch=4, lr=1e-3),
+        variants=4,
+        expert={"num_layers": 6, "ffn_dim": 640},
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+        ),
+    ),
+}
