@@ -100,7 +100,9 @@ class PlainLoop:
         self._student = WanTransformer3DModel.from_config(job.student_transformer).train()
         self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
         self._student.enable_gradient_checkpointing()
-        self._teachers = {e: WanTransformer3DModel.from_pretrained(TINY / e.value).eval() for e in Expert}
+        self._teachers = {
+            e: WanTransformer3DModel.from_pretrained(TINY["tiny"] / e.value).eval() for e in Expert
+        }
         for model in (self._student, *self._teachers.values()) if job.run.merge_text_padding else ():
             merge_text_padding(model)
         params = job.student_ds["optimizer"]["params"]

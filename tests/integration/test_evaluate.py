@@ -16,8 +16,9 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from wandistiller.batch import Expert
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import parser
+from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.evaluator import Evaluation, bands
-from wandistiller.evaluation.metrics import METRICS, Clip, Metric
+from wandistiller.evaluation.metrics import METRICS, Metric
 from wandistiller.evaluation.pipelines import PeakMemory
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError

@@ -10,6 +10,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
+from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
@@ -19,7 +20,6 @@ from wandistiller.evaluation.draw_samples import (
     size_problems,
 )
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
-from wandistiller.evaluation.metrics import clip_problems
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS, trained_steps
 from wandistiller.teacher.quantized import missing_problems
@@ -28,7 +28,7 @@ from wandistiller.utils.errors import ConfigError, folder_problems, inside_probl
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for
+from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, require_weights, usual_for
 from wandistiller.wan.transformer import top_modules
 
 FACT_TYPES = of_type(
@@ -143,7 +143,7 @@ def _facts(flags: dict[str, Any]) -> dict[str, Any]:
         remedy = "Say with --teacher_path what to compare it with."
         problems.append(f"{file}: `teacher_path` is missing. {remedy}")
     elif isinstance(name := facts.get("teacher_path"), str) and not teacher:
-        if "/" not in name and name != "tiny" and not Path(name).exists():
+        if "/" not in name and name not in TINY and not Path(name).exists():
             remedy = "Exports have only the folder's name; say with --teacher_path where it is."
             problems.append(problem(file, "teacher_path", name, remedy))
     if problems:

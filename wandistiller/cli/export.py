@@ -8,6 +8,7 @@ from wandistiller.export import hub
 from wandistiller.export.formats.base import flag_problems, formats
 from wandistiller.export.source import read_source
 from wandistiller.utils.errors import ConfigError, inside_problems
+from wandistiller.wan.pipeline import TINY
 
 
 def run(flags: dict[str, Any]) -> None:
@@ -22,7 +23,7 @@ def run(flags: dict[str, Any]) -> None:
     settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}
     source = read_source(flags["checkpoint"], flags["ema"])
     teacher = source.facts["teacher_path"]
-    inputs = {"checkpoint": source.folder} | ({} if teacher == "tiny" else {"the teacher": teacher})
+    inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})
     if problems := inside_problems("output", flags["output"], inputs):
         raise ConfigError(*problems)
     exported = formats()[name].from_flags(settings).write(source, flags["output"])

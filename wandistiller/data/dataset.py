@@ -22,14 +22,19 @@ from wandistiller.data.lines import (
     has_prompt,
     parse_json,
 )
-from wandistiller.tiny import shapes
+from wandistiller.tiny import clips, shapes
 from wandistiller.utils.errors import ConfigError, is_text, readable
 
 IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
 )
 VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
-EMBEDDED = {"tiny": shapes.seen_prompts, "tiny:held_out": shapes.held_out_prompts}
+EMBEDDED = {
+    "tiny": shapes.seen_prompts,
+    "tiny:held_out": shapes.held_out_prompts,
+    "tiny-video": clips.seen_prompts,
+    "tiny-video:held_out": clips.held_out_prompts,
+}
 SHOWN = 20
 """Greatest number of problems that are listed; the others are counted."""
 
@@ -101,7 +106,7 @@ class PromptDataset(Sequence[PromptItem]):
 
 @readable()
 def read_dataset(data_path: str) -> PromptDataset:
-    """Index the data: `tiny`, `tiny:held_out`, a .txt of prompts, a .jsonl, a .csv, a .tsv, or a folder.
+    """Index the data: a name in EMBEDDED, a .txt of prompts, a .jsonl, a .csv, a .tsv, or a folder.
 
     In a folder, a .txt with the name of a medium is its prompt; any other .txt has one prompt per line. Blank
     lines and lines that start with # are skipped.

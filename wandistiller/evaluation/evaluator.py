@@ -13,13 +13,14 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched, collective_turns
 from wandistiller.distributed import collectives
 from wandistiller.evaluation.bands import Band, bands, states_in
+from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
-from wandistiller.evaluation.metrics import FEATURES, METRICS, Clip, DrawnBatch, Features, Metric
+from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.export.source import TrainedSteps
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.tiny import shapes
+from wandistiller.tiny import clips, shapes
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
 
@@ -53,10 +54,17 @@ class Evaluation:
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
-        size = self.student_sampling.height, self.student_sampling.width
-        # prompts of the embedded teacher, whose pictures a program can score
-        has_shapes = size == (shapes.IMAGE_SIZE,) * 2 and all(p in shapes.SPECS for p in self.prompts)
-        has = {"": True, "shapes": has_shapes, "clip": self.clip is not None, "twice": not self.quick}
+        s = self.student_sampling
+        size, known = (s.num_frames, s.height, s.width), {p: None for p in self.prompts}.keys()
+        # prompts of the embedded teachers, whose pictures and clips a program can score
+        has = {
+            "": True,
+            "shapes": size == (1, *(shapes.IMAGE_SIZE,) * 2) and known <= shapes.SPECS.keys(),
+            "moving shapes": size == (clips.FRAMES, *(clips.CLIP_SIZE,) * 2) and known <= clips.SPECS.keys(),
+            "frames": s.num_frames > 1,
+            "clip": self.clip is not None,
+            "twice": not self.quick,
+        }
         return [m for m in metrics if has[m.needs]]
 
     @property
@@ -73,8 +81,8 @@ class ScoredSample:
     """Metric -> number."""
     features: dict[str, Tensor]
     """Name -> feature_D."""
-    frame_CHW: Tensor | None
-    """Middle frame, for prompts in the picture."""
+    pixels_CFHW: Tensor | None
+    """In [0, 1], for prompts in the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +193,7 @@ class Evaluator:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
         s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
         for _, chunk, counts in collective_turns(what, self._batches):
-            prompts, middle, x0 = [s.prompts[i] for i in chunk], [], []
+            prompts, pixels, x0 = [s.prompts[i] for i in chunk], [], []
             for first in (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]:
                 start = time.monotonic()
                 with memory.running():
@@ -193,10 +201,10 @@ class Evaluator:
                 if counts and not x0:
                     drawn.seconds.append((time.monotonic() - start, candidate.denoising, len(chunk)))
                 x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
-                middle.append(pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2])
+                pixels.append(pixels_BCFHW.cpu())
             first_x0.append(x0[0])
             for one, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
-                scored = self._score(chunk, DrawnBatch(prompts, middle[one], x0[one], x0[other], self._clip))
+                scored = self._score(chunk, DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip))
                 (drawn.second_draw if one else drawn.samples).update(scored)
         return drawn, first_x0
 
@@ -208,7 +216,7 @@ class Evaluator:
             i: ScoredSample(
                 {name: score_B[b] for name, score_B in scores.items()},
                 {name: feature_BD[b] for name, feature_BD in features.items()},
-                batch.frame_BCHW[b].clone() if i in s.shown else None,
+                batch.pixels_BCFHW[b].clone() if i in s.shown else None,
             )
             for b, i in enumerate(chunk)
         }

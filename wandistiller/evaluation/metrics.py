@@ -7,19 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
+from wandistiller.evaluation.clip import Clip
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny import shapes
-from wandistiller.utils.errors import problem
-from wandistiller.utils.files import read_json
-from wandistiller.utils.images import to_pil
-from wandistiller.wan.known import refused_keys
+from wandistiller.tiny import clip_scores, shapes
 
+MOTION = "motion"
+"""Name of the metric that says whether a student moves as its teacher does."""
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 RESAMPLES = 2000
 
@@ -96,45 +93,13 @@ def _root(covariance_DD: Tensor) -> Tensor:
     return vectors_DD * values_D.clamp(min=0).sqrt() @ vectors_DD.T
 
 
-class Clip:
-    """CLIP's two encoders, float32."""
-
-    def __init__(self, folder: Path, device: torch.device):
-        self._model = CLIPModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        self._model.eval().to(device)
-        # of known classes: its own from_pretrained asks to run code that the folder names (transformers 5.23)
-        pixels, tokens = CLIPImageProcessorPil.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder)
-        self._processor = CLIPProcessor(pixels, tokens)
-
-    @torch.no_grad()
-    def score(self, image_BCHW: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """Embed and score images in [0, 1].
-
-        Returns:
-            Their embeddings, unit vectors image_BD; and score_B = 100 max(cos(image, text), 0), in [0, 100],
-            of a prompt cut to what CLIP reads. Source: Hessel et al. 2021, arXiv:2104.08718, with 100 for
-            their 2.5, as torchmetrics has it.
-        """
-        inputs = self._processor(
-            text=prompts,
-            images=[to_pil(i) for i in image_BCHW],
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            max_length=self._model.config.text_config.max_position_embeddings,
-        )
-        output = self._model(**inputs.to(self._model.device))
-        cosine_B = (output.image_embeds * output.text_embeds).sum(1)  # of unit vectors
-        return output.image_embeds.cpu(), 100 * cosine_B.clamp(min=0).cpu()
-
-
 class DrawnBatch:
     """Samples as input of the metrics, on the CPU."""
 
     def __init__(
         self,
         prompts: list[str],
-        frame_BCHW: Tensor,
+        pixels_BCFHW: Tensor,
         x0_BCFHW: Tensor,
         other_BCFHW: Tensor,
         clip: Clip | None,
@@ -142,11 +107,13 @@ class DrawnBatch:
         """Keep samples.
 
         Args:
-            frame_BCHW: the middle frame, in [0, 1].
+            pixels_BCFHW: in [0, 1].
             x0_BCFHW: normalised VAE latents.
             other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
         """
-        self.prompts, self.frame_BCHW, self._clip = prompts, frame_BCHW, clip
+        self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
+        self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
+        """The middle frame."""
         self.x0_BCFHW, self.other_BCFHW = x0_BCFHW, other_BCFHW
 
     @cached_property
@@ -156,6 +123,7 @@ class DrawnBatch:
 
 
 def _mean(value_N: Tensor, seed: int) -> dict[str, float | None]:
+    value_N = value_N[~value_N.isnan()]
     return ratio_of_sums(value_N, torch.ones_like(value_N), seed).as_dict()
 
 
@@ -174,15 +142,17 @@ class Metric:
     label: str
     """Row of the table in evaluation.md."""
     compute: Callable[[DrawnBatch], Tensor]
-    """value_B of a batch, float32."""
+    """value_B of a batch, float32; NaN where a sample has none."""
     needs: str = ""
-    """`shapes`: prompts of the embedded teacher; `clip`: a CLIP folder; `twice`: two samples of each prompt;
-    empty for any evaluation."""
+    """`shapes`, `moving shapes`: prompts of an embedded teacher; `frames`: several frames; `clip`: a CLIP
+    folder; `twice`: two samples of each prompt; empty for any evaluation."""
     summary: Callable[[Tensor, int], dict[str, float | None]] = _mean
     """value_N and seed -> figure and interval."""
 
     def ratio(self, student_N: Tensor, teacher_N: Tensor, seed: int) -> dict[str, float | None] | None:
         """Ratio of student to teacher on the same prompts; None if the teacher's sum is 0."""
+        both = ~(student_N.isnan() | teacher_N.isnan())
+        student_N, teacher_N = student_N[both], teacher_N[both]
         return ratio_of_sums(student_N, teacher_N, seed).as_dict() if teacher_N.any() else None
 
 
@@ -201,6 +171,17 @@ def _latent_moments(drawn: DrawnBatch) -> Tensor:
     return torch.cat([drawn.x0_BCFHW.mean((2, 3, 4)), drawn.x0_BCFHW.std((2, 3, 4))], dim=1)
 
 
+def _change(x_BCFHW: Tensor) -> Tensor:
+    """Mean absolute change between neighbouring frames."""
+    return x_BCFHW.diff(dim=2).abs().flatten(1).mean(1)
+
+
+def _drift(pixels_BCFHW: Tensor) -> Tensor:
+    """Distance between the mean colours of the first and the last frame."""
+    colour_BCF = pixels_BCFHW.mean((3, 4))
+    return (colour_BCF[:, :, -1] - colour_BCF[:, :, 0]).norm(dim=1)
+
+
 METRICS = [
     Metric(
         name="fully_right",
@@ -208,6 +189,45 @@ METRICS = [
         needs="shapes",
         summary=_share,
         compute=lambda drawn: torch.tensor(shapes.fully_right(drawn.frame_BCHW, drawn.prompts)).float(),
+    ),
+    Metric(
+        name="fully_right",
+        label="prompts fully right",
+        needs="moving shapes",
+        summary=_share,
+        compute=lambda drawn: torch.tensor(
+            clip_scores.fully_right(drawn.pixels_BCFHW, drawn.prompts)
+        ).float(),
+    ),
+    Metric(
+        name="speed",
+        label="speed, 1 is the prompt's",
+        needs="moving shapes",
+        compute=lambda drawn: clip_scores.speeds(drawn.pixels_BCFHW, drawn.prompts),
+    ),
+    Metric(
+        name="flicker",
+        label="flicker: change that no motion explains",
+        needs="moving shapes",
+        compute=lambda drawn: clip_scores.flicker(drawn.pixels_BCFHW, drawn.prompts),
+    ),
+    Metric(
+        name=MOTION,
+        label="motion: change between latent frames",
+        needs="frames",
+        compute=lambda drawn: _change(drawn.x0_BCFHW),
+    ),
+    Metric(
+        name="frame_motion",
+        label="motion: change between frames",
+        needs="frames",
+        compute=lambda drawn: _change(drawn.pixels_BCFHW),
+    ),
+    Metric(
+        name="colour_drift",
+        label="drift of the mean colour, first to last frame",
+        needs="frames",
+        compute=lambda drawn: _drift(drawn.pixels_BCFHW),
     ),
     Metric(name="clip_score", label="CLIP score", needs="clip", compute=lambda drawn: drawn.clip[1]),
     Metric(
@@ -227,24 +247,3 @@ FEATURES = [
     Features(name="latent", compute=_latent_moments),
     Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),
 ]
-
-
-NO_SAFETENSORS = (
-    "no model.safetensors in it, and pickles (.bin) are not read, as they can run code. Give a folder that "
-    "has it, such as that of openai/clip-vit-large-patch14."
-)
-
-
-def clip_problems(folder: Path) -> list[str]:
-    """Reasons why transformers cannot open `folder` as a CLIP model."""
-    config = folder / "config.json"
-    if not config.is_file():
-        remedy = "There is no config.json in it. Give a CLIP folder of transformers."
-        return [problem("evaluate", "clip_path", folder, remedy)]
-    problems = [] if any(folder.glob("model*.safetensors")) else [f"{folder}: {NO_SAFETENSORS}"]
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
-        if (file := folder / name).is_file():
-            problems += refused_keys(file, read_json(file))
-    if (kind := read_json(config).get("model_type")) != "clip":
-        problems.append(problem(config, "model_type", kind, 'Give a model of type "clip".'))
-    return problems

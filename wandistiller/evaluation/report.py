@@ -1,7 +1,6 @@
 """Results of an evaluation: JSON for programs, Markdown tables for people, and a picture."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,15 +8,15 @@ from torch import Tensor
 
 from wandistiller.evaluation.bands import Band, bands
 from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
-from wandistiller.evaluation.metrics import METRICS, Estimate, frechet, ratio_of_sums
+from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, frechet, ratio_of_sums
+from wandistiller.evaluation.pictures import quality_chart, write_pictures
 from wandistiller.flow import band_name
-from wandistiller.monitoring.charts import Chart, Line, svg
-from wandistiller.monitoring.headline import SCORES
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
-from wandistiller.utils.images import save_grid
 from wandistiller.wan.transformer import count_parameters
 
+SLOW = 0.8
+"""Share of the teacher's motion below which a warning is written."""
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
@@ -35,6 +34,9 @@ NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's 
   "-" stands for samples that are not finite. Compare only distances of one set of features at one number of
   prompts.
 - *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
+- *Motion*: mean absolute change between neighbouring frames, of latents and of pixels. *Drift*: distance
+  between the mean colours of first and last frame. *Speed* and *flicker*: a program renders the prompt's clip
+  at speeds from 0 to 1.5, takes the nearest, and looks at what changes in the rest.
 - *Difference of two seeds*: variety; a student that draws the same whatever the noise has 0.
 - *Peak memory*: of loading and drawing, on one rank, above what the process held before. *Seconds*: of one
   rank, with text encoder and VAE{placed}; *denoising*: without both."""
@@ -61,7 +63,7 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
     if settings.numbers:
         result["by_steps"] = {name: _by_steps(settings, ranks) for name, ranks in sides.items()}
         return result, _rows_by_steps(settings, sides, result["by_steps"])
-    return result, {name: _frames(drawn) for name, drawn in samples.items()}
+    return result, {name: _shown(drawn) for name, drawn in samples.items()}
 
 
 def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
@@ -70,8 +72,8 @@ def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
     return [merged[i] for i in sorted(merged)]
 
 
-def _frames(samples: list[ScoredSample]) -> list[Tensor]:
-    return [sample.frame_CHW for sample in samples if sample.frame_CHW is not None]
+def _shown(samples: list[ScoredSample]) -> list[Tensor]:
+    return [sample.pixels_CFHW for sample in samples if sample.pixels_CFHW is not None]
 
 
 def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +137,7 @@ def _rows_by_steps(
     numbers = [("teacher", own), *(("student", n) for n in smaller)]
     return {
         f"{side}\n{n} step{'s' * (n > 1)}\n{figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
-            _frames(_in_order([r.by_steps[n].samples for r in sides[side]]))
+            _shown(_in_order([r.by_steps[n].samples for r in sides[side]]))
         )
         for side, n in numbers
     }
@@ -184,13 +186,30 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
         files["curve"] = settings.output / "evaluation_steps.svg"
         with atomic(files["curve"]) as temporary:
             temporary.write_bytes(curve)
-    save_grid(files["picture"], rows, [settings.prompts[i] for i in settings.shown])
+    files |= write_pictures(settings, files["picture"], rows)
     heading = f"# {settings.student.name} compared with its teacher {settings.teacher.name}"
     placed = "; a teacher that its own JSON places without the text encoder" if settings.teacher_ds else ""
     with atomic(files["report"]) as temporary:
-        parts = (heading, tables, NOTES.format(placed=placed), "![teacher above](evaluation.png)\n")
+        parts = (
+            heading,
+            tables,
+            *slow_motion(result),
+            NOTES.format(placed=placed),
+            "![teacher above](evaluation.png)\n",
+        )
         temporary.write_text("\n\n".join(parts), encoding="utf-8")
-    return [f"{tables}\n", *(f"{what:9} {file}" for what, file in files.items())]
+    return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
+
+
+def slow_motion(result: dict[str, Any]) -> list[str]:
+    """Return a warning if the student moves less than SLOW of what its teacher does."""
+    ratio = result["ratio"].get(MOTION)
+    if not ratio or ratio["value"] is None or ratio["value"] >= SLOW:
+        return []
+    return [
+        f"**Slow motion**: the student moves {_cell(ratio)} times as much as its teacher, less than {SLOW}. "
+        "Train more at high noise, where motion is decided: more sampling steps there, or a larger shift."
+    ]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -236,23 +255,6 @@ def _steps(result: dict[str, Any]) -> list[list[str]]:
             scores = (_cell(figures[name]) for name in labels)
             rows.append([f"{side}, {n}", *scores, *cells, *(f"{times:.3g}" for times in faster)])
     return rows
-
-
-def quality_chart(by_steps: dict[str, Any]) -> bytes | None:
-    """Draw quality against seconds, SVG; None without matplotlib or a score."""
-    has = next(iter(by_steps["teacher"].values()))
-    name = next((name for name in SCORES if name in has), None)
-    if not (name and find_spec("matplotlib")):
-        return None
-    lines = [
-        Line(
-            side,
-            [(figures["denoising_seconds"]["value"], figures[name]["value"]) for figures in numbers.values()],
-            [f"{n} step{'s' * (n != '1')}" for n in numbers],
-        )
-        for side, numbers in by_steps.items()
-    ]
-    return svg(Chart(SCORES[name], "by sampling steps", lines, along="seconds of denoising a sample"))
 
 
 def _cell(value: int | dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; marg
 .headline small { display: block; color: #555; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 .wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { width: max(100%, 44rem); height: auto; }
+video { width: max(100%, 44rem); height: auto; }
 pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; }
 """
@@ -213,16 +214,21 @@ def _pictures(output: Path) -> list[str]:
 
 
 def _evaluation(output: Path) -> list[str]:
-    """Format the tables of evaluation.md, and its picture."""
-    file, picture = output / "evaluation.md", output / "evaluation.png"
+    """Format the tables of evaluation.md, and its picture or, of clips, its animation."""
+    file, picture, animation = (output / f"evaluation.{kind}" for kind in ("md", "png", "mp4"))
     if not file.is_file():
         return []
     tables = []
-    for block in file.read_text(encoding="utf-8").split("\n\n"):
+    for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
             tables.append(f"{_wide(_table(rows, head))}<br>")
-    return ["<h2>Evaluation</h2>", *tables, *([_wide_image(picture)] if picture.is_file() else [])]
+        elif block.startswith("**"):  # a warning
+            tables.append(f"<p>{escape(block.replace('*', ''))}</p>")
+    shown = [_wide_image(picture)] if picture.is_file() else []
+    if animation.is_file():
+        shown = [_wide(_video(animation.read_bytes()))]
+    return ["<h2>Evaluation</h2>", *tables, *shown]
 
 
 def _machine(output: Path) -> list[str]:
@@ -267,6 +273,12 @@ def _wide(content: str) -> str:
 
 def _wide_image(file: Path) -> str:
     return _wide(_image(file.read_bytes(), "png", file.stem))
+
+
+def _video(content: bytes) -> str:
+    """Show an MP4 that plays over and over, on a phone within the page too."""
+    source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+    return f'<video controls autoplay loop muted playsinline src="{source}"></video>'
 
 
 def _image(content: bytes, kind: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Grids of images with captions, as PNG."""
+"""Grids of images and clips with captions, as PNG and MP4."""
 
 import textwrap
 from pathlib import Path
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from wandistiller.utils.files import atomic, read_json
 
+SECONDS = 4
+"""Least length of an animation, in which a short clip repeats."""
 SMALLEST_TILE = 128
 """Pixels; smaller images are enlarged by whole factors, so that their pixels stay visible."""
 
@@ -27,18 +29,17 @@ def drawn(output: Path) -> list[Path]:
     return sorted(Path(chosen or output / "samples").glob("step_*.png"))
 
 
-def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
-    """Write one PNG: a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1]."""
+def grid(rows: dict[str, list[Tensor]], captions: list[str]) -> Image.Image:
+    """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1]."""
     height, width = next(iter(rows.values()))[0].shape[-2:]
     factor = max(1, -(-SMALLEST_TILE // width))
     tile_w, tile_h, margin, gap = width * factor, height * factor, 90, 6
     font = ImageFont.load_default(13)
     lines = [textwrap.wrap(c, max(10, tile_w // 7))[:4] for c in captions]
     head = 12 + 16 * max(len(text) for text in lines)
-    grid = Image.new(
-        "RGB", (margin + len(captions) * (tile_w + gap), head + len(rows) * (tile_h + gap)), "white"
-    )
-    draw = ImageDraw.Draw(grid)
+    size = margin + len(captions) * (tile_w + gap), head + len(rows) * (tile_h + gap)
+    picture = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(picture)
     for column, text in enumerate(lines):
         draw.multiline_text((margin + column * (tile_w + gap), 4), "\n".join(text), "black", font)
     for r, (label, images) in enumerate(rows.items()):
@@ -47,6 +48,41 @@ def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) ->
         draw.multiline_text((6, top + tile_h // 2 - 8 * len(words)), "\n".join(words), "black", font)
         for column, image_CHW in enumerate(images):
             tile = to_pil(image_CHW).resize((tile_w, tile_h), Image.Resampling.NEAREST)
-            grid.paste(tile, (margin + column * (tile_w + gap), top))
+            picture.paste(tile, (margin + column * (tile_w + gap), top))
+    return picture
+
+
+def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
+    """Write one PNG of a grid."""
     with atomic(file) as temporary:
-        grid.save(temporary, format="PNG")
+        grid(rows, captions).save(temporary, format="PNG")
+
+
+def save_frames(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
+    """Write one PNG: a row for each captioned clip_CFHW in [0, 1], those of one caption together."""
+    number = next(iter(rows.values()))[0].shape[1]
+    of_clips = {
+        f"{label}: {caption}": list(clips[column].unbind(1))
+        for column, caption in enumerate(captions)
+        for label, clips in rows.items()
+    }
+    save_grid(file, of_clips, [f"frame {k + 1}" for k in range(number)])
+
+
+def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], fps: int) -> None:
+    """Write one MP4 (H.264) of a grid in which each clip_CFHW in [0, 1] plays, all in step."""
+    from imageio import get_writer  # an extra
+
+    number = next(iter(rows.values()))[0].shape[1]
+    frames = [
+        grid({label: [clip[:, k] for clip in clips] for label, clips in rows.items()}, captions)
+        for k in range(number)
+    ]
+    even = (side - side % 2 for side in frames[0].size)  # as H.264 halves the colours' resolution
+    box = (0, 0, *even)
+    with atomic(file) as temporary:
+        named = temporary.with_suffix(".mp4")
+        with get_writer(named, fps=fps, codec="libx264", macro_block_size=2) as writer:
+            for picture in frames * max(1, -(-SECONDS * fps // number)):
+                writer.append_data(np.asarray(picture.crop(box)))
+        named.rename(temporary)

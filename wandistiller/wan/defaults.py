@@ -17,9 +17,10 @@ class Usual:
     height: int
     width: int
     guidance: tuple[float, float]
-    """Scales of high-noise and low-noise expert. Source: Wan's wan/configs/*.py; ours for `tiny`."""
+    """Scales of high-noise and low-noise expert. Source: Wan's wan/configs/*.py; ours for the embedded."""
 
 
 WAN21 = Usual(480, 832, (5.0, 5.0))  # one expert
 WAN22 = Usual(480, 832, (4.0, 3.0))
 EMBEDDED = Usual(64, 64, (2.0, 2.0))
+EMBEDDED_VIDEO = Usual(48, 48, (2.0, 2.0))  # nine frames

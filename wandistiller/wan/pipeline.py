@@ -23,12 +23,13 @@ from wandistiller.wan.checks import (
     weight_problems,
 )
 from wandistiller.wan.components import text_config
-from wandistiller.wan.defaults import EMBEDDED, WAN21, WAN22, Usual
+from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.known import index_problems, scheduler_class, tokenizer_problems
 from wandistiller.wan.transformer import meta_transformer
 
-TINY = Path(__file__).parent.parent / "tiny" / "pipeline"
+_EMBEDDED = Path(__file__).parent.parent / "tiny"
+TINY = {"tiny": _EMBEDDED / "pipeline", "tiny-video": _EMBEDDED / "video_pipeline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class WanFolder:
 
     @property
     def is_tiny(self) -> bool:
-        return self.path == TINY
+        return self.path in TINY.values()
 
     @property
     def spatial(self) -> int:
@@ -125,7 +126,7 @@ def require_weights(folder: WanFolder) -> None:
 
 @readable()
 def open_wan(name: str, weights: bool = False, revision: str | None = None) -> WanFolder:
-    """Describe a diffusers Wan pipeline: a folder, a hub id, or `tiny`.
+    """Describe a diffusers Wan pipeline: a folder, a hub id, `tiny` or `tiny-video`.
 
     Args:
         weights: for a hub id, fetch the weights too and not only the JSON files.
@@ -133,7 +134,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     Raises:
         ConfigError: there is no such folder, or it is not a Wan text-to-video pipeline.
     """
-    path, commit = TINY if name == "tiny" else Path(name), None
+    path, commit = TINY.get(name, Path(name)), None
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         path = fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
         commit = path.name
@@ -200,4 +201,6 @@ def _read(file: Path, name: str) -> dict[str, Any]:
 
 def usual_for(folder: WanFolder) -> Usual:
     """Return the usual sampling settings of the teacher in `folder`."""
-    return EMBEDDED if folder.is_tiny else WAN21 if folder.boundary is None else WAN22
+    if folder.is_tiny:
+        return EMBEDDED if folder.path == TINY["tiny"] else EMBEDDED_VIDEO
+    return WAN21 if folder.boundary is None else WAN22

@@ -1,11 +1,13 @@
 """`wandistiller report`: one page that needs nothing else."""
 
+import base64
 import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from ranks import write_json
 from recipes import train
@@ -14,6 +16,7 @@ from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.monitoring.report import report, run_charts
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.images import save_clips
 
 VOID = {"meta", "br", "img"}
 
@@ -169,3 +172,18 @@ def test_without_matplotlib_the_error_has_the_command(begun: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"pip install 'wandistiller\[report\]'"):
         report(begun)
     assert not (begun / "report").exists()
+
+
+def test_the_page_plays_the_animation_of_an_evaluation_of_clips_and_shows_its_warning(finished: Path) -> None:
+    clip_CFHW = torch.linspace(0, 1, 3).view(1, 3, 1, 1).expand(3, 3, 32, 32)
+    save_clips(finished / "evaluation.mp4", {"teacher": [clip_CFHW]}, ["a circle"], fps=8)
+    before = (finished / "evaluation.md").read_text()
+    (finished / "evaluation.md").write_text(f"{before}\n\n**Slow motion**: the student moves less.\n\nnotes")
+    text = report(finished).read_text()
+    (finished / "evaluation.md").write_text(before)
+    _, _, content = text.partition(
+        '<video controls autoplay loop muted playsinline src="data:video/mp4;base64,'
+    )
+    assert base64.b64decode(content.partition('"')[0]) == (finished / "evaluation.mp4").read_bytes()
+    assert "<p>Slow motion: the student moves less.</p>" in text and Page(text).open == []
+    (finished / "evaluation.mp4").unlink()

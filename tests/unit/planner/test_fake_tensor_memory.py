@@ -41,7 +41,11 @@ def test_on_a_cpu_a_margin_comes_on_top_of_the_tensors() -> None:
     assert on_cpu == (on_gpu.weights, int(ON_CPU * on_gpu.work))
 
 
-VAES = {"tiny": (read_json(TINY / "vae" / "config.json"), 8), "Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
+VAES = {
+    "tiny": (read_json(TINY["tiny"] / "vae" / "config.json"), 8),
+    "Wan2.1": (VAE21, 8),
+    "Wan2.2": (VAE22, 16),
+}
 
 
 @pytest.mark.parametrize("frames", [1, 21])

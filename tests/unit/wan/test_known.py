@@ -11,7 +11,7 @@ from ranks import edit_json
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.parser import parser
-from wandistiller.evaluation.metrics import clip_problems
+from wandistiller.evaluation.clip import clip_problems
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.components import load_pipeline
@@ -150,5 +150,6 @@ def test_what_is_copied_into_a_student_has_known_keys_only(
 
 
 def test_no_shipped_json_holds_a_path_of_the_machine_that_wrote_it() -> None:
-    files = [*TINY.rglob("*config.json"), TINY / "model_index.json", *SHIPPED.rglob("*.json")]
+    files = [f for folder in TINY.values() for f in folder.rglob("*.json") if "token" not in f.name]
+    files += SHIPPED.rglob("*.json")
     assert [f for f in files if '"/tmp' in f.read_text() or '"/home' in f.read_text()] == []
