@@ -27,7 +27,7 @@ def job_of(given: dict[str, Any]) -> Job:
 def parts_of(job: Job) -> Parts:
     """Prepare the data, and load the teacher."""
     data, text, teacher = prepare(job)
-    return data, text, teacher or guided_teacher(job, text)
+    return data, text, teacher or guided_teacher(job, text, data.sample_prompts)
 
 
 def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
