@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     collectives.init("warning")
     first = job_of(folder, {})
     data, text, teacher = prepare(first)
-    teacher = teacher or guided_teacher(first, text)
+    teacher = teacher or guided_teacher(first, text, data.sample_prompts)
     batches = calibration_of(first, data)
     print(
         "| student | parameters of the teacher's | relative velocity error | by sigma |\n|---|---|---|---|",

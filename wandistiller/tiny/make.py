@@ -1,15 +1,20 @@
-"""Make, and score, the embedded teacher: a tiny but real Wan2.2-A14B that draws coloured shapes.
+"""Make, and score, an embedded teacher: a tiny but real Wan2.2-A14B that draws coloured shapes.
 
-    OMP_WAIT_POLICY=PASSIVE python -m wandistiller.tiny.make --output wandistiller/tiny/pipeline
+    export OMP_WAIT_POLICY=PASSIVE
+    python -m wandistiller.tiny.make --output wandistiller/tiny/pipeline
     python -m wandistiller.tiny.make --score wandistiller/tiny/pipeline
+    python -m wandistiller.tiny.make --world video --output wandistiller/tiny/video_pipeline
+    python -m wandistiller.tiny.make --world video --score wandistiller/tiny/video_pipeline --num 93
 
-The first line makes everything; the second prints the table of the folder. Every stage has a fixed seed and
-writes one part into `--work` (default: OUTPUT.work). A stage whose part exists is skipped, so a broken run
-continues where it stopped; delete a part to make it again. The shipped weights came from these stages one by
-one, with `--only PART`: vae, tokenizer, text_encoder, base, then both experts at the same time with
-`--threads 1` each, polished_vae, and at last the line above. vae and text_encoder were trained with AdamW's
-unfused form; all their draws were keyed by SHA-256 where `keyed_generator` now uses BLAKE2b. So a second run
-is not bit for bit the same.
+With `--output` it makes everything; with `--score` it prints the table of the folder. Every stage has a fixed
+seed and writes one part into `--work` (default: OUTPUT.work). A stage whose part exists is skipped, so a
+broken run continues where it stopped; delete a part to make it again.
+
+The shipped weights came from these stages one by one, with `--only PART`. For pictures: vae, tokenizer,
+text_encoder, base, then both experts at the same time with `--threads 1` each, polished_vae. Their vae and
+text_encoder were trained with AdamW's unfused form; all their draws were keyed by SHA-256 where
+`keyed_generator` now uses BLAKE2b. So a second run is not bit for bit the same. For clips, each with
+`--threads 1`: tokenizer, text_encoder, vae, then polished_vae and base at the same time, then both experts.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.tiny import clip_scores, shapes
-from wandistiller.tiny.make_vae import vae_psnr
+from wandistiller.tiny.make_vae import reproduced, vae_psnr
 from wandistiller.tiny.make_worlds import World
 
 SCORED_BATCH = 56
@@ -101,7 +101,8 @@ def print_scores(
 ) -> None:
     """Print the measured table of a pipeline folder; MSE is to the prompt's canonical picture or clip.
 
-    The last row is the best that can be reached: jittered clips of held-out prompts, as they are rendered.
+    The last rows are what can be reached: jittered clips of held-out prompts after the VAE, and as they are
+    rendered.
     """
     pipeline = open_pipeline(folder)
     psnr = vae_psnr(pipeline.vae, world, seed=VAE_SEED)
@@ -110,12 +111,15 @@ def print_scores(
     )
     print(f"{folder}: {megabytes(folder):.2f} MB ({sizes}); VAE {psnr:.1f} dB on held-out prompts")
     print(f"{steps} steps, {number} prompts per row")
-    rendered = [world.render(prompt, VAE_SEED) for prompt in chosen(world.held_out, number)]
-    true = judged(torch.stack(rendered), chosen(world.held_out, number))
+    held_out = chosen(world.held_out, number)
+    rendered_BCFHW = torch.stack([world.render(prompt, VAE_SEED) for prompt in held_out])
+    true = judged(rendered_BCFHW, held_out)
     print(f"| prompts | guidance | {' | '.join(true)} |\n{'|---' * (2 + len(true))}|")
     for name, prompts in (("seen", world.seen), ("held out", world.held_out)):
         scored = chosen(prompts, number)
         for scales in (guidance, (1.0, 1.0)):
             cells = judged(sample(world, pipeline, scored, steps=steps, guidance=scales), scored)
             print(f"| {name} | {scales[0]:g}, {scales[1]:g} | {' | '.join(cells.values())} |", flush=True)
+    coded_BCFHW = (reproduced(pipeline.vae, rendered_BCFHW * 2 - 1) + 1) / 2
+    print(f"| held out | after the VAE | {' | '.join(judged(coded_BCFHW, held_out).values())} |")
     print(f"| held out | rendered | {' | '.join(true.values())} |")

@@ -3,7 +3,7 @@
 Each stage starts from a fixed seed and writes its part in bfloat16 into `folder/<part>` in diffusers' layout.
 Later stages load what was written, so they are trained against the rounded weights that ship.
 
-Shape letters: B batch, C channels, F frames, H height, W width, S parts of a sum.
+Shape letters: B batch, C channels, F frames, H height, W width.
 """
 
 import logging
@@ -193,9 +193,13 @@ def latent_statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def reproduced(vae: AutoencoderKLWan, clip_BCFHW: Tensor) -> Tensor:
+    """Encode and decode clips in [-1, 1] as `WanPipeline` does."""
+    latents = (vae.encode(part).latent_dist.mode() for part in clip_BCFHW.split(32))
+    return torch.cat([vae.decode(z_BCFHW).sample for z_BCFHW in latents])
+
+
 def vae_psnr(vae: AutoencoderKLWan, world: World, *, seed: int) -> float:
     """Measure the PSNR in dB (clip in [0, 1]) of encoding and decoding the held-out prompts' clips."""
     clip_BCFHW = torch.stack([world.render(prompt, seed) for prompt in world.held_out]) * 2 - 1
-    pairs = ((part, vae.encode(part).latent_dist.mode()) for part in clip_BCFHW.split(32))
-    error_S = torch.stack([(vae.decode(z).sample - part).div(2).square().sum() for part, z in pairs])
-    return -10 * math.log10(error_S.sum().item() / clip_BCFHW.numel())
+    return -10 * math.log10((reproduced(vae, clip_BCFHW) - clip_BCFHW).div(2).square().mean().item())
