@@ -54,7 +54,8 @@ class StageTime(NamedTuple):
 
     def waiting(self, rates: Rates) -> float:
         """Seconds in which nothing is computed, of all repetitions."""
-        return max(0.0, self.moving(rates) - self.computing()) + self.times * _slowest(self.waits_for, rates)
+        alone = sum(_slowest((one,), rates) for one in self.waits_for)  # one after the other
+        return max(0.0, self.moving(rates) - self.computing()) + self.times * alone
 
     def seconds(self, rates: Rates) -> float:
         """Least seconds."""
@@ -208,8 +209,11 @@ class StepTime:
         if stage(ds) == 3:
             moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
         times, tflops = one.updates * j.batch.accumulation, self.rates.tflops
-        # stages 1 and 2 give gradients away on the stream that computes (deepspeed 0.19.8)
-        if meanwhile := stage(ds) == 3 or ds["zero_optimization"].get("overlap_comm", False):
+        # stages 1 and 2 give gradients away on the stream that computes, or on another, for whose copies to CPU
+        # memory the host waits, so that it launches little meanwhile (deepspeed 0.19.8)
+        offloaded = offload_section(ds, "optimizer")["device"] != "none"
+        overlaps = ds["zero_optimization"].get("overlap_comm", False) and not offloaded
+        if meanwhile := stage(ds) == 3 or overlaps:
             moves += given
         waits_for = () if meanwhile else tuple(given)
         return StageTime(f"the {one.role}'s passes", times, tflop, tflops, tuple(moves), waits_for)
@@ -218,13 +222,12 @@ class StepTime:
         """Bytes of gradients over PCIe in a micro-step, of k: the mean over an update's.
 
         Stage 2 adds each micro-step's to those in CPU memory on the accelerator, so they go there and back,
-        and at last once in float32: 4 k + 2 bytes in bf16, and 4 of one micro-step. Stage 1 does so once an
-        update, and stage 3 adds them up where they are (deepspeed 0.19.8, `copy_grads_in_partition`).
+        and at last once in float32: 4 k + 2 bytes in bf16, and 4 of one micro-step. Stage 3 brings them back
+        at last too, and stage 1 adds them up on the accelerator (deepspeed 0.19.8, `copy_grads_in_partition`
+        and stage 3's `partition_grads`).
         """
         k, item, part = ds["gradient_accumulation_steps"], itemsize(ds), trained // self.topology.ranks
-        if stage(ds) == 3:
-            return item * part
-        added = 0 if k == 1 else 2 * item if stage(ds) == 1 else (2 * k - 1) * item
+        added = {2: (2 * k - 1) * item if k > 1 else 0, 3: 2 * k * item}.get(stage(ds), 0)
         return part * (4 + added) // k
 
     def _gathered(self, one: _Learner, whole: int) -> Iterator[Transfer]:

@@ -104,10 +104,13 @@ def _flat(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -
     if offload["device"] == "none":
         # its own gradients as they came, flat, and in float32
         step = 2 * item * part + (4 * part if item < 4 else 0)
+        # what another stream has allocated is not free for the one that computes (torch 2.13)
+        overlaps = ds["zero_optimization"].get("overlap_comm") and accelerator
+        kept_apart = gradients if overlaps else 0
         return {
             WEIGHTS: Bytes(device=weights),
             MASTERS: Bytes(device=(4 + states) * part),
-            GRADIENTS: Bytes(transient=max(gradients + bucket, step)),
+            GRADIENTS: Bytes(transient=max(gradients + bucket, step) + kept_apart),
         }
     lock = partial(_locked, offload, accelerator)
     transient = bucket + (gradients if stage(ds) == 1 else 0)

@@ -165,13 +165,23 @@ def with_zero(**settings: object) -> dict[str, object]:
 def test_gradients_are_sent_while_the_next_are_computed_only_with_overlap_comm(
     published: Path, *, overlap: bool
 ) -> None:
-    run = job(published, EIGHT_80, deepspeed_config=with_zero(overlap_comm=overlap))
-    stage = passes(run, EIGHT_80)
-    sent = [one.what for one in (stage.moves if overlap else stage.waits_for)]
-    assert sent == ["gradients to the other ranks", "gradients over PCIe"]
+    ds = read_json("ds_configs/student/zero2.json")
+    ds["zero_optimization"]["overlap_comm"] = overlap
+    stage = passes(job(published, EIGHT_80, deepspeed_config=ds), EIGHT_80)
+    assert [one.what for one in (stage.moves if overlap else stage.waits_for)] == [
+        "gradients to the other ranks"
+    ]
     assert not (stage.waits_for if overlap else stage.moves)
     waits = stage.seconds(RATES) - stage.computing()
     assert waits == pytest.approx(0 if overlap else stage.waiting(RATES)) and (overlap or waits > 0)
+
+
+def test_gradients_to_cpu_memory_are_waited_for_whatever_overlap_comm_says(published: Path) -> None:
+    run = job(published, EIGHT_80, deepspeed_config=with_zero(overlap_comm=True))
+    stage = passes(run, EIGHT_80)
+    assert len(stage.waits_for) == 2 and not stage.moves
+    each = [one.nbytes / 1e9 / getattr(RATES, one.way) for one in stage.waits_for]
+    assert stage.waiting(RATES) == pytest.approx(stage.times * sum(each))
 
 
 @pytest.mark.parametrize(("micro_steps", "nbytes"), [(1, 4), (2, 10), (8, 34)])
