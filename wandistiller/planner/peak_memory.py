@@ -40,8 +40,8 @@ CUDA_PROCESS = 2500 * MIB
 CONTEXT = 500 * MIB
 """GPU memory of CUDA next to torch's allocator; not measured by us."""
 NCCL = 700 * MIB
-"""GPU memory of NCCL's channels where there are several ranks: 0.5 GB for two A100, 1.1 for eight H100 (issues
-964 and 1685 of NVIDIA/nccl); not measured by us."""
+"""GPU memory of NCCL's channels where there are several ranks: 0.5 GB for two A100, 1.1 for eight H100
+(issues 964 and 1685 of NVIDIA/nccl); not measured by us."""
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST = "student's gradients in float32"

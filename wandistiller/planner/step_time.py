@@ -209,8 +209,8 @@ class StepTime:
         if stage(ds) == 3:
             moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
         times, tflops = one.updates * j.batch.accumulation, self.rates.tflops
-        # stages 1 and 2 give gradients away on the stream that computes, or on another, for whose copies to CPU
-        # memory the host waits, so that it launches little meanwhile (deepspeed 0.19.8)
+        # stages 1 and 2 give gradients away on the stream that computes, or on another, for whose copies to
+        # CPU memory the host waits, so that it launches little meanwhile (deepspeed 0.19.8)
         offloaded = offload_section(ds, "optimizer")["device"] != "none"
         overlaps = ds["zero_optimization"].get("overlap_comm", False) and not offloaded
         if meanwhile := stage(ds) == 3 or overlaps:
