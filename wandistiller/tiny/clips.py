@@ -30,7 +30,7 @@ SIZE_JITTER = 0.08
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motion:
-    """What changes from the first to the last frame of a clip, evenly, at speed 1."""
+    """Changes from the first to the last frame of a clip, evenly, at speed 1."""
 
     x_px: float = 0.0
     """Way to the right, in pixels."""
@@ -91,7 +91,7 @@ class ClipScene:
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether shape and background differ, and the motion shows."""
+        """True if shape and background differ, and the motion shows."""
         return self.colour != self.background and (self.shape, self.motion) != ("circle", "turning")
 
 
