@@ -73,9 +73,9 @@ class Job:
     @property
     def buckets(self) -> list[Size]:
         """Sizes to which media are cut, each to the nearest in shape; if empty, all to the run's size."""
-        r, patch = self.run, self.folder.config["patch_size"]
-        multiple = (self.folder.spatial * patch[1], self.folder.spatial * patch[2])
-        sizes = make_buckets(r.height, r.width, multiple) if r.buckets is True else r.buckets or []
+        r, sizes = self.run, self.run.buckets or []
+        if sizes is True:
+            sizes = make_buckets(r.height, r.width, self.folder.multiple)
         return [Size(height, width, r.num_frames) for height, width in sizes]
 
     @property

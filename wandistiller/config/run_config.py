@@ -90,6 +90,9 @@ class RunConfig:
     merge_text_padding: bool = engines(
         False, "attention to a prompt's padding through 3 weighted rows, not 500; equal up to rounding"
     )
+    context_parallel: Count = engines(
+        1, "ranks that compute each sample together, each a part of its tokens; for long videos"
+    )
     objective: Objectives = learning(
         "velocity",
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",

@@ -45,7 +45,9 @@ def merged(
     given = values | flags
     problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
     problems += _prompt_problems(origin, given)
-    problems += _student_problems(origin, given, collectives.world_size() if world is None else world)
+    sharers, ranks = given.get("context_parallel"), collectives.world_size() if world is None else world
+    sharers = sharers if isinstance(sharers, int) and sharers > 0 else 1
+    problems += _student_problems(origin, given, max(1, ranks // sharers))
     with collecting(problems):
         run = read_run_config(values, flags, recipe or "command line")
     if problems:

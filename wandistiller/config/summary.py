@@ -16,6 +16,7 @@ def summary(job: Job) -> list[str]:
     blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher_ds).values())
     precision = " ".join([dtype_name(job.teacher_ds), *blocks])
     left_out = f", {job.items.duplicates} duplicates left out" if job.items.duplicates else ""
+    sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
@@ -28,7 +29,7 @@ def summary(job: Job) -> list[str]:
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",
-        f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} ranks",
+        f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
         f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
         f"{job.schedule.high_noise_share():.3f}, into {job.output}",
     ]

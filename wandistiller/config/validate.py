@@ -14,6 +14,7 @@ from wandistiller.config.nvme_checks import nvme_problems
 from wandistiller.config.objective_checks import objective_problems
 from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
+from wandistiller.config.sequence_checks import replicas, sequence_problems
 from wandistiller.config.start import read_start
 from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
@@ -86,8 +87,8 @@ def _read_parts(
         with collecting(problems):
             parts |= _read_student(run, parts["folder"], previous)
     with collecting(problems):
-        where, ds = _student_json(run, parts, world)
-        parts["student_ds"], parts["batch"] = ds_config.student_engine(where, ds, world)
+        where, ds = _student_json(run, parts, replicas(run, world))
+        parts["student_ds"], parts["batch"] = ds_config.student_engine(where, ds, replicas(run, world))
         problems += config_problems(where, without_block(parts["student_ds"]), here=here)
         problems += kernel_problems(where, parts["student_ds"], here=here)
     with collecting(problems):
@@ -136,6 +137,7 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
         problems += _placement_problems(run, parts, gpus) if "teacher_ds" in parts else []
         problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
         problems += objective_problems(run, parts) if "objective" in parts else []
+    problems += sequence_problems(run, parts, world)
     problems += _profile_problems(run, here) if run.profile_memory else []
     problems += block_problems(run, parts) + _media_problems(run, parts)
     problems += _written_problems(run, parts)

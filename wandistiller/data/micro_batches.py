@@ -5,7 +5,7 @@ from functools import partial
 from wandistiller.batch import GENERATED, NOISED, PATH, Batch, GeneratedBatch
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
-from wandistiller.distributed import collectives
+from wandistiller.distributed import sequence
 from wandistiller.engine.ds_config import BatchSize
 from wandistiller.flow import FlowSchedule
 
@@ -58,9 +58,12 @@ class MicroBatches:
         return self._schedule.noised_as(like, self._data.x0(index_B), index_B, update)
 
     def indices(self, update: int, micro: int) -> list[int]:
-        """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank."""
-        world, size = collectives.world_size(), self._size
-        first = update * size.total + (micro * world + collectives.rank()) * size.micro
+        """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank.
+
+        Ranks that share a sequence have the same.
+        """
+        size = self._size
+        first = update * size.total + (micro * sequence.replicas() + sequence.replica()) * size.micro
         return list(range(first, first + size.micro))
 
     def items(self, update: int, micro: int) -> list[PromptItem]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import stopping
 
@@ -33,12 +33,13 @@ def until_stopped(name: str, batches: Sequence[T]) -> Iterator[T]:
 def collective_turns(name: str, batches: list[T]) -> Iterator[tuple[int, T, bool]]:
     """Yield turn, batch, and whether it counts, equally often on every rank, so that collectives match.
 
-    A rank without work repeats the last batch, which does not count.
+    A rank without work repeats the last batch, which does not count. Ranks that share a sequence have the
+    same batch, which counts on the first of them.
     """
-    world = collectives.world_size()
+    world, first = sequence.replicas(), sequence.place() == 0
     number = -(-len(batches) // world)
     progress = Progress(name, number)
     for turn in range(number):
-        place = turn * world + collectives.rank()
-        yield turn, batches[min(place, len(batches) - 1)], place < len(batches)
+        place = turn * world + sequence.replica()
+        yield turn, batches[min(place, len(batches) - 1)], first and place < len(batches)
         progress.advance()

@@ -220,7 +220,11 @@ def gather_tensor(value_B: Tensor, within: dist.ProcessGroup | None = None) -> T
 
 
 def call_owner(
-    owner: int, peers: list[int], inputs: list[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
+    owner: int,
+    peers: list[int],
+    inputs: list[Tensor],
+    compute: Callable[[list[Tensor]], list[Tensor]],
+    sharers: Callable[[int], int],
 ) -> list[Tensor]:
     """Compute on the rank `owner` what it alone can, for each of `peers`. Collective.
 
@@ -228,6 +232,7 @@ def call_owner(
         peers: ranks with the same owner, this one among them.
         inputs: this rank's, equal in number, dtype and dimensions on every rank, but not in their sizes.
         compute: maps one rank's inputs to tensors of any number, shape and dtype on the inputs' device.
+        sharers: the number of a rank's group, whose ranks have equal inputs; they are consecutive in `peers`.
 
     Returns:
         The outputs for this rank's inputs.
@@ -244,15 +249,18 @@ def call_owner(
         for t in own:
             dist.recv(t, owner)
         return own
+    computed = None
     for other in peers:
+        size, theirs = iter(sizes[other]), inputs
+        if other != owner:
+            theirs = [t.new_empty([next(size) for _ in t.shape]) for t in inputs]
+            for t in theirs:
+                dist.recv(t, other)
+        if sharers(other) != computed:
+            computed, outputs = sharers(other), compute(theirs)
         if other == owner:
-            own = compute(inputs)
+            own = outputs
             continue
-        size = iter(sizes[other])
-        theirs = [t.new_empty([next(size) for _ in t.shape]) for t in inputs]
-        for t in theirs:
-            dist.recv(t, other)
-        outputs = compute(theirs)
         dist.send_object_list([[(tuple(t.shape), t.dtype) for t in outputs]], other)
         for t in outputs:
             dist.send(t.contiguous(), other)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from wandistiller.batch import GENERATED, Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
+from wandistiller.distributed import sequence
 from wandistiller.flow import EULER, FlowSchedule, clean
 from wandistiller.objectives.base import Critic, Networks, Term, mean_square
 from wandistiller.simulation import judged
@@ -22,7 +23,7 @@ LEAST = 1e-4
 def realism(prediction: Prediction) -> Tensor:
     """Return the mean logit_B of a critic's heads that a sample is real."""
     heads = [logit_BS1.float().flatten(1).mean(1) for logit_BS1 in prediction.features.values()]
-    return torch.stack(heads).mean(0)
+    return sequence.mean(torch.stack(heads).mean(0))  # of this rank's patches, where several share a sample
 
 
 def heads_loss(fake: Prediction, real: Prediction) -> Tensor:

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
+from wandistiller.distributed import sequence
 from wandistiller.objectives.base import Term, mean_square
 from wandistiller.utils.errors import problem
 
@@ -54,5 +55,7 @@ class FeatureMatching(Term):
 
     def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
         pairs = [(prediction.features[k], target.features[m]) for k, m in self.matched_blocks]
-        shares = [mean_square(h_S.float() - h_T.float()) / mean_square(h_T) for h_S, h_T in pairs]
+        # of this rank's patches, where several share a sample
+        means = [(mean_square(h_S.float() - h_T.float()), mean_square(h_T)) for h_S, h_T in pairs]
+        shares = [sequence.mean(error_B) / sequence.mean(norm_B) for error_B, norm_B in means]
         return torch.stack(shares).mean(0)

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Batch, Expert, Prediction, concat_batches, split_prediction
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.engine import nvme
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_config import on_nvme, stage
@@ -34,6 +34,7 @@ from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
+from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.text_padding import merge_text_padding
 
@@ -64,13 +65,15 @@ class Learner:
             merges_padding: compute cross-attention to a prompt's padding once.
         """
         policy, copies, kernels = read_recompute(ds), empties_inputs(ds), read_kernels(ds)
-        ds = without_block(ds)
+        # DeepSpeed multiplies the batch up itself, from ranks, of which several may share a sample
+        ds = {key: value for key, value in without_block(ds).items() if key != "train_batch_size"}
         if policy:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
         rates, self._frozen = learning_rates or {}, frozen or {}
         for model in (*models.values(), *self._frozen.values()):
             if merges_padding:
                 merge_text_padding(model)
+            share_sequences(model)
             use_kernels(model, kernels)
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
         self.engines = {}
@@ -180,7 +183,8 @@ class Learner:
             network = self.engine(batch.expert).module
             v_BCFHW = transformer.velocity(network, x_t_BCFHW, batch.sigma_B, batch.text_BLD)
             features, blocks.features = blocks.features, {}
-            return torch.autograd.grad(value(Prediction(v_BCFHW, features)), x_t_BCFHW)[0]
+            slope_BCFHW, *_ = torch.autograd.grad(value(Prediction(v_BCFHW, features)), x_t_BCFHW)
+        return sequence.mean(slope_BCFHW)
 
     def _blocks_of(self, engine: Any) -> Blocks:
         return next(blocks for expert, blocks in self._blocks.items() if self.engines[expert] is engine)

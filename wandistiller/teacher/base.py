@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.teacher.sweep import block_by_block, in_turn, only_here
 from wandistiller.wan import transformer
 from wandistiller.wan.text_padding import padded
@@ -152,10 +152,11 @@ class OwnerTeacher(Teacher):
             prediction = self.inner.predict(their_batch, blocks)
             return [prediction.v_BCFHW, *(prediction.features[k] for k in blocks)]
 
+        inputs = [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD]
         v_BCFHW, *features = collectives.call_owner(
-            self.owner, self.peers, [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD], predict_for
+            self.owner, self.peers, inputs, predict_for, sequence.replica
         )
-        return Prediction(v_BCFHW, dict(zip(blocks, features, strict=True)))
+        return Prediction(v_BCFHW, dict(zip(blocks, map(sequence.part, features), strict=True)))
 
 
 def without_guidance(teacher: Teacher) -> Teacher:

@@ -13,6 +13,7 @@ from wandistiller.teacher.from_files import read_by_block
 from wandistiller.teacher.placements.base import Placement, dtype_of
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import merge_text_padding
@@ -41,7 +42,7 @@ def build_teacher(
         raise ConfigError(*problems)
     teacher = None
     if here:
-        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding)
+        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding, owner is None)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)
 
 
@@ -61,7 +62,7 @@ def unquantized_teacher(
         expert: read_by_block(reader, folder.configs[expert], dtype, _device(placement))
         for expert, reader in readers.items()
     }
-    return _around(experts, placement, guidance, True, merges_padding), [*readers.values()]
+    return _around(experts, placement, guidance, True, merges_padding, False), [*readers.values()]
 
 
 def _around(
@@ -70,11 +71,18 @@ def _around(
     guidance: Guidance | None,
     sweeps: bool,
     merges_padding: bool,
+    shares: bool,
 ) -> Teacher:
-    """Make the teacher that these loaded modules are on this rank."""
+    """Make the teacher that these loaded modules are on this rank.
+
+    Args:
+        shares: compute samples together with the ranks that have the same.
+    """
     for model in experts.values():
         if merges_padding:
             merge_text_padding(model)
+        if shares:
+            share_sequences(model)
         use_kernels(model, placement)
     one, *_ = experts.values()
     of_expert = {e: experts.get(e, one).eval() for e in Expert}

@@ -12,7 +12,7 @@ from wandistiller.batch import CRITIC, Batch, Expert
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
@@ -163,7 +163,8 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         samples = sum(len(b.sigma_B) for b in used)
         collectives.log0("measuring the teacher's activations: %d samples", samples)
         modules = {module for e, module in local_modules(teacher).items() if e in served}
-        measured = measure(modules, lambda used=used: [teacher.velocity(b) for b in used])
+        with sequence.alone():  # statistics of all patches
+            measured = measure(modules, lambda used=used: [teacher.velocity(b) for b in used])
         here = collectives.rank() == owner_rank(teacher)
         plan = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
         cuts[expert] = collectives.broadcast_object(plan, owner_rank(teacher))

@@ -10,7 +10,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.flow import keyed_normal
 from wandistiller.monitoring.metrics import SAMPLES
 from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
@@ -69,10 +69,10 @@ class PictureDrawer:
         Args:
             seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
         """
-        world, prompts, micro = collectives.world_size(), self.data.sample_prompts, self.job.batch.micro
+        world, prompts, micro = sequence.replicas(), self.data.sample_prompts, self.job.batch.micro
         # equal for all ranks, so that collectives match; the surplus is cut
         share = -(-len(prompts) // world)
-        first = collectives.rank() * share
+        first = sequence.replica() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
         images, stats = [], []
@@ -81,7 +81,7 @@ class PictureDrawer:
             stats.append(sample_stats(x0_BCFHW, make(part, 1) if twice else None))
             images += map(vae.middle_frame, x0_BCFHW)
         all_images, stats_PK = (
-            collectives.gather_tensor(own)[: len(prompts)].cpu()
+            sequence.of_each_replica(own)[: len(prompts)].cpu()
             for own in (torch.stack(images), torch.cat(stats))
         )
         return list(all_images), SampleStats(*stats_PK.mean(0).tolist())

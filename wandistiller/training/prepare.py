@@ -15,7 +15,7 @@ from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.lines import caption
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.flow import keyed_normal
@@ -38,7 +38,7 @@ NAMED = 3
 
 @within("prepare")
 def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
-    """Complete the cache for the run. Collective.
+    """Complete the cache for the run, whose ranks from now on share sequences as it says. Collective.
 
     Returns:
         The training data, the text by prompt, and the teacher if it was loaded, so as not to load it twice.
@@ -51,6 +51,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
             "The ranks read different settings or data: a file changed while the run started, or the nodes "
             "do not see the same files. Start again."
         )
+    sequence.share(job.run.context_parallel)
     set_activity("reading the cache")
     device = collectives.device()
     text = TextCache(job.cache, job.folder.path, device)
@@ -165,9 +166,9 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
     merges = job.run.merge_text_padding
     teacher = build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
     if weights := read_placement(job.teacher_ds).weights:
-        errors = _quantization_error(
-            job, teacher, guidance, text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
-        )
+        text_BLD = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
+        with sequence.alone():  # on single frames
+            errors = _quantization_error(job, teacher, guidance, text_BLD)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
 

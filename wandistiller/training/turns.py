@@ -13,7 +13,7 @@ from torch import Tensor
 from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, GeneratedBatch, Prediction
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.planner.teacher_memory import swept
@@ -160,10 +160,10 @@ class StudentTurn(Turn):
         """True if the teacher predicts for the next update while the optimizer updates the weights.
 
         Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
-        is asked about the student's samples.
+        is asked about the student's samples. Ranks that share a sequence exchange parts of it in one order.
         """
         ds, on_gpu = self.job.teacher_ds, collectives.device().type == "cuda"
-        depends = self._samples or not self.job.objective.asks_at_noised
+        depends = self._samples or not self.job.objective.asks_at_noised or sequence.degree() > 1
         return not depends and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
 
     def _begin(self, update: int, reads: Reads) -> None:

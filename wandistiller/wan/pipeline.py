@@ -75,6 +75,12 @@ class WanFolder:
         frames = (num_frames - 1) // self.temporal + 1
         return self.config["in_channels"], frames, height // self.spatial, width // self.spatial
 
+    @property
+    def multiple(self) -> tuple[int, int]:
+        """Divisors of every height and every width, in pixels: those of a patch."""
+        _, height, width = self.config["patch_size"]
+        return self.spatial * height, self.spatial * width
+
     def tokens(self, height: int, width: int, num_frames: int) -> int:
         """Return the number of patches of a sample of the given size: the length of attention's sequence."""
         shape = self.latent_shape(height, width, num_frames)[1:]

@@ -1,0 +1,126 @@
+"""Ranks that share sequences train what one rank trains: losses, gradients, critics, pictures, resumed runs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import slow_but
+from PIL import Image
+from ranks import TEACHERS, call, has_async_io, losses, wandistiller
+from recipes import recipe_file, student_engine
+from sequence_on_ranks import SIZE, Found, curves
+from small_wan import make_wan
+
+FEATURES = ["velocity", {"name": "feature", "weight": 0.5}]
+NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
+JUDGED = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3, "gan": 0.03}
+PLAIN = student_engine(2)
+del PLAIN["activation_checkpointing"]
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 0": {"deepspeed_config": student_engine(0, offload=False)},
+    "stage 2": {"deepspeed_config": student_engine(2)},
+    "stage 3": {"deepspeed_config": student_engine(3)},
+    "all activations kept": {"deepspeed_config": PLAIN},
+    "two experts": {"student_config": {"num_layers": 2, "experts": "two"}},
+    "merged padding": {"merge_text_padding": True},
+    "features": {"objective": FEATURES, "student_config": NARROW},
+    "adapters": {"lora": {"rank": 2, "alpha": 2, "targets": ["to_q", "ffn.net.2"]}},
+    "trajectory": {"objective": "trajectory"},
+    "consistency": {"objective": {"name": "consistency", "intervals": 8, "edges": 2}},
+    "dmd2 with heads": {"objective": JUDGED},
+}
+"""Settings of a recipe by name."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequences")
+
+
+@pytest.fixture(scope="module")
+def wan(folder: Path) -> Path:
+    """A pipeline of two experts with four heads."""
+    return make_wan(folder / "wan", heads=4)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, wan: Path) -> dict[str, Found]:
+    """All runs on one rank."""
+    return call(curves, folder, wan, RUNS, ranks=1)[0]
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, wan: Path) -> dict[str, Found]:
+    """All runs on two ranks that share each sequence."""
+    runs = {name: settings | {"context_parallel": 2} for name, settings in RUNS.items()}
+    return call(curves, folder, wan, runs, ranks=2)[0]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_that_share_sequences_have_the_losses_and_gradients_of_one(
+    name: str, alone: dict[str, Found], shared: dict[str, Found]
+) -> None:
+    for what, of_steps in alone[name].items():
+        assert shared[name][what] == pytest.approx(of_steps, rel=1e-5), what
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
+    degree: int, folder: Path, wan: Path, alone: dict[str, Found]
+) -> None:
+    names = ["stage 0", "stage 2", "stage 3", "features"]
+    runs = {name: RUNS[name] | {"context_parallel": degree} for name in names}
+    found, *_ = call(curves, folder, wan, runs, ranks=4)
+    for name in names:
+        for what, of_steps in alone[name].items():
+            assert found[name][what] == pytest.approx(of_steps, rel=1e-5), (name, what)
+
+
+@pytest.mark.parametrize("teacher", slow_but(["streamed", "zero_inference_cpu", "owner"], TEACHERS))
+def test_every_placement_serves_ranks_that_share_sequences(
+    teacher: str, folder: Path, wan: Path, alone: dict[str, Found]
+) -> None:
+    if "nvme" in teacher and not has_async_io():
+        pytest.skip("no libaio here")
+    settings = RUNS["features"] | {"teacher": teacher, "context_parallel": 2}
+    found, *_ = call(curves, folder, wan, {teacher: settings}, ranks=2)
+    for what, of_steps in alone["features"].items():
+        assert found[teacher][what] == pytest.approx(of_steps, rel=1e-5), what
+
+
+@pytest.fixture(scope="module")
+def whole_run(folder: Path, wan: Path) -> Path:
+    """Four steps on one rank."""
+    return trained(folder, wan, "whole", ranks=1, max_steps=4)
+
+
+def trained(folder: Path, wan: Path, name: str, *, ranks: int, **settings: Any) -> Path:
+    given = {"save_every": 2, "sample_every": 2} | SIZE | settings
+    wandistiller("train", "--recipe", recipe_file(folder, wan, name, **given), ranks=ranks)
+    return folder / name
+
+
+def test_a_run_goes_on_when_other_numbers_of_ranks_share_its_sequences(
+    folder: Path, wan: Path, whole_run: Path
+) -> None:
+    for ranks, degree, steps in ((2, 2, 2), (4, 2, 3), (1, 1, 4)):
+        output = trained(folder, wan, "moved", ranks=ranks, context_parallel=degree, max_steps=steps)
+    assert losses(output) == pytest.approx(losses(whole_run), rel=1e-5)
+
+
+def test_ranks_that_share_sequences_draw_the_pictures_of_one(
+    folder: Path, wan: Path, whole_run: Path
+) -> None:
+    output = trained(folder, wan, "drawn", ranks=2, context_parallel=2, max_steps=2)
+    drawn, expected = (
+        np.asarray(Image.open(run / "samples" / "step_00000002.png"), int) for run in (output, whole_run)
+    )
+    assert np.abs(drawn - expected).max() <= 1
+
+
+def test_what_does_not_divide_by_the_ranks_of_a_sequence_is_named_at_once(folder: Path, wan: Path) -> None:
+    file = recipe_file(folder, wan, "wrong", context_parallel=3, **SIZE)
+    error = wandistiller("train", "--recipe", file, ranks=2, code=2).stderr
+    for misfit in ("2 rank(s)", "The teacher has 4 attention heads", "The student has 4", "has 8 patches"):
+        assert misfit in error
