@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import recipe, student_engine
-from trainers import parts_of, trainer_of, job_of
+from trainers import job_of, parts_of, trainer_of
 
 from wandistiller.distributed import collectives
 from wandistiller.utils.files import read_json

@@ -1,4 +1,4 @@
-"""Ranks that share sequences train what one rank trains: losses, gradients, critics, pictures, resumed runs."""
+"""Ranks that share sequences train what one rank trains: losses, gradients, pictures, resumed runs."""
 
 from pathlib import Path
 from typing import Any

@@ -241,27 +241,34 @@ def call_owner(
     own_sizes = torch.tensor([size for t in inputs for size in t.shape], device=device)
     sizes = gather_tensor(own_sizes).view(-1, len(own_sizes)).tolist()
     if rank() != owner:
-        for t in inputs:
-            dist.send(t.contiguous(), owner)
+        _send(inputs, owner)
         header: list[Any] = [None]
         dist.recv_object_list(header, owner)
-        own = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]]
-        for t in own:
-            dist.recv(t, owner)
-        return own
-    computed = None
+        return _received(
+            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]], owner
+        )
+    computed, own = None, []
     for other in peers:
         size, theirs = iter(sizes[other]), inputs
         if other != owner:
-            theirs = [t.new_empty([next(size) for _ in t.shape]) for t in inputs]
-            for t in theirs:
-                dist.recv(t, other)
+            theirs = _received([t.new_empty([next(size) for _ in t.shape]) for t in inputs], other)
         if sharers(other) != computed:
             computed, outputs = sharers(other), compute(theirs)
         if other == owner:
             own = outputs
             continue
         dist.send_object_list([[(tuple(t.shape), t.dtype) for t in outputs]], other)
-        for t in outputs:
-            dist.send(t.contiguous(), other)
+        _send(outputs, other)
     return own
+
+
+def _send(tensors: list[Tensor], target: int) -> None:
+    for t in tensors:
+        dist.send(t.contiguous(), target)
+
+
+def _received(tensors: list[Tensor], source: int) -> list[Tensor]:
+    """Fill `tensors` with what the rank `source` sends."""
+    for t in tensors:
+        dist.recv(t, source)
+    return tensors
