@@ -12,6 +12,8 @@ from recipes import recipe_file, student_engine
 from sequence_on_ranks import SIZE, Found, curves
 from small_wan import make_wan
 
+from wandistiller.utils.files import read_json
+
 FEATURES = ["velocity", {"name": "feature", "weight": 0.5}]
 NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
 JUDGED = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3, "gan": 0.03}
@@ -63,6 +65,19 @@ def test_two_ranks_that_share_sequences_have_the_losses_and_gradients_of_one(
 ) -> None:
     for what, of_steps in alone[name].items():
         assert shared[name][what] == pytest.approx(of_steps, rel=1e-5), what
+
+
+@pytest.mark.slow  # the compiler takes minutes
+def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[str, Found]) -> None:
+    compiled = {"wandistiller": {"compile": True}}
+    settings = {
+        "context_parallel": 2,
+        "deepspeed_config": student_engine(2) | compiled,
+        "teacher_deepspeed_config": {"zero_optimization": {"stage": 0}} | compiled,
+    }
+    found, *_ = call(curves, folder, wan, {"compiled": settings}, ranks=2)
+    for what, of_steps in alone["stage 2"].items():
+        assert found["compiled"][what] == pytest.approx(of_steps, rel=1e-5), what
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -124,3 +139,29 @@ def test_what_does_not_divide_by_the_ranks_of_a_sequence_is_named_at_once(folder
     error = wandistiller("train", "--recipe", file, ranks=2, code=2).stderr
     for misfit in ("2 rank(s)", "The teacher has 4 attention heads", "The student has 4", "has 8 patches"):
         assert misfit in error
+
+
+def test_ranks_that_share_sequences_sample_the_files_of_one(folder: Path, wan: Path) -> None:
+    words = ["sample", "--model", wan, "--prompts", "a red circle", "a blue square", "a green circle"]
+    words += ["--height", 32, "--width", 32, "--steps", 2]
+    wandistiller(*words, "--output", folder / "one")
+    printed = wandistiller(
+        *words, "--output", folder / "two", "--context_parallel", 2, ranks=2
+    ).stdout.splitlines()
+    assert [Path(line).name for line in printed] == ["0000.png", "0001.png", "0002.png", "grid.png"]
+    for file in (folder / "one").iterdir():
+        pictures = (np.asarray(Image.open(run / file.name), int) for run in (folder / "one", folder / "two"))
+        first, second = pictures
+        assert np.abs(first - second).max() <= 1
+
+
+def test_ranks_that_share_sequences_evaluate_as_one(folder: Path, wan: Path, whole_run: Path) -> None:
+    words = ["evaluate", "--student", whole_run / "student", "--prompts", folder / "prompts.txt"]
+    words += ["--steps", 2, "--batch", 2, "--num_prompts", 6]
+    wandistiller(*words, "--output", folder / "alone")
+    wandistiller(*words, "--output", folder / "shared", "--context_parallel", 2, ranks=4)
+    alone, shared = (read_json(folder / name / "evaluation.json") for name in ("alone", "shared"))
+    assert shared["prompts"] == alone["prompts"] == 6
+    errors = [found["relative_velocity_error"]["bands"] for found in (shared, alone)]
+    by_rank, by_one = ([band["value"] for band in of_run.values()] for of_run in errors)
+    assert by_rank == pytest.approx(by_one, rel=1e-4)

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from wandistiller.config.sequence_checks import KEY, division_problems
 from wandistiller.config.validate import collecting
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
@@ -44,6 +45,7 @@ def run(flags: dict[str, Any]) -> None:
     with collectives.raise_on_all_ranks():
         evaluation = read_evaluation(flags, resolve_dtype(flags["dtype"]), collectives.world_size())
     collectives.init()
+    sequence.share(flags[KEY])
     evaluate(evaluation)
     collectives.destroy()
 
@@ -96,6 +98,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         parts["prompts"] = [prompts[i * len(prompts) // number] for i in range(number)]
     if {"teacher", "student"} <= parts.keys():
         problems += _pair_problems(flags, parts["teacher"], parts["student"])
+        problems += _shared_problems(flags, parts, world)
     student = Path(flags["student"])
     output = flags["output"] or (student.parent if student.is_dir() else Path("evaluation"))
     problems += folder_problems("output", output) or inside_problems(
@@ -188,6 +191,17 @@ def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str,
     if problems:
         raise ConfigError(*problems)
     return ds
+
+
+def _shared_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:
+    """Problems of sequences that ranks share."""
+    placed, size = parts.get("teacher_ds"), (flags["height"], flags["width"], flags["num_frames"])
+    folders = {"The student": parts["student"]}
+    if not placed or not read_placement(placed).on_one_rank:
+        folders["The teacher"] = parts["teacher"]
+    heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
+    patches = {} if size_problems(parts["student"], *size) else {size: parts["student"].tokens(*size)}
+    return division_problems("evaluate", flags[KEY] or 1, world, heads, patches)
 
 
 def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder) -> list[str]:

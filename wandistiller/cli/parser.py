@@ -32,6 +32,7 @@ OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
 """Settings of older command lines that have a newer name."""
 DTYPES = ("bfloat16", "float16", "float32")
 AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
+SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
 METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", dict: "JSON", list: "TEXT", Path: "PATH"}
 """Type of a flag -> the word for its value in the help."""
 ON_DISK = ("_path", "_dir", "_config")
@@ -182,6 +183,7 @@ def _add_sample_flags(command: argparse.ArgumentParser) -> None:
     add("--guidance_scale_2", type=float, help="of the low-noise expert; default --guidance_scale")
     add("--negative_prompt", help="of guidance above 1; default none")
     add("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
+    add("--context_parallel", type=int, default=1, help=SHARED)
     add("--dtype", default="auto", choices=("auto", *DTYPES), help=AUTO_DTYPE)
 
 
@@ -205,6 +207,7 @@ def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=8, help="prompts drawn at once")
     add("--seed", type=int, default=0, help="of the first prompt; the next gets seed + 1")
     add("--output", type=Path, help="folder; default: next to the student")
+    add("--context_parallel", type=int, default=1, help=SHARED)
     add("--dtype", default="auto", choices=("auto", *DTYPES), help=AUTO_DTYPE)
 
 

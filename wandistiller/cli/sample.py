@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from wandistiller.config.sequence_checks import KEY, division_problems
 from wandistiller.config.validate import collecting
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, sequence
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
@@ -20,8 +21,24 @@ from wandistiller.wan.pipeline import open_wan, usual_for
 
 
 def run(flags: dict[str, Any]) -> None:
-    """Check the flags, sample, print the files' paths."""
+    """Check the flags, sample, print the files' paths. Collective."""
+    with collectives.raise_on_all_ranks():
+        prompts, settings = _read(flags)
+    dtype = resolve_dtype(flags["dtype"])
     collectives.init()
+    sequence.share(flags[KEY])
+    files = sample(flags["model"], prompts, flags["output"], settings, flags["seed"], dtype)
+    if collectives.rank() == 0:
+        print(*files, sep="\n")
+    collectives.destroy()
+
+
+def _read(flags: dict[str, Any]) -> tuple[list[str], Sampling]:
+    """Check the flags; return the prompts and how to sample.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
     problems = number_problems("sample", flags) + folder_problems("output", flags["output"])
     with collecting(problems):
         prompts = read_prompts(flags["prompts"])
@@ -31,12 +48,14 @@ def run(flags: dict[str, Any]) -> None:
         flags["steps"] = flags["steps"] or (trained.steps if trained else STEPS)
         settings = _settings(flags, usual_for(folder))
         problems += sampling_problems(folder, settings)
+        size = settings.height, settings.width, settings.num_frames
+        heads = {"The pipeline": folder.config["num_attention_heads"]}
+        patches = {size: folder.tokens(*size)}
+        problems += division_problems("sample", flags[KEY], collectives.world_size(), heads, patches)
         problems += inside_problems("output", flags["output"], {"model": folder.path})
     if problems:
         raise ConfigError(*problems)
-    dtype = resolve_dtype(flags["dtype"])
-    for file in sample(flags["model"], prompts, flags["output"], settings, flags["seed"], dtype):
-        print(file)
+    return prompts, settings
 
 
 def _settings(flags: dict[str, Any], usual: Usual) -> Sampling:

@@ -22,21 +22,36 @@ def sequence_problems(run: RunConfig, parts: dict[str, Any], world: int) -> list
         parts: fields of Job.
         world: number of ranks.
     """
-    number = run.context_parallel
-    if number == 1:
-        return []
-    rules = [("There are {} rank(s)", world)]
-    rules += [(f"{name} has {{}} attention heads", heads) for name, heads in _heads(parts).items()]
+    sizes = {}
     if "folder" in parts:
-        folder = parts["folder"]
-        own = run.height, run.width
+        own, folder = (run.height, run.width), parts["folder"]
         others = make_buckets(*own, folder.multiple) if run.buckets is True else run.buckets or []
-        for height, width in dict.fromkeys([own, *map(tuple, others)]):
-            what = f"A sample of {height}x{width} pixels and {run.num_frames} frame(s) has {{}} patches"
-            rules.append((what, folder.tokens(height, width, run.num_frames)))
+        for size in dict.fromkeys([own, *map(tuple, others)]):
+            sizes[*size, run.num_frames] = folder.tokens(*size, run.num_frames)
+    return division_problems("recipe", run.context_parallel, world, _heads(parts), sizes)
+
+
+def division_problems(
+    where: str, number: int, world: int, heads: dict[str, int], patches: dict[tuple[int, int, int], int]
+) -> list[str]:
+    """List what does not divide by `number`, the ranks that share a sequence.
+
+    Args:
+        where: for messages.
+        world: number of ranks.
+        heads: of each network.
+        patches: of a sample of (height, width, frames).
+    """
+    if number <= 1:  # what is no positive number is reported elsewhere
+        return []
+    rules = [(f"There are {world} rank(s)", world)]
+    rules += [(f"{name} has {value} attention heads", value) for name, value in heads.items()]
+    for (height, width, frames), value in patches.items():
+        rules.append(
+            (f"A sample of {height}x{width} pixels and {frames} frame(s) has {value} patches", value)
+        )
     remedy = "Write a divisor of that, or 1."
-    broken = [what.format(value) for what, value in rules if value % number]
-    return [problem("recipe", KEY, number, f"{what}. {remedy}") for what in broken]
+    return [problem(where, KEY, number, f"{what}. {remedy}") for what, value in rules if value % number]
 
 
 def _heads(parts: dict[str, Any]) -> dict[str, int]:

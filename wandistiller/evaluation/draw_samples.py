@@ -12,22 +12,25 @@ from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from torch import Tensor, nn
 
+from wandistiller.config.sequence_checks import KEY
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
+from wandistiller.data.turns import collective_turns
+from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
-from wandistiller.distributed.progress import Progress
 from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import save_grid, to_pil
 from wandistiller.wan.components import load_pipeline
+from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
-    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch")),
+    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", KEY)),
     ("steps", 1, int(TRAIN_TIMESTEPS)),
     ("seed", 0, 2**63 - 1),
     ("guidance_scale", 0, 1000),
@@ -71,13 +74,15 @@ def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -
 
 
 def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
-    """Load a WanPipeline, its VAE in float32, to the GPU if there is one.
+    """Load a WanPipeline, its VAE in float32, to the GPU if there is one; ranks may share its sequences.
 
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
     half of the free memory.
     """
     pipeline = load_pipeline(folder, dtype)
     pipeline.set_progress_bar_config(disable=True)
+    for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
+        share_sequences(network)
     if device().type == "cpu":
         return pipeline
     parts = (part for part in pipeline.components.values() if isinstance(part, nn.Module))
@@ -137,7 +142,9 @@ def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: 
 def sample(
     model: str, prompts: list[str], output: Path, sampling: Sampling, seed: int, dtype: torch.dtype
 ) -> list[Path]:
-    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png.
+    """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png. Collective.
+
+    The ranks share the prompts.
 
     Raises:
         ConfigError: `model` or `sampling` is wrong, before anything is loaded.
@@ -148,19 +155,24 @@ def sample(
     require_weights(folder)
     pipeline = open_pipeline(folder.path, dtype)
     set_steps(pipeline, trained_steps(folder.path), sampling.steps, folder.boundary)
-    files, images, progress = [], [], Progress("samples", len(prompts))
-    for i, prompt in enumerate(prompts):
-        video_CFHW = draw(pipeline, [prompt], [seed + i], sampling)[0]
-        files.append(_write(video_CFHW, output / f"{i:04d}", folder.fps))
-        images.append(video_CFHW[:, video_CFHW.shape[1] // 2])
-        progress.advance()
-    save_grid(output / "grid.png", {"": images}, prompts)
+    drawn: dict[int, tuple[Path, Tensor]] = {}
+    for _, i, counts in collective_turns("samples", list(range(len(prompts)))):
+        video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling)[0]
+        if counts:
+            file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
+            drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()
+    for of_rank in collectives.gather_objects(drawn):
+        drawn |= of_rank
+    files, images = zip(*(drawn[i] for i in range(len(prompts))), strict=True)
+    if collectives.rank() == 0:
+        save_grid(output / "grid.png", {"": list(images)}, prompts)
     return [*files, output / "grid.png"]
 
 
 def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
     """Reasons why a pipeline cannot sample with settings whose numbers alone are possible."""
-    problems = size_problems(folder, sampling.height, sampling.width, sampling.num_frames)
+    size = sampling.height, sampling.width, sampling.num_frames
+    problems = size_problems(folder, *size)
     if (second := sampling.guidance_scale_2) is not None and folder.boundary is None:
         problems.append(problem(folder.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if sampling.negative_prompt is not None and max(sampling.guidance_scale, second or 0) <= 1:
