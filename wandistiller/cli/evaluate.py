@@ -97,8 +97,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         number = max(1, min(flags["num_prompts"], len(prompts)))
         parts["prompts"] = [prompts[i * len(prompts) // number] for i in range(number)]
     if {"teacher", "student"} <= parts.keys():
-        problems += _pair_problems(flags, parts["teacher"], parts["student"])
-        problems += _shared_problems(flags, parts, world)
+        problems += _pair_problems(flags, parts, world)
     student = Path(flags["student"])
     output = flags["output"] or (student.parent if student.is_dir() else Path("evaluation"))
     problems += folder_problems("output", output) or inside_problems(
@@ -204,8 +203,9 @@ def _shared_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -
     return division_problems("evaluate", flags[KEY] or 1, world, heads, patches)
 
 
-def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder) -> list[str]:
-    """Problems that keep the two from being run at the same settings."""
+def _pair_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:
+    """Problems that keep the two from being run at the same settings on `world` ranks."""
+    teacher, student = parts["teacher"], parts["student"]
     size = flags["height"], flags["width"], flags["num_frames"]
     problems = list(dict.fromkeys(size_problems(teacher, *size) + size_problems(student, *size)))
     if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
@@ -215,4 +215,4 @@ def _pair_problems(flags: dict[str, Any], teacher: WanFolder, student: WanFolder
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
             "Give a student with its VAE."
         )
-    return problems
+    return problems + _shared_problems(flags, parts, world)
