@@ -59,8 +59,10 @@ def _rotated(x_BSHD: Tensor, cos_1S1D: Tensor, sin_1S1D: Tensor) -> Tensor:
     """Turn pairs of neighbouring numbers by their angle, as diffusers does inside of its attention."""
     even, odd = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_1S1D[..., 0::2], sin_1S1D[..., 1::2]
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2).type_as(x_BSHD)
+    out_BSHD = torch.empty_like(x_BSHD)  # rounded at once: no second copy in the tables' float32
+    out_BSHD[..., 0::2] = even * cos - odd * sin
+    out_BSHD[..., 1::2] = even * sin + odd * cos
+    return out_BSHD
 
 
 def _own_timesteps(
