@@ -164,13 +164,16 @@ def untimed(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp_path: Path) -> None:
-    flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip]
+    flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip, "--num_frames", "5"]
     one = evaluate(comparison(wan1, tmp_path / "1", *flags, prompts=PROMPTS[:5]))
     output = tmp_path / "2"
     words = ["--student", wan1, "--output", output, *SMALL, "--prompts", *PROMPTS[:5], *flags]
     wandistiller("evaluate", *words, ranks=2)
     assert untimed(one) == untimed(json.loads((output / "evaluation.json").read_text()))
-    assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
+    kinds = {f"{network}{of}" for network in ("latent", "clip") for of in ("", "_frames", "_clips")}
+    assert one["prompts"] == 5 and set(one["frechet"]) == kinds
+    for distance in (figures["same_seeds"] for figures in one["frechet"].values()):
+        assert distance["low"] <= distance["value"] <= distance["high"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -211,6 +214,7 @@ def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Pa
     cosine_B = seen.logits_per_image.diag() / model.logit_scale.exp()
     torch.testing.assert_close(score_B, 100 * cosine_B.clamp(min=0))
     torch.testing.assert_close(image_BD, seen.image_embeds)
+    torch.testing.assert_close(Clip(clip, torch.device("cpu")).embed(image_BCHW), image_BD)
     assert score_B.max() > 1
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
     _, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW[:1].expand(2, -1, -1, -1), long)

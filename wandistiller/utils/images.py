@@ -22,6 +22,12 @@ def to_pil(image_CHW: Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(image_HWC.cpu().numpy()))
 
 
+def evenly(number: int, most: int) -> list[int]:
+    """Return the places of `most` of `number` frames, spread evenly from the first to the last; or all."""
+    shown = min(number, most)
+    return [round(i * (number - 1) / max(1, shown - 1)) for i in range(shown)]
+
+
 def drawn(output: Path) -> list[Path]:
     """List the sample grids of a run, the oldest first: in OUTPUT/samples, or its `sample_dir`."""
     run = output / "resolved" / "run.json"
