@@ -164,15 +164,24 @@ def untimed(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp_path: Path) -> None:
-    flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip, "--num_frames", "5"]
+    flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip]
     one = evaluate(comparison(wan1, tmp_path / "1", *flags, prompts=PROMPTS[:5]))
     output = tmp_path / "2"
     words = ["--student", wan1, "--output", output, *SMALL, "--prompts", *PROMPTS[:5], *flags]
     wandistiller("evaluate", *words, ranks=2)
     assert untimed(one) == untimed(json.loads((output / "evaluation.json").read_text()))
+    assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
+    wan1: Path, clip: Path, tmp_path: Path
+) -> None:
+    flags = ["--teacher_path", wan1, "--num_frames", "5", "--steps", "1", "--quick", "--clip_path", clip]
+    found = evaluate(comparison(wan1, tmp_path, *flags, prompts=PROMPTS[:3]))["frechet"]
     kinds = {f"{network}{of}" for network in ("latent", "clip") for of in ("", "_frames", "_clips")}
-    assert one["prompts"] == 5 and set(one["frechet"]) == kinds
-    for distance in (figures["same_seeds"] for figures in one["frechet"].values()):
+    assert set(found) == kinds
+    for distance in (figures["same_seeds"] for figures in found.values()):
         assert distance["low"] <= distance["value"] <= distance["high"]
 
 

@@ -14,14 +14,12 @@ from torch import Tensor
 from wandistiller.evaluation.clip import Clip
 from wandistiller.flow import keyed_generator
 from wandistiller.tiny import clip_scores, shapes
-from wandistiller.utils.images import evenly
+from wandistiller.utils.images import MOST_FRAMES, evenly
 
 MOTION = "motion"
 """Name of the metric that says whether a student moves as its teacher does."""
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 RESAMPLES = 2000
-MOST_FRAMES = 9
-"""Frames of a clip that CLIP sees."""
 
 
 @dataclass(frozen=True, slots=True)
