@@ -234,7 +234,7 @@ class _Planner:
         )
 
     def _clips(self) -> Parts:
-        """Stills and small clips of teacher and student, of 8 bits, on the rank that writes them."""
+        """Stills and small clips of teacher and student, of 8 bits, which all ranks have."""
         size, number = self.job.size, len(self.job.run.sample_prompts or ())
         height, width, frames = size.height, size.width, size.num_frames
         if frames == 1:
