@@ -12,7 +12,7 @@ from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
-from wandistiller.monitoring.media import image, shown, wide
+from wandistiller.monitoring.media import image, shown, still, wide
 from wandistiller.monitoring.metrics import SAMPLES, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
@@ -52,7 +52,7 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; marg
 .headline > div { max-width: 22rem; } .headline b { display: block; font-size: 2.2rem; line-height: 1.2; }
 .headline small { display: block; color: #555; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { width: max(100%, 44rem); height: auto; }
+.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { height: auto; }
 video { height: auto; object-fit: cover; object-position: top; }
 pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; }
@@ -214,7 +214,7 @@ def _pictures(output: Path) -> list[str]:
         last = file == files[-1]
         parts.append(f"<p>step {int(file.stem.partition('_')[2])}</p>{shown(file, plays_at_once=last)}")
         if last and file.with_suffix(".mp4").is_file():  # and its frames one by one
-            parts.append(wide(image(file.read_bytes(), "png", file.stem)))
+            parts.append(still(file))
     return ["<h2>Teacher above, student below</h2>", *parts]
 
 

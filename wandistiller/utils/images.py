@@ -118,11 +118,12 @@ def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], f
     number = next(iter(rows.values()))[0].shape[1]
     with atomic(file) as temporary:
         named = temporary.with_suffix(".mp4")
+        again = f"loop={max(0, -(-SECONDS * fps // number) - 1)}:{number}"
         # the index comes first, so that a page can play the file while it is loading
-        start = {"macro_block_size": 2, "ffmpeg_params": ["-movflags", "+faststart"]}
-        with get_writer(named, fps=fps, codec="libx264", pixelformat="yuv420p", **start) as writer:
-            for k in range(number * max(1, -(-SECONDS * fps // number))):
-                frame = {label: [clip[:, k % number] for clip in clips] for label, clips in rows.items()}
+        settings = {"macro_block_size": 2, "ffmpeg_params": ["-vf", again, "-movflags", "+faststart"]}
+        with get_writer(named, fps=fps, codec="libx264", pixelformat="yuv420p", **settings) as writer:
+            for k in range(number):
+                frame = {label: [clip[:, k] for clip in clips] for label, clips in rows.items()}
                 picture = grid(frame, captions, WIDEST)
                 even = (side - side % 2 for side in picture.size)  # H.264 halves the colours' resolution
                 writer.append_data(np.asarray(picture.crop((0, 0, *even))))

@@ -212,9 +212,9 @@ def test_clips_of_training_play_without_sound_inside_the_page_and_the_last_at_on
     assert page.images[-1:] == ["step_00000002"]  # its frames, one by one
 
 
-def test_a_clip_is_no_wider_than_its_file_on_a_phone(begun: Path) -> None:
+def test_a_clip_fits_a_phone_down_to_0_6_of_its_width_and_fills_a_page_up_to_twice_that(begun: Path) -> None:
     (begun / "samples").mkdir()
     drawn(begun / "samples" / "step_00000001")
     (video,) = Page(report(begun).read_text()).videos
     width = 90 + 128 + 6
-    assert video["style"] == f"width: min(max(100%, min(44rem, {width}px)), {2 * width}px)"
+    assert video["style"] == f"width: min(max(100%, min(44rem, 134px)), {2 * width}px)"
