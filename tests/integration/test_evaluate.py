@@ -174,6 +174,18 @@ def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
+    wan1: Path, clip: Path, tmp_path: Path
+) -> None:
+    flags = ["--teacher_path", wan1, "--num_frames", "5", "--steps", "1", "--quick", "--clip_path", clip]
+    found = evaluate(comparison(wan1, tmp_path, *flags, prompts=PROMPTS[:3]))["frechet"]
+    kinds = {f"{network}{of}" for network in ("latent", "clip") for of in ("", "_frames", "_clips")}
+    assert set(found) == kinds
+    for distance in (figures["same_seeds"] for figures in found.values()):
+        assert distance["low"] <= distance["value"] <= distance["high"]
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
     words = ["--student", "tiny", "--teacher_path", "tiny", "--guidance_scale", "1", "--num_prompts", "4"]
     result = evaluate(read(*words, "--steps", "1", "2", "--output", tmp_path))
@@ -211,6 +223,7 @@ def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Pa
     cosine_B = seen.logits_per_image.diag() / model.logit_scale.exp()
     torch.testing.assert_close(score_B, 100 * cosine_B.clamp(min=0))
     torch.testing.assert_close(image_BD, seen.image_embeds)
+    torch.testing.assert_close(Clip(clip, torch.device("cpu")).embed(image_BCHW), image_BD)
     assert score_B.max() > 1
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
     _, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW[:1].expand(2, -1, -1, -1), long)

@@ -39,3 +39,18 @@ def test_all_nine_frames_of_both_prompts_are_shown_and_play(run: Path) -> None:
     assert (width, height // tile) == (90 + 9 * tile, 4)  # two prompts, each of teacher and student
     about = next(imageio_ffmpeg.read_frames(str(run / "evaluation.mp4")))
     assert about["codec"] == "h264" and about["duration"] >= 4
+
+
+def test_samples_of_training_play_teacher_above_student_and_their_png_has_three_frames(run: Path) -> None:
+    prompts, tile = read_json(run / "resolved" / "run.json")["sample_prompts"], 144 + 6
+    width, height = Image.open(run / "samples" / "step_00000002.png").size
+    assert (width, height // tile) == (90 + len(prompts) * tile, 2 * 3)
+    about = next(imageio_ffmpeg.read_frames(str(run / "samples" / "step_00000002.mp4")))
+    assert about["codec"] == "h264" and about["pix_fmt"].startswith("yuv420p") and about["fps"] == 16
+    assert about["size"][0] == width and about["size"][1] // tile == 2
+
+
+def test_distances_over_frames_and_over_clips_are_in_json_and_table(run: Path) -> None:
+    found, table = read_json(run / "evaluation.json")["frechet"], (run / "evaluation.md").read_text()
+    assert {"latent_frames", "latent_clips"} <= found.keys()
+    assert "| latent frames, 32 " in table and "| latent clips, 32 " in table

@@ -1,9 +1,11 @@
 """CLIP's embeddings and scores, from a folder of transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from wandistiller.utils.errors import problem
@@ -42,6 +44,13 @@ class Clip:
         output = self._model(**inputs.to(self._model.device))
         cosine_B = (output.image_embeds * output.text_embeds).sum(1)  # of unit vectors
         return output.image_embeds.cpu(), 100 * cosine_B.clamp(min=0).cpu()
+
+    @torch.no_grad()
+    def embed(self, images: Sequence[Tensor]) -> Tensor:
+        """Embed images image_CHW in [0, 1]: unit vectors image_BD, on the CPU."""
+        inputs = self._processor(images=[to_pil(i) for i in images], return_tensors="pt")
+        output = self._model.get_image_features(**inputs.to(self._model.device))
+        return normalize(output.pooler_output, dim=1).cpu()
 
 
 NO_SAFETENSORS = (

@@ -22,7 +22,7 @@ from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
-from wandistiller.utils.images import save_grid, to_pil
+from wandistiller.utils.images import can_write_mp4, save_grid, to_pil
 from wandistiller.wan.components import load_pipeline
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
@@ -178,7 +178,7 @@ def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
     if sampling.negative_prompt is not None and max(sampling.guidance_scale, second or 0) <= 1:
         remedy = "It is used with guidance only; give --guidance_scale above 1, or leave it out."
         problems.append(problem("sample", "negative_prompt", sampling.negative_prompt, remedy))
-    if sampling.num_frames > 1 and not (find_spec("imageio") and find_spec("imageio_ffmpeg")):
+    if sampling.num_frames > 1 and not can_write_mp4():
         remedy = "MP4 files need: pip install imageio imageio-ffmpeg."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))
     return problems

@@ -63,6 +63,7 @@ class Evaluation:
             "moving shapes": size == (clips.FRAMES, *(clips.CLIP_SIZE,) * 2) and known <= clips.SPECS.keys(),
             "frames": s.num_frames > 1,
             "clip": self.clip is not None,
+            "frames, clip": s.num_frames > 1 and self.clip is not None,
             "twice": not self.quick,
         }
         return [m for m in metrics if has[m.needs]]
@@ -80,7 +81,7 @@ class ScoredSample:
     scores: dict[str, Tensor]
     """Metric -> number."""
     features: dict[str, Tensor]
-    """Name -> feature_D."""
+    """Name -> feature_D, or feature_FD of frames."""
     pixels_CFHW: Tensor | None
     """In [0, 1], for prompts in the picture."""
 

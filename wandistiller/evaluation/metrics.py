@@ -14,6 +14,7 @@ from torch import Tensor
 from wandistiller.evaluation.clip import Clip
 from wandistiller.flow import keyed_generator
 from wandistiller.tiny import clip_scores, shapes
+from wandistiller.utils.images import MOST_FRAMES, evenly
 
 MOTION = "motion"
 """Name of the metric that says whether a student moves as its teacher does."""
@@ -59,40 +60,6 @@ def ratio_of_sums(top_N: Tensor, bottom_N: Tensor, seed: int) -> Estimate:
     return Estimate(value, low, high)
 
 
-def frechet(a_ND: Tensor, b_ND: Tensor) -> float:
-    """Fréchet distance (squared) between the Gaussians fitted to two sets of features, in float64.
-
-    At least 0, where rounding would put it below; NaN if a feature is not finite.
-    Too large for finite N, by an amount that depends on N, D and both covariances: a set that varies less is
-    punished less.
-    Source: Heusel et al. 2017, arXiv:1706.08500; the bias: Chong and Forsyth 2020, arXiv:1911.07023.
-    """
-    a_ND, b_ND = a_ND.double(), b_ND.double()
-    if not (a_ND.isfinite().all() and b_ND.isfinite().all()):
-        return math.nan
-    covariances = (torch.atleast_2d(x_ND.T.cov()) for x_ND in (a_ND, b_ND))
-    return frechet_of_gaussians(a_ND.mean(0), b_ND.mean(0), *covariances)
-
-
-def frechet_of_gaussians(mean_a_D: Tensor, mean_b_D: Tensor, a_DD: Tensor, b_DD: Tensor) -> float:
-    """Compute |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)).
-
-    Source: Dowson and Landau 1982, J. Multivariate Analysis 12:450.
-
-    tr (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2): no square root of a matrix that is
-    not symmetric, and none of eigenvalues that are nothing but rounding.
-    """
-    trace_root = torch.linalg.matrix_norm(_root(a_DD) @ _root(b_DD), "nuc")
-    distance = (mean_a_D - mean_b_D).square().sum() + a_DD.trace() + b_DD.trace() - 2 * trace_root
-    return max(0.0, distance.item())
-
-
-def _root(covariance_DD: Tensor) -> Tensor:
-    """Symmetric square root; eigenvalues below zero are rounding."""
-    values_D, vectors_DD = torch.linalg.eigh(covariance_DD)
-    return vectors_DD * values_D.clamp(min=0).sqrt() @ vectors_DD.T
-
-
 class DrawnBatch:
     """Samples as input of the metrics, on the CPU."""
 
@@ -121,6 +88,12 @@ class DrawnBatch:
         """CLIP's image embedding image_BD and score_B."""
         return self._clip.score(self.frame_BCHW, self.prompts)
 
+    @cached_property
+    def clip_frames_BFD(self) -> Tensor:
+        """CLIP's image embeddings of MOST_FRAMES frames at most, spread evenly."""
+        places = evenly(self.pixels_BCFHW.shape[2], MOST_FRAMES)
+        return torch.stack([self._clip.embed(clip[:, places].unbind(1)) for clip in self.pixels_BCFHW])
+
 
 def _mean(value_N: Tensor, seed: int) -> dict[str, float | None]:
     value_N = value_N[~value_N.isnan()]
@@ -145,7 +118,7 @@ class Metric:
     """value_B of a batch, float32; NaN where a sample has none."""
     needs: str = ""
     """`shapes`, `moving shapes`: prompts of an embedded teacher; `frames`: several frames; `clip`: a CLIP
-    folder; `twice`: two samples of each prompt; empty for any evaluation."""
+    folder; `frames, clip`: both; `twice`: two samples of each prompt; empty for any evaluation."""
     summary: Callable[[Tensor, int], dict[str, float | None]] = _mean
     """value_N and seed -> figure and interval."""
 
@@ -158,17 +131,37 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """A vector for each sample; the Fréchet distance is taken between teacher's and student's."""
+    """Vectors for each sample; the Fréchet distance is taken between teacher's and student's."""
 
     name: str
     compute: Callable[[DrawnBatch], Tensor]
-    """feature_BD of a batch."""
+    """feature_BD of a batch, or feature_BFD where each frame is a sample of the Gaussian."""
     needs: str = ""
 
 
 def _latent_moments(drawn: DrawnBatch) -> Tensor:
     """Mean and standard deviation of each channel over frames and pixels."""
     return torch.cat([drawn.x0_BCFHW.mean((2, 3, 4)), drawn.x0_BCFHW.std((2, 3, 4))], dim=1)
+
+
+def _frame_moments(drawn: DrawnBatch) -> Tensor:
+    """Mean and standard deviation of each channel over the pixels of a latent frame."""
+    x0_BFCP = drawn.x0_BCFHW.transpose(1, 2).flatten(3)
+    return torch.cat([x0_BFCP.mean(3), x0_BFCP.std(3)], dim=2)
+
+
+def _channel_motion(drawn: DrawnBatch) -> Tensor:
+    """Mean of each channel and its mean absolute change between latent frames, place by place.
+
+    The change is taken before places are averaged: a thing that moves changes no frame's mean.
+    """
+    x0_BCFHW = drawn.x0_BCFHW
+    return torch.cat([x0_BCFHW.mean((2, 3, 4)), x0_BCFHW.diff(dim=2).abs().mean((2, 3, 4))], dim=1)
+
+
+def _over_time(x_BFD: Tensor) -> Tensor:
+    """Mean and mean absolute change over the frames."""
+    return torch.cat([x_BFD.mean(1), x_BFD.diff(dim=1).abs().mean(1)], dim=1)
 
 
 def _change(x_BCFHW: Tensor) -> Tensor:
@@ -245,5 +238,11 @@ METRICS = [
 ]
 FEATURES = [
     Features(name="latent", compute=_latent_moments),
+    Features(name="latent_frames", needs="frames", compute=_frame_moments),
+    Features(name="latent_clips", needs="frames", compute=_channel_motion),
     Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),
+    Features(name="clip_frames", needs="frames, clip", compute=lambda drawn: drawn.clip_frames_BFD),
+    Features(
+        name="clip_clips", needs="frames, clip", compute=lambda drawn: _over_time(drawn.clip_frames_BFD)
+    ),
 ]

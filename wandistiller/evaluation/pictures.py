@@ -9,7 +9,7 @@ from torch import Tensor
 from wandistiller.evaluation.evaluator import Evaluation
 from wandistiller.monitoring.charts import Chart, Line, svg
 from wandistiller.monitoring.headline import SCORES
-from wandistiller.utils.images import save_clips, save_frames, save_grid
+from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
 
 IN_FRAMES = 3
 """Prompts whose frames are shown one by one."""
@@ -24,7 +24,7 @@ def write_pictures(settings: Evaluation, file: Path, rows: dict[str, list[Tensor
         return {}
     files = {"frames": stem.with_name(f"{stem.name}_frames.png")}
     save_frames(files["frames"], rows, prompts[:IN_FRAMES])
-    if find_spec("imageio") and find_spec("imageio_ffmpeg"):
+    if can_write_mp4():
         files["animation"] = stem.with_suffix(".mp4")
         save_clips(files["animation"], rows, prompts, settings.student.fps)
     return files

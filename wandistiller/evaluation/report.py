@@ -8,7 +8,8 @@ from torch import Tensor
 
 from wandistiller.evaluation.bands import Band, bands
 from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
-from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, frechet, ratio_of_sums
+from wandistiller.evaluation.frechet import frechet_estimate
+from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, ratio_of_sums
 from wandistiller.evaluation.pictures import quality_chart, write_pictures
 from wandistiller.flow import band_name
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -20,7 +21,8 @@ SLOW = 0.8
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
-NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's for shares, else bootstrap.
+NOTES = """In brackets are 95 % confidence intervals over the prompts: Wilson's for shares, the jackknife's
+for Fréchet distances, else the bootstrap's.
 
 - *Velocity error*: sum |v_student - v_teacher|² / sum |v_teacher|², the teacher guided, on its own samples
   noised again to a sigma drawn in the band. 0 is a perfect student, 1 is one that predicts 0.
@@ -32,7 +34,7 @@ NOTES = """In brackets are 95 % confidence intervals over the prompts, Wilson's 
   itself drawn from other seeds. A student that is the teacher has 0 from the same seeds and exactly the floor
   from others; one below its floor is so by chance. No distance is below 0: what rounding puts there is 0.
   "-" stands for samples that are not finite. Compare only distances of one set of features at one number of
-  prompts.
+  prompts. *Frames*: each frame of a clip is a sample. *Clips*: features' mean and mean change over time.
 - *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
 - *Motion*: mean absolute change between neighbouring frames, of latents and of pixels. *Drift*: distance
   between the mean colours of first and last frame. *Speed* and *flicker*: a program renders the prompt's clip
@@ -168,11 +170,11 @@ def _frechet(
     if second:
         pairs |= {"student": (student, second), "floor": (teacher, second)}
     result: dict[str, Any] = {}
-    for kind, feature_D in teacher[0].features.items() if len(teacher) > 1 else ():
-        result[kind] = {"features": len(feature_D)}
+    for kind, feature in teacher[0].features.items() if len(teacher) > 1 else ():
+        result[kind] = {"features": feature.shape[-1]}
         for name, pair in pairs.items():
-            features = (torch.stack([s.features[kind] for s in drawn]) for drawn in pair)
-            result[kind][name] = Estimate(frechet(*features)).as_dict()
+            features = (torch.stack([torch.atleast_2d(s.features[kind]) for s in drawn]) for drawn in pair)
+            result[kind][name] = frechet_estimate(*features).as_dict()
     return result
 
 
@@ -236,7 +238,7 @@ def markdown(result: dict[str, Any]) -> str:
     kinds = [["Fréchet distance, features", "student, same seeds", "student, other seeds", "floor"]]
     for kind, e in result["frechet"].items():
         three = (_cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
-        kinds.append([f"{kind}, {e['features']}", *three])
+        kinds.append([f"{kind.replace('_', ' ')}, {e['features']}", *three])
     return "\n\n".join(
         _table(rows) for rows in (sides, _steps(result), errors, weights, kinds) if len(rows) > 1
     )

@@ -1,6 +1,5 @@
 """`wandistiller report`: a run's curves, pictures, evaluation, settings and machine in one HTML file."""
 
-import base64
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -13,6 +12,7 @@ from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
+from wandistiller.monitoring.media import image, shown, still, wide
 from wandistiller.monitoring.metrics import SAMPLES, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
@@ -52,8 +52,8 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; marg
 .headline > div { max-width: 22rem; } .headline b { display: block; font-size: 2.2rem; line-height: 1.2; }
 .headline small { display: block; color: #555; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { width: max(100%, 44rem); height: auto; }
-video { width: max(100%, 44rem); height: auto; }
+.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { height: auto; }
+video { height: auto; object-fit: cover; object-position: top; }
 pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; }
 """
@@ -90,7 +90,7 @@ def report(output: Path) -> Path:
 
 def _of_run(output: Path, lines: list[dict[str, Any]]) -> list[str]:
     """Return the parts about one run, or one stage."""
-    charts = (_image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
+    charts = (image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
     return [
         _summary(output, lines),
         *_alarms(output, "Alarms", hints=False),
@@ -209,32 +209,35 @@ def _pictures(output: Path) -> list[str]:
     if not (files := drawn(output)):
         return []
     spread = {files[round(i * (len(files) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)}
-    grids = [f"<p>step {int(file.stem.partition('_')[2])}</p>{_wide_image(file)}" for file in sorted(spread)]
-    return ["<h2>Teacher above, student below</h2>", *grids]
+    parts = []
+    for file in sorted(spread):
+        last = file == files[-1]
+        parts.append(f"<p>step {int(file.stem.partition('_')[2])}</p>{shown(file, plays_at_once=last)}")
+        if last and file.with_suffix(".mp4").is_file():  # and its frames one by one
+            parts.append(still(file))
+    return ["<h2>Teacher above, student below</h2>", *parts]
 
 
 def _evaluation(output: Path) -> list[str]:
     """Format the tables of evaluation.md, and its picture or, of clips, its animation."""
-    file, picture, animation = (output / f"evaluation.{kind}" for kind in ("md", "png", "mp4"))
+    file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
         return []
     tables = []
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
-            tables.append(f"{_wide(_table(rows, head))}<br>")
+            tables.append(f"{wide(_table(rows, head))}<br>")
         elif block.startswith("**"):  # a warning
             tables.append(f"<p>{escape(block.replace('*', ''))}</p>")
-    shown = [_wide_image(picture)] if picture.is_file() else []
-    if animation.is_file():
-        shown = [_wide(_video(animation.read_bytes()))]
-    return ["<h2>Evaluation</h2>", *tables, *shown]
+    pictures = [shown(picture)] if picture.is_file() else []
+    return ["<h2>Evaluation</h2>", *tables, *pictures]
 
 
 def _machine(output: Path) -> list[str]:
     """Describe the machine on which the run was last started."""
     machine = read_if_exists(output / "resolved" / "machine.json")
-    return [f"<h2>Machine</h2>{_wide(_table(environment.rows(machine)))}"] if machine else []
+    return [f"<h2>Machine</h2>{wide(_table(environment.rows(machine)))}"] if machine else []
 
 
 def _memory_by_phase(output: Path) -> str:
@@ -246,7 +249,7 @@ def _memory_by_phase(output: Path) -> str:
         for phase, kinds in memory.items()
     ]
     title = f"Memory by phase, GiB of the rank with most, {ranks} rank(s)"
-    return f"<h2>{title}</h2>{_wide(_table(rows, ['phase', *(MEMORY[kind] for kind in shown)]))}"
+    return f"<h2>{title}</h2>{wide(_table(rows, ['phase', *(MEMORY[kind] for kind in shown)]))}"
 
 
 def _settings(output: Path) -> list[str]:
@@ -265,21 +268,3 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
     lines = [row("th", head)] if head else []
     return f"<table>{''.join(lines + [row('td', cells) for cells in rows])}</table>"
-
-
-def _wide(content: str) -> str:
-    return f'<div class="wide">{content}</div>'
-
-
-def _wide_image(file: Path) -> str:
-    return _wide(_image(file.read_bytes(), "png", file.stem))
-
-
-def _video(content: bytes) -> str:
-    """Show an MP4 that plays over and over, on a phone within the page too."""
-    source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
-    return f'<video controls autoplay loop muted playsinline src="{source}"></video>'
-
-
-def _image(content: bytes, kind: str, name: str) -> str:
-    return f'<img alt="{escape(name)}" src="data:image/{kind};base64,{base64.b64encode(content).decode()}">'

@@ -1,6 +1,7 @@
 """Rates of arithmetic and of transfers: given by the user, defaults by kind of GPU, or measured here."""
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def default_rates(device_bytes: int | None, name: str = "") -> Rates:
     """Rates of the GPU of that name, or of the largest known kind with no more memory; of a CPU for None."""
     if device_bytes is None:
         return CPU_ONLY
-    if known := next((rates for part, rates in NAMED.items() if part in name), None):
+    if known := next((rates for part, rates in NAMED.items() if re.search(rf"{part}(?!\d)", name)), None):
         return known
     return GPU[max((gib for gib in GPU if gib <= 1.1 * device_bytes / GIB), default=min(GPU))]
 

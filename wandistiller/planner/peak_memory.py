@@ -23,10 +23,10 @@ from wandistiller.planner.student_memory import (
 )
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
 from wandistiller.planner.teacher_memory import hidden_states, swept, teacher_parts
+from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
-from wandistiller.wan.encoders import until_middle
 from wandistiller.wan.transformer import count_parameters, numels, width
 
 MIB = 2**20
@@ -221,18 +221,27 @@ class _Planner:
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
         j, gpu = self.job, self.gpu
-        channels, frames, *size = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
-        needed, _ = until_middle(frames, j.folder.temporal)
-        need = decoding(j.folder.vae, (1, channels, needed, *size), accelerator=gpu)
+        latent = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
+        need = decoding(j.folder.vae, (1, *latent), accelerator=gpu)
         work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, accelerator=gpu)
         return PhasePeak(
-            self.base | kept | {"VAE": self._vae(need.weights)},
+            self.base | kept | {"VAE": self._vae(need.weights)} | self._clips(),
             {
                 "teacher": call,
                 "student": gathered | {"student's activations": Bytes(transient=work)},
                 "decode": {"VAE's activations": Bytes(transient=need.work)},
             },
         )
+
+    def _clips(self) -> Parts:
+        """Stills and small clips of teacher and student, of 8 bits, which all ranks have."""
+        size, number = self.job.size, len(self.job.run.sample_prompts or ())
+        height, width, frames = size.height, size.width, size.num_frames
+        if frames == 1:
+            return {}
+        tile_h, tile_w = tile_size(height, width, max(number, 1), WIDEST)
+        pixels = STILLS * height * width + frames * min(tile_h, height) * min(tile_w, width)
+        return {"clips that are drawn": Bytes(host=2 * number * 3 * pixels)}
 
     def _vae(self, weights: int) -> Bytes:
         """Memory of the VAE, which comes to an accelerator through CPU memory."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -16,7 +19,16 @@ from wandistiller.monitoring.metrics import SAMPLES
 from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.utils.images import save_grid
+from wandistiller.utils.images import (
+    STILLS,
+    WIDEST,
+    can_write_mp4,
+    evenly,
+    save_clips,
+    save_grid,
+    tile_size,
+    to_bytes,
+)
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
 
@@ -24,6 +36,21 @@ Rows = dict[str, list[Tensor]]
 """image_CHW of each prompt, in [0, 1], by name."""
 Stats = dict[str, SampleStats]
 """Of the latents of those pictures."""
+
+
+class Row(NamedTuple):
+    """Pictures of one model, a sample for each prompt, on the CPU."""
+
+    stills: Tensor
+    """still_PCFHW: of images float32 in [0, 1], of clips STILLS frames of 8 bits."""
+    clips: Tensor
+    """clip_PCFHW of 8 bits, as large as in the MP4; empty of images."""
+
+    @property
+    def middle(self) -> list[Tensor]:
+        """image_CHW of each prompt, in [0, 1]."""
+        image_PCHW = self.stills[:, :, self.stills.shape[2] // 2]
+        return list(image_PCHW if image_PCHW.is_floating_point() else image_PCHW / 255)
 
 
 class PictureDrawer:
@@ -36,7 +63,8 @@ class PictureDrawer:
         self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Learner
     ):
         self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
-        self._first: tuple[Rows, Stats] = ({}, {})
+        self._first: tuple[dict[str, Row], Stats] = ({}, {})
+        self._told = False
 
     def draw(self, done: int) -> tuple[Rows, Stats]:
         """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
@@ -44,27 +72,46 @@ class PictureDrawer:
         vae = Vae(job.folder, collectives.device())
         if not self._first[0]:
             self._first = self._first_row(vae)
-        images, stats = self._row(partial(self._sampled, self.student), vae)
-        rows, of_rows = self._first[0] | {"student": images}, self._first[1] | {"student": stats}
+        row, stats = self._row(partial(self._sampled, self.student), vae)
+        rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
-            save_grid(job.picture(done), rows, self.data.sample_prompts)
-        return rows, of_rows
+            self._write(job.picture(done), rows)
+        return {name: row.middle for name, row in rows.items()}, of_rows
 
-    def _first_row(self, vae: Vae) -> tuple[Rows, Stats]:
+    def _write(self, file: Path, rows: dict[str, Row]) -> None:
+        """Write the grid, and of clips their MP4 before it, where its libraries are installed."""
+        prompts, frames = self.data.sample_prompts, self.job.run.num_frames
+        if frames == 1:
+            save_grid(file, {name: row.middle for name, row in rows.items()}, prompts)
+            return
+        if can_write_mp4():
+            clips = {name: list(row.clips) for name, row in rows.items()}
+            save_clips(file.with_suffix(".mp4"), clips, prompts, self.job.folder.fps)
+        elif not self._told:
+            collectives.log0("samples   as PNG alone; to see them move: pip install imageio imageio-ffmpeg")
+            self._told = True
+        stills = {  # frame by frame, so that the top of the picture is where the MP4 begins
+            f"{name}\nframe {k + 1}": [still_CFHW[:, place] for still_CFHW in row.stills]
+            for place, k in enumerate(evenly(frames, STILLS))
+            for name, row in rows.items()
+        }
+        save_grid(file, stills, prompts)
+
+    def _first_row(self, vae: Vae) -> tuple[dict[str, Row], Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
-            images, stats = self._row(partial(self._sampled, self.teacher), vae)
+            row, stats = self._row(partial(self._sampled, self.teacher), vae)
         elif self.data.has_rollouts(self.data.sample_prompts):
-            images, stats = self._row(lambda prompts, _: self.data.x0_of(prompts), vae, seeds=1)
+            row, stats = self._row(lambda prompts, _: self.data.x0_of(prompts), vae, seeds=1)
         else:
             return {}, {}
-        return {"teacher": images}, {"teacher": stats}
+        return {"teacher": row}, {"teacher": stats}
 
     def _row(
         self, make: Callable[[list[str], int], Tensor], vae: Vae, seeds: int = 2
-    ) -> tuple[list[Tensor], SampleStats]:
-        """Decode `make(prompts, seed)` for each prompt: image_CHW of the middle frame in [0, 1], on the CPU.
+    ) -> tuple[Row, SampleStats]:
+        """Decode `make(prompts, seed)` for each prompt, one after the other.
 
         Args:
             seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
@@ -75,16 +122,28 @@ class PictureDrawer:
         first = sequence.replica() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
-        images, stats = [], []
+        looks, stats = [], []
         for part in batched(own, micro):
             x0_BCFHW = make(part, 0)
             stats.append(sample_stats(x0_BCFHW, make(part, 1) if twice else None))
-            images += map(vae.middle_frame, x0_BCFHW)
-        all_images, stats_PK = (
+            looks += [self._look(vae.decode(x0_CFHW[None])[0]) for x0_CFHW in x0_BCFHW]
+        *row, stats_PK = (
             sequence.of_each_replica(own)[: len(prompts)].cpu()
-            for own in (torch.stack(images), torch.cat(stats))
+            for own in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
         )
-        return list(all_images), SampleStats(*stats_PK.mean(0).tolist())
+        return Row(*row), SampleStats(*stats_PK.mean(0).tolist())
+
+    def _look(self, pixels_CFHW: Tensor) -> Row:
+        """Take what is shown of a sample in [0, 1]: all of an image; stills and a small clip of a clip."""
+        _, frames, height, width = pixels_CFHW.shape
+        if frames == 1:
+            return Row(pixels_CFHW, pixels_CFHW[:, :0].to(torch.uint8))
+        stills_CFHW = to_bytes(pixels_CFHW[:, evenly(frames, STILLS)])
+        tile = tile_size(height, width, len(self.data.sample_prompts), WIDEST)
+        if tile[1] < width:
+            pixels_FCHW = interpolate(pixels_CFHW.transpose(0, 1), tile, mode="area")
+            pixels_CFHW = pixels_FCHW.transpose(0, 1)
+        return Row(stills_CFHW, to_bytes(pixels_CFHW))
 
     def _sampled(self, model: Teacher | Learner, prompts: list[str], seed: int) -> Tensor:
         """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts.

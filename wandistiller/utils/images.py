@@ -1,6 +1,7 @@
 """Grids of images and clips with captions, as PNG and MP4."""
 
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,48 @@ SECONDS = 4
 """Least length of an animation, in which a short clip repeats."""
 SMALLEST_TILE = 128
 """Pixels; smaller images are enlarged by whole factors, so that their pixels stay visible."""
+MOST_FRAMES = 9
+"""Frames of a long clip that are looked at one by one, spread evenly."""
+STILLS = 3
+"""Frames of a clip in a PNG of training: the first, the middle, the last."""
+WIDEST = 1920
+"""Pixels of an MP4: phones play no wider H.264 reliably."""
+MARGIN, GAP = 90, 6
+"""Pixels for the labels of a grid, and between its tiles."""
+
+
+def to_bytes(pixels: Tensor) -> Tensor:
+    """Round pixels in [0, 1] to 0 ... 255; those of 8 bits stay."""
+    return pixels if pixels.dtype == torch.uint8 else (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def to_pil(image_CHW: Tensor) -> Image.Image:
-    """Convert image_CHW in [0, 1] to an 8-bit RGB picture."""
-    image_HWC = (image_CHW.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
-    return Image.fromarray(np.ascontiguousarray(image_HWC.cpu().numpy()))
+    """Convert image_CHW in [0, 1], or of 8 bits, to an 8-bit RGB picture."""
+    return Image.fromarray(np.ascontiguousarray(to_bytes(image_CHW).permute(1, 2, 0).cpu().numpy()))
+
+
+def can_write_mp4() -> bool:
+    """Return whether the libraries for it are installed: the extra `video`."""
+    return bool(find_spec("imageio") and find_spec("imageio_ffmpeg"))
+
+
+def tile_size(height: int, width: int, columns: int, widest: int | None = None) -> tuple[int, int]:
+    """Return height and width of the tiles of a grid: whole multiples of what is small.
+
+    Args:
+        widest: pixels of the whole grid, at most, for which tiles are smaller than their images.
+    """
+    factor = max(1, -(-SMALLEST_TILE // width))
+    most = max(16, (widest - MARGIN) // columns - GAP) if widest else width * factor
+    if factor * width <= most:
+        return height * factor, width * factor
+    return max(1, round(height * most / width)), most
+
+
+def evenly(number: int, most: int) -> list[int]:
+    """Return the places of `most` of `number` frames, spread evenly from the first to the last; or all."""
+    shown = min(number, most)
+    return [round(i * (number - 1) / max(1, shown - 1)) for i in range(shown)]
 
 
 def drawn(output: Path) -> list[Path]:
@@ -29,26 +66,25 @@ def drawn(output: Path) -> list[Path]:
     return sorted(Path(chosen or output / "samples").glob("step_*.png"))
 
 
-def grid(rows: dict[str, list[Tensor]], captions: list[str]) -> Image.Image:
-    """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1]."""
+def grid(rows: dict[str, list[Tensor]], captions: list[str], widest: int | None = None) -> Image.Image:
+    """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1] or of 8 bits."""
     height, width = next(iter(rows.values()))[0].shape[-2:]
-    factor = max(1, -(-SMALLEST_TILE // width))
-    tile_w, tile_h, margin, gap = width * factor, height * factor, 90, 6
-    font = ImageFont.load_default(13)
+    tile_h, tile_w = tile_size(height, width, len(captions), widest)
+    font, across, down = ImageFont.load_default(13), tile_w + GAP, tile_h + GAP
     lines = [textwrap.wrap(c, max(10, tile_w // 7))[:4] for c in captions]
     head = 12 + 16 * max(len(text) for text in lines)
-    size = margin + len(captions) * (tile_w + gap), head + len(rows) * (tile_h + gap)
-    picture = Image.new("RGB", size, "white")
+    picture = Image.new("RGB", (MARGIN + len(captions) * across, head + len(rows) * down), "white")
     draw = ImageDraw.Draw(picture)
     for column, text in enumerate(lines):
-        draw.multiline_text((margin + column * (tile_w + gap), 4), "\n".join(text), "black", font)
+        draw.multiline_text((MARGIN + column * across, 4), "\n".join(text), "black", font)
+    method = Image.Resampling.NEAREST if tile_w >= width else Image.Resampling.BOX
     for r, (label, images) in enumerate(rows.items()):
-        top = head + r * (tile_h + gap)
+        top = head + r * down
         words = [line for part in label.splitlines() for line in textwrap.wrap(part, 11)]
         draw.multiline_text((6, top + tile_h // 2 - 8 * len(words)), "\n".join(words), "black", font)
         for column, image_CHW in enumerate(images):
-            tile = to_pil(image_CHW).resize((tile_w, tile_h), Image.Resampling.NEAREST)
-            picture.paste(tile, (margin + column * (tile_w + gap), top))
+            tile = to_pil(image_CHW).resize((tile_w, tile_h), method)
+            picture.paste(tile, (MARGIN + column * across, top))
     return picture
 
 
@@ -59,30 +95,36 @@ def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) ->
 
 
 def save_frames(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
-    """Write one PNG: a row for each captioned clip_CFHW in [0, 1], those of one caption together."""
-    number = next(iter(rows.values()))[0].shape[1]
+    """Write one PNG: a row for each captioned clip_CFHW, those of one caption together.
+
+    Clips are in [0, 1] or of 8 bits, and of long ones MOST_FRAMES frames are shown.
+    """
+    places = evenly(next(iter(rows.values()))[0].shape[1], MOST_FRAMES)
     of_clips = {
-        f"{label}: {caption}": list(clips[column].unbind(1))
+        f"{label}: {caption}": [clips[column][:, k] for k in places]
         for column, caption in enumerate(captions)
         for label, clips in rows.items()
     }
-    save_grid(file, of_clips, [f"frame {k + 1}" for k in range(number)])
+    save_grid(file, of_clips, [f"frame {k + 1}" for k in places])
 
 
 def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], fps: int) -> None:
-    """Write one MP4 (H.264) of a grid in which each clip_CFHW in [0, 1] plays, all in step."""
+    """Write one MP4 (H.264) of a grid in which each clip_CFHW in [0, 1], or of 8 bits, plays, all in step.
+
+    It is at most WIDEST wide, and drawn one frame at a time, as the frames of long clips take GiB.
+    """
     from imageio import get_writer  # an extra
 
     number = next(iter(rows.values()))[0].shape[1]
-    frames = [
-        grid({label: [clip[:, k] for clip in clips] for label, clips in rows.items()}, captions)
-        for k in range(number)
-    ]
-    even = (side - side % 2 for side in frames[0].size)  # as H.264 halves the colours' resolution
-    box = (0, 0, *even)
     with atomic(file) as temporary:
         named = temporary.with_suffix(".mp4")
-        with get_writer(named, fps=fps, codec="libx264", macro_block_size=2) as writer:
-            for picture in frames * max(1, -(-SECONDS * fps // number)):
-                writer.append_data(np.asarray(picture.crop(box)))
+        again = f"loop={max(0, -(-SECONDS * fps // number) - 1)}:{number}"
+        # the index comes first, so that a page can play the file while it is loading
+        settings = {"macro_block_size": 2, "ffmpeg_params": ["-vf", again, "-movflags", "+faststart"]}
+        with get_writer(named, fps=fps, codec="libx264", pixelformat="yuv420p", **settings) as writer:
+            for k in range(number):
+                frame = {label: [clip[:, k] for clip in clips] for label, clips in rows.items()}
+                picture = grid(frame, captions, WIDEST)
+                even = (side - side % 2 for side in picture.size)  # H.264 halves the colours' resolution
+                writer.append_data(np.asarray(picture.crop((0, 0, *even))))
         named.rename(temporary)

@@ -89,7 +89,7 @@ class Vae:
 
     def __init__(self, folder: WanFolder, device: torch.device):
         self._where = folder.path / "vae"
-        self._vae, self._temporal = load_vae(self._where).to(device), folder.temporal
+        self._vae = load_vae(self._where).to(device)
         self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
         self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
 
@@ -104,22 +104,6 @@ class Vae:
     def decode(self, x0_BCFHW: Tensor) -> Tensor:
         """Decode normalised latents to pixels_BCFHW in [0, 1]."""
         return decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
-
-    def middle_frame(self, x0_CFHW: Tensor) -> Tensor:
-        """Decode image_CHW in [0, 1], the middle frame of a sample, and no frames that are not needed."""
-        needed, place = until_middle(x0_CFHW.shape[1], self._temporal)
-        return self.decode(x0_CFHW[None, :, :needed])[0, :, place].clone()
-
-
-def until_middle(frames: int, factor: int) -> tuple[int, int]:
-    """Return how many latent frames the middle frame of a video needs, and its place: decoding is causal.
-
-    Args:
-        frames: latent frames of the video.
-        factor: frames for each latent frame after the first, which has one.
-    """
-    place = (factor * (frames - 1) + 1) // 2
-    return 1 + -(-place // factor), place
 
 
 def encoded(vae: AutoencoderKLWan, pixels_BCFHW: Tensor) -> Tensor:

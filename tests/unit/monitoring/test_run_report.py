@@ -16,7 +16,7 @@ from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.monitoring.report import report, run_charts
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.images import save_clips
+from wandistiller.utils.images import save_clips, save_grid
 
 VOID = {"meta", "br", "img"}
 
@@ -29,11 +29,15 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.fetched: list[str] = []
         self.images: list[str] = []
+        self.videos: list[dict[str, str | None]] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.images += [value or "" for name, value in attrs if (tag, name) == ("img", "alt")]
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")]
+        self.videos += [dict(attrs)] if tag == "video" else []
+        self.fetched += [
+            v for k, v in attrs if k in ("src", "href", "poster") and not (v or "").startswith("data:")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -174,16 +178,43 @@ def test_without_matplotlib_the_error_has_the_command(begun: Path, monkeypatch: 
     assert not (begun / "report").exists()
 
 
-def test_the_page_plays_the_animation_of_an_evaluation_of_clips_and_shows_its_warning(finished: Path) -> None:
-    clip_CFHW = torch.linspace(0, 1, 3).view(1, 3, 1, 1).expand(3, 3, 32, 32)
-    save_clips(finished / "evaluation.mp4", {"teacher": [clip_CFHW]}, ["a circle"], fps=8)
-    before = (finished / "evaluation.md").read_text()
-    (finished / "evaluation.md").write_text(f"{before}\n\n**Slow motion**: the student moves less.\n\nnotes")
-    text = report(finished).read_text()
-    (finished / "evaluation.md").write_text(before)
-    _, _, content = text.partition(
-        '<video controls autoplay loop muted playsinline src="data:video/mp4;base64,'
-    )
-    assert base64.b64decode(content.partition('"')[0]) == (finished / "evaluation.mp4").read_bytes()
-    assert "<p>Slow motion: the student moves less.</p>" in text and Page(text).open == []
-    (finished / "evaluation.mp4").unlink()
+CLIP_CFHW = torch.linspace(0, 1, 3).view(1, 3, 1, 1).expand(3, 3, 32, 32)
+
+
+def drawn(stem: Path) -> dict[str, bytes]:
+    """Write a picture and its animation; return them by suffix."""
+    save_grid(stem.with_suffix(".png"), {"teacher": [CLIP_CFHW[:, 1]]}, ["a circle"])
+    save_clips(stem.with_suffix(".mp4"), {"teacher": [CLIP_CFHW]}, ["a circle"], fps=8)
+    return {suffix: stem.with_suffix(suffix).read_bytes() for suffix in (".png", ".mp4")}
+
+
+def decoded(source: str | None) -> bytes:
+    return base64.b64decode((source or "").partition(",")[2])
+
+
+def test_the_page_plays_the_animation_of_an_evaluation_of_clips_and_shows_its_warning(begun: Path) -> None:
+    files = drawn(begun / "evaluation")
+    (begun / "evaluation.md").write_text("| a |\n|---|\n\n**Slow motion**: the student moves less.\n\nnotes")
+    page = Page(text := report(begun).read_text())
+    (video,) = page.videos
+    assert decoded(video["src"]) == files[".mp4"] and decoded(video["poster"]) == files[".png"]
+    assert "<p>Slow motion: the student moves less.</p>" in text and page.open == []
+
+
+def test_clips_of_training_play_without_sound_inside_the_page_and_the_last_at_once(begun: Path) -> None:
+    (begun / "samples").mkdir()
+    files = [drawn(begun / "samples" / f"step_{step:08d}") for step in (1, 2)]
+    page = Page(report(begun).read_text())
+    assert [decoded(video["src"]) for video in page.videos] == [of[".mp4"] for of in files]
+    assert [decoded(video["poster"]) for video in page.videos] == [of[".png"] for of in files]
+    assert ["autoplay" in video for video in page.videos] == [False, True]
+    assert all({"controls", "loop", "muted", "playsinline"} <= video.keys() for video in page.videos)
+    assert page.images[-1:] == ["step_00000002"]  # its frames, one by one
+
+
+def test_a_clip_fits_a_phone_down_to_0_6_of_its_width_and_fills_a_page_up_to_twice_that(begun: Path) -> None:
+    (begun / "samples").mkdir()
+    drawn(begun / "samples" / "step_00000001")
+    (video,) = Page(report(begun).read_text()).videos
+    width = 90 + 128 + 6
+    assert video["style"] == f"width: min(max(100%, min(44rem, 134px)), {2 * width}px)"

@@ -94,12 +94,23 @@ def test_a_text_encoder_without_room_takes_what_there_is(published: Path) -> Non
     assert phase.alternatives["prompts"]["text encoder"].host < 4 * 5.68e9
 
 
-def test_what_is_drawn_is_decoded_up_to_its_middle_frame_beside_teacher_student_and_vae(
+def test_whole_clips_are_decoded_beside_teacher_student_and_vae(published: Path) -> None:
+    draws = {n: plan(job(published, EIGHT_80, num_frames=n), EIGHT_80)["draw"] for n in (41, 81)}
+    some, work = (draws[n].alternatives["decode"]["VAE's activations"].transient for n in (41, 81))
+    frames = 40 * 3 * 480 * 832 * 4  # of float32, beside what decoding takes of any clip
+    assert work == pytest.approx(7797 * MIB, rel=1e-3) and work - some == pytest.approx(frames, rel=0.05)
+    draw = draws[81]
+    assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
+
+
+def test_clips_that_are_drawn_wait_on_the_cpu_in_8_bits_as_stills_and_as_small_as_they_play(
     published: Path,
 ) -> None:
-    draw = plan(job(published, EIGHT_80, num_frames=81), EIGHT_80)["draw"]
-    assert draw.alternatives["decode"]["VAE's activations"].transient == pytest.approx(7606 * MIB, rel=1e-3)
-    assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
+    given = {"sample_prompts": [f"a circle {i}" for i in range(8)]}
+    kept = plan(job(published, EIGHT_80, num_frames=81, **given), EIGHT_80)["draw"].kept
+    a_clip = 3 * (3 * 480 * 832 + 81 * 128 * 222)  # eight tiles, a gap of 6 and a margin of 90 in 1920
+    assert kept["clips that are drawn"] == Bytes(host=2 * 8 * a_clip)
+    assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].kept
 
 
 def test_at_stage_0_gradients_are_there_three_times_in_a_step_and_once_at_its_start(published: Path) -> None:

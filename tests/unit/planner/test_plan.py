@@ -121,6 +121,13 @@ def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
     assert default_rates(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB).device_size) == GPU[80]
 
 
+@pytest.mark.parametrize(
+    ("name", "tflops"), [("A100-SXM4-80GB", 200), ("A10G", 40), ("L40S", 150), ("L40", 85), ("L4", 55)]
+)
+def test_a_name_that_another_begins_with_is_not_taken_for_it(name: str, tflops: int) -> None:
+    assert default_rates(80 * GIB, f"NVIDIA {name}").tflops == tflops
+
+
 def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(output: Callable[..., str]) -> None:
     text = output("--gpus 2 --gpu_memory 24 --host_memory 128 --disk 500", wan="Wan2.1-T2V-1.3B")
     gpu, cpu = [block.splitlines() for block in text.split("\n\n") if "GiB of one rank" in block]

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
-from wandistiller.utils.images import save_clips, save_frames
+from wandistiller.utils.images import evenly, grid, save_clips, save_frames, tile_size
 
 CLIP_CFHW = torch.linspace(0, 1, 4).view(1, 4, 1, 1).expand(3, 4, 64, 64)
 """Four frames, from black to white."""
@@ -32,8 +33,49 @@ def test_clips_play_in_step_as_h_264_for_four_seconds(tmp_path: Path) -> None:
     about = next(reader)
     width, height = about["size"]
     frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
-    assert about["codec"] == "h264" and len(frames) == 32
+    assert about["codec"] == "h264" and about["pix_fmt"].startswith("yuv420p") and len(frames) == 32
     for k in range(8):
         level = 85 * (k % 4)
         teacher, student = (frames[k][TOP + STEP * r, LEFT + STEP].mean() for r in (0, 1))
         assert abs(teacher - level) < 6 and abs(student - (255 - level)) < 6
+
+
+@pytest.mark.parametrize(
+    ("size", "columns", "widest", "tile"),
+    [
+        ((64, 64), 2, None, (128, 128)),
+        ((48, 48), 8, 1920, (144, 144)),
+        ((480, 832), 8, None, (480, 832)),
+        ((480, 832), 8, 1920, (128, 222)),  # 8 (222 + 6) + 90 = 1914
+        ((480, 832), 1, 1920, (480, 832)),
+    ],
+)
+def test_tiles_are_whole_multiples_and_only_those_that_do_not_fit_are_smaller(
+    size: tuple[int, int], columns: int, widest: int | None, tile: tuple[int, int]
+) -> None:
+    assert tile_size(*size, columns, widest) == tile
+
+
+@pytest.mark.parametrize(("width", "columns"), [(48, 10), (101, 3), (832, 8)])
+def test_an_mp4_has_even_sides_and_is_no_wider_than_phones_play(
+    tmp_path: Path, width: int, columns: int
+) -> None:
+    clip_CFHW = torch.zeros(3, 2, 50, width, dtype=torch.uint8)
+    save_clips(tmp_path / "clips.mp4", {"student": [clip_CFHW] * columns}, [""] * columns, fps=1)
+    size = next(imageio_ffmpeg.read_frames(str(tmp_path / "clips.mp4")))["size"]
+    assert [side % 2 for side in size] == [0, 0] and size[0] <= 1920
+
+
+def test_pixels_of_8_bits_are_drawn_as_those_in_0_to_1() -> None:
+    bytes_CHW = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(3, -1, -1)
+    assert grid({"": [bytes_CHW]}, [""]).tobytes() == grid({"": [bytes_CHW / 255]}, [""]).tobytes()
+
+
+def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
+    assert evenly(81, 3) == [0, 40, 80] and evenly(9, 9) == list(range(9))
+    assert evenly(5, 9) == [0, 1, 2, 3, 4] and evenly(1, 3) == [0]
+
+
+def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
+    save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
+    assert Image.open(tmp_path / "frames.png").width == 90 + 9 * STEP

@@ -18,7 +18,7 @@ from wandistiller.flow import FlowSchedule, keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
-from wandistiller.wan.encoders import Vae, until_middle
+from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
 
@@ -68,17 +68,6 @@ def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
     decoded = Vae(folder, CPU).decode(stock)
     torch.testing.assert_close(decoded, pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 4])
-def test_the_middle_frame_of_a_video_is_that_of_the_whole_bitwise_by_the_latents_it_needs(
-    five: Path, wan1: Path, frames: int
-) -> None:
-    for path, channels in ((five, 48), (wan1, 16)):
-        vae, x0 = Vae(open_wan(str(path)), CPU), keyed_normal((channels, frames, 2, 4), "x0")
-        whole_CFHW = vae.decode(x0[None])[0]
-        assert torch.equal(vae.middle_frame(x0), whole_CFHW[:, whole_CFHW.shape[1] // 2])
-    assert until_middle(frames, 4) == (1 + frames // 2, 2 * (frames - 1))
 
 
 @torch.no_grad()

@@ -1,0 +1,149 @@
+"""Fréchet distances and their intervals on values known beforehand: closed forms and counted coverage."""
+
+import math
+
+import pytest
+import torch
+
+from wandistiller.evaluation.frechet import MOST_GROUPS, frechet, frechet_estimate, frechet_of_gaussians
+from wandistiller.evaluation.metrics import FEATURES, DrawnBatch, Estimate, Z
+
+DOUBLE = torch.float64
+
+
+def normal(n: int, d: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def test_gaussians_with_diagonal_covariances_have_the_closed_distance() -> None:
+    a, b = torch.tensor([4.0, 9.0, 0.0], dtype=DOUBLE), torch.tensor([1.0, 1.0, 0.25], dtype=DOUBLE)
+    shift = torch.tensor([1.0, -2.0, 0.0], dtype=DOUBLE)
+    # |shift|^2 + sum (sqrt a - sqrt b)^2 = 5 + 1 + 4 + 0.25
+    roots = a.sqrt().diag(), b.sqrt().diag()
+    assert frechet_of_gaussians(shift, 0 * shift, *roots) == pytest.approx(10.25)
+
+
+def test_covariances_that_do_not_commute_have_the_distance_of_their_matrix_root() -> None:
+    root_a, root_b = (normal(4, 4, seed) for seed in (1, 2))
+    a, b = root_a.T @ root_a, root_b.T @ root_b
+    trace_root = torch.linalg.eigvals(a @ b).real.sqrt().sum()  # tr (A B)^(1/2), from A B itself
+    zero = torch.zeros(4, dtype=DOUBLE)
+    assert frechet_of_gaussians(zero, zero, root_a, root_b) == pytest.approx(
+        (a.trace() + b.trace() - 2 * trace_root).item()
+    )
+
+
+def test_equal_samples_have_distance_zero_with_more_features_than_samples_too() -> None:
+    for n, d in ((50, 8), (8, 50), (30, 1)):
+        x_ND = normal(n, d, 0)
+        assert frechet(x_ND, x_ND) < 1e-10
+
+
+def test_samples_on_lines_at_right_angles_have_the_sum_of_their_variances() -> None:
+    x_N, flat_N = normal(9, 1, 0)[:, 0], torch.zeros(9, dtype=DOUBLE)
+    x_N = x_N - x_N.mean()
+    across, along = torch.stack([x_N, flat_N], dim=1), torch.stack([flat_N, x_N], dim=1)
+    assert frechet(across, along) == pytest.approx(2 * x_N.var().item())
+
+
+def test_the_distance_does_not_change_when_both_sides_turn_and_grows_as_the_square_of_a_scale() -> None:
+    x_ND, y_ND = normal(40, 5, 0), 2 * normal(40, 5, 1) + 1
+    turned, _ = torch.linalg.qr(normal(5, 5, 2))
+    assert frechet(x_ND @ turned, y_ND @ turned) == pytest.approx(frechet(x_ND, y_ND))
+    assert frechet(3 * x_ND, 3 * y_ND) == pytest.approx(9 * frechet(x_ND, y_ND))
+
+
+def test_the_distance_of_many_samples_is_that_of_their_gaussians() -> None:
+    x_ND, y_ND = normal(20_000, 3, 0), 2 * normal(20_000, 3, 1) + torch.tensor([3.0, 0, 0])
+    assert frechet(x_ND, y_ND) == pytest.approx(9 + 3, rel=0.02)
+
+
+def test_fewer_samples_of_one_source_lie_further_apart() -> None:
+    few, many = (frechet(normal(n, 8, 0), normal(n, 8, 1)) for n in (20, 2000))
+    assert few > 20 * many > 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 40])
+def test_a_distance_that_rounding_puts_below_0_is_0(n: int) -> None:
+    x_ND = 1e6 + normal(n, 8, 0)
+    assert 0.0 <= frechet(x_ND, x_ND.flip(0)) < 1e-6
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_samples_that_are_not_finite_have_no_distance(value: float) -> None:
+    x_ND = normal(9, 3, 0)
+    broken_ND = x_ND.index_fill(1, torch.tensor([1]), value)
+    assert Estimate(frechet(broken_ND, x_ND)).as_dict()["value"] is None
+
+
+def pairs(count: int) -> list[Estimate]:
+    """Estimates between N(0, 1) and N(1, 4) of two numbers, of 60 prompts each: 2 (1 + 1) = 4 in truth."""
+    draws = [(normal(60, 2, 2 * t), 1 + 2 * normal(60, 2, 2 * t + 1)) for t in range(count)]
+    return [frechet_estimate(a_ND[:, None], b_ND[:, None]) for a_ND, b_ND in draws]
+
+
+def test_the_interval_covers_the_distance_of_the_gaussians() -> None:
+    assert 0.88 < sum(e.low <= 4 <= e.high for e in pairs(200)) / 200 < 0.99
+
+
+def test_the_interval_of_a_shifted_set_is_a_point_as_no_prompt_changes_the_distance() -> None:
+    a_NFD = normal(20, 3, 0)[:, None]
+    e = frechet_estimate(a_NFD, a_NFD + 2)
+    assert (e.value, e.low, e.high) == pytest.approx((12, 12, 12))
+
+
+def test_the_interval_of_two_means_is_that_of_their_standard_error() -> None:
+    """Of frames that are equal in a prompt and a shift that is large, the distance is nearly (mean a)^2."""
+    a_N, far = normal(40, 1, 0), 1e4
+    e = frechet_estimate(a_N[:, None] + far, torch.zeros(40, 1, 1, dtype=DOUBLE))
+    error = 2 * (a_N.mean() + far) * a_N.std() / math.sqrt(40)
+    assert (e.high - e.value) / Z == pytest.approx(error.item(), rel=1e-3)
+
+
+def test_equal_sets_have_distance_0_and_no_doubt() -> None:
+    x_NFD = normal(24, 4, 0).view(8, 3, 4)
+    e = frechet_estimate(x_NFD, x_NFD)
+    assert (e.value, e.low, e.high) == pytest.approx((0, 0, 0), abs=1e-6)
+
+
+def test_prompts_are_left_out_with_all_their_frames() -> None:
+    """Frames that repeat add nothing, but for the covariance's denominator, N F - 1."""
+    a_ND, b_ND = normal(30, 2, 0), 3 + normal(30, 2, 1)
+    once, four = (
+        frechet_estimate(a_ND[:, None].expand(-1, f, -1), b_ND[:, None].expand(-1, f, -1)) for f in (1, 4)
+    )
+    assert (four.value, four.high) == pytest.approx((once.value, once.high), rel=0.02)
+
+
+def test_two_prompts_have_a_distance_without_an_interval() -> None:
+    e = frechet_estimate(normal(2, 1, 0)[:, None], normal(2, 1, 1)[:, None])
+    assert (e.low, e.high) == (None, None) and e.value > 0
+
+
+def test_many_prompts_are_left_out_in_groups_with_the_same_interval() -> None:
+    n = 20 * MOST_GROUPS
+    a_ND, b_ND = normal(n, 1, 0), 5 + normal(n, 1, 1)
+    e = frechet_estimate(a_ND[:, None], b_ND[:, None])
+    error = 2 * 5 * math.sqrt(2 / n)  # of the square of a difference of means
+    assert (e.high - e.value) / Z == pytest.approx(error, rel=0.3)
+
+
+def features(name: str, x0_BCFHW: torch.Tensor) -> torch.Tensor:
+    compute = next(f.compute for f in FEATURES if f.name == name)
+    return compute(DrawnBatch([""] * len(x0_BCFHW), x0_BCFHW, x0_BCFHW, x0_BCFHW, None))
+
+
+def test_each_frame_has_its_channels_means_and_deviations() -> None:
+    level_F = torch.tensor([0.0, 1.0, 3.0])
+    stripes_H = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    x0_BCFHW = (level_F[:, None, None] + stripes_H[:, None]).expand(2, 1, 3, 4, 4)
+    deviation = math.sqrt(16 / 15)
+    expected = torch.tensor([[[level, deviation] for level in (0.0, 1.0, 3.0)]] * 2)
+    torch.testing.assert_close(features("latent_frames", x0_BCFHW), expected)
+
+
+def test_a_clip_has_its_channels_means_and_changes_and_a_thing_that_moves_changes() -> None:
+    moving_FW = torch.eye(4)[:3]  # a bright column that goes to the right
+    x0_BCFHW = moving_FW[None, None, :, None].expand(1, 2, 3, 4, 4)
+    expected = torch.tensor([[0.25, 0.25, 0.5, 0.5]])
+    torch.testing.assert_close(features("latent_clips", x0_BCFHW), expected)
