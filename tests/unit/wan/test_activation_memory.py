@@ -157,5 +157,5 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
 
     planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
     items = (kind.itemsize, kind.itemsize)
-    planned += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), items, ds)
+    planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, ds)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
