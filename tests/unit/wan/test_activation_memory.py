@@ -1,29 +1,30 @@
 """Planned activations against what autograd saves, and against the peak of the CPU's allocator."""
 
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from small_wan import small_transformer
+from activations import (
+    LATENT,
+    MICRO,
+    TEXT,
+    TOKENS,
+    config,
+    network,
+    peak_bytes,
+    predict,
+    shared_peaks,
+    student_json,
+)
+from ranks import call
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.batch import Prediction
-from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.activation_checkpointing import read_recompute
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.student.blocks import Blocks, add_projections
+from wandistiller.student.blocks import Blocks
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
-from wandistiller.wan.transformer import fresh_rope, velocity
-
-SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
-SIDE, TEXT = 48, 64  # latent pixels, text tokens
-TOKENS, LATENT = (SIDE // 2) ** 2, (16, 1, SIDE, SIDE)
-MICRO = 2
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +32,6 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer text tokens than Wan's 512, so that they weigh what they weigh beside a video's tokens."""
     for module in (activation_memory, text_padding):
         monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
-
-
-def student_json(dtype: str, **block: Any) -> dict[str, Any]:
-    ds: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
-    ds |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
-    return ds | (
-        {"activation_checkpointing": {"partition_activations": False}, "wandistiller": block} if block else {}
-    )
-
-
-def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | None = None) -> tuple[Any, Any]:
-    """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
-    model = small_transformer(0, layers, **SIZES)
-    if matched_width:
-        add_projections(model, range(layers), matched_width)
-    model = model.to(getattr(torch, dtype))
-    model.rope = fresh_rope(model)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    if "wandistiller" in ds:
-        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    return model, Blocks(model, read_recompute(ds), copies=empties_inputs(ds))
-
-
-def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
-    x_t_BCFHW, text_BLD = torch.randn(samples, *LATENT), torch.randn(samples, TEXT, 32)
-    return velocity(model, x_t_BCFHW, torch.ones(samples), text_BLD)
 
 
 def saved_by_autograd(layers: int, dtype: str) -> int:
@@ -73,19 +47,6 @@ def saved_by_autograd(layers: int, dtype: str) -> int:
     with saved_tensors_hooks(pack, lambda t: t):
         predict(model)
     return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that are allocated at once on the CPU while `run` runs."""
-    run()  # what is allocated once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = profiler.profiler.kineto_results.events()
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-
-
-def config(layers: int) -> dict[str, Any]:
-    return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,3 +120,42 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     items = (kind.itemsize, kind.itemsize)
     planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, ds)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
+
+
+SHARERS = 2
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict[tuple[str, int], list[int]]:
+    """Measured peaks of two ranks that share sequences, the larger rank's, by precision and samples."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        for samples in (1, MICRO):
+            jsons = [student_json(dtype, **block) for block in SHARED_KINDS]
+            of_ranks = call(shared_peaks, 6, jsons, dtype, samples, ranks=SHARERS)
+            found[dtype, samples] = [*map(max, zip(*of_ranks, strict=True))]
+    return found
+
+
+SHARED_KINDS = [{}, {"checkpoint": "blocks"}, {"checkpoint": "attention"}, {"checkpoint_every": 2}]
+
+
+@pytest.mark.parametrize("samples", [1, MICRO])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_activations_of_ranks_that_share_sequences_are_the_measured_peak(
+    shared: dict[tuple[str, int], list[int]], dtype: str, samples: int
+) -> None:
+    how = {"accelerator": False, "sharers": SHARERS}
+    jsons = [student_json(dtype, **block) for block in SHARED_KINDS]
+    planned = [activation_bytes(config(6), ds, LATENT, samples, **how) for ds in jsons]
+    print(dtype, samples, [p / m for p, m in zip(planned, shared[dtype, samples], strict=False)])
+    assert planned == pytest.approx(shared[dtype, samples][:-1], rel=0.15)
+
+
+@pytest.mark.parametrize("samples", [1, MICRO])
+def test_planned_memory_of_a_shared_call_without_gradients_is_the_measured_peak(
+    shared: dict[tuple[str, int], list[int]], samples: int
+) -> None:
+    planned = call_bytes(config(6), {}, LATENT, samples, accelerator=False, sharers=SHARERS)
+    print(planned / shared["float32", samples][-1])
+    assert planned == pytest.approx(shared["float32", samples][-1], rel=0.15)
