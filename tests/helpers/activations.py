@@ -9,7 +9,7 @@ import torch
 from small_wan import small_transformer
 from torch.profiler import ProfilerActivity, profile
 
-from wandistiller.distributed import sequence
+from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.student.blocks import Blocks, add_projections
@@ -63,14 +63,15 @@ def config(layers: int) -> dict[str, Any]:
     return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
 
 
-def shared_peaks(layers: int, jsons: list[dict[str, Any]], dtype: str, samples: int) -> list[int]:
-    """Return this rank's peak bytes while all ranks share sequences: of each JSON's passes, and of a call."""
+def shared_peaks(layers: int, ds: dict[str, Any], dtype: str) -> tuple[int, int]:
+    """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call.
+
+    Each is the least of four: threads of gloo free what they sent somewhat later.
+    """
     text_padding.TEXT_TOKENS = TEXT
-    sequence.share(sequence.collectives.world_size())
-    peaks = []
-    for ds in jsons:
-        model, _ = network(layers, ds, dtype)
-        share_sequences(model)
-        peaks.append(peak_bytes(lambda m=model: predict(m, samples).square().mean().backward()))
+    sequence.share(collectives.world_size())
+    model, _ = network(layers, ds, dtype)
+    share_sequences(model)
+    passes = min(peak_bytes(lambda: predict(model, 1).square().mean().backward()) for _ in range(4))
     with torch.no_grad():
-        return [*peaks, peak_bytes(lambda: predict(model, samples))]
+        return passes, min(peak_bytes(lambda: predict(model, 1)) for _ in range(4))

@@ -20,11 +20,13 @@ from ranks import call
 from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
+from wandistiller.distributed import sequence
 from wandistiller.engine.activation_checkpointing import read_recompute
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
+from wandistiller.wan.context_parallel import share_sequences
 
 
 @pytest.fixture(autouse=True)
@@ -122,40 +124,24 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
 
 
-SHARERS = 2
-
-
-@pytest.fixture(scope="module")
-def shared() -> dict[tuple[str, int], list[int]]:
-    """Measured peaks of two ranks that share sequences, the larger rank's, by precision and samples."""
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        for samples in (1, MICRO):
-            jsons = [student_json(dtype, **block) for block in SHARED_KINDS]
-            of_ranks = call(shared_peaks, 6, jsons, dtype, samples, ranks=SHARERS)
-            found[dtype, samples] = [*map(max, zip(*of_ranks, strict=True))]
-    return found
-
-
-SHARED_KINDS = [{}, {"checkpoint": "blocks"}, {"checkpoint": "attention"}, {"checkpoint_every": 2}]
-
-
-@pytest.mark.parametrize("samples", [1, MICRO])
+@pytest.mark.parametrize("sharers", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_planned_activations_of_ranks_that_share_sequences_are_the_measured_peak(
-    shared: dict[tuple[str, int], list[int]], dtype: str, samples: int
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
+    one_rank: torch.device, block: dict[str, Any], dtype: str, sharers: int
 ) -> None:
-    how = {"accelerator": False, "sharers": SHARERS}
-    jsons = [student_json(dtype, **block) for block in SHARED_KINDS]
-    planned = [activation_bytes(config(6), ds, LATENT, samples, **how) for ds in jsons]
-    print(dtype, samples, [p / m for p, m in zip(planned, shared[dtype, samples], strict=False)])
-    assert planned == pytest.approx(shared[dtype, samples][:-1], rel=0.15)
+    ds, layers = student_json(dtype, **block), 6
+    model, _ = network(layers, ds, dtype)
+    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False, sharers=sharers)
+    with sequence.imagined(sharers):
+        share_sequences(model)
+        measured = peak_bytes(lambda: predict(model).square().mean().backward())
+    assert planned == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("samples", [1, MICRO])
-def test_planned_memory_of_a_shared_call_without_gradients_is_the_measured_peak(
-    shared: dict[tuple[str, int], list[int]], samples: int
-) -> None:
-    planned = call_bytes(config(6), {}, LATENT, samples, accelerator=False, sharers=SHARERS)
-    print(planned / shared["float32", samples][-1])
-    assert planned == pytest.approx(shared["float32", samples][-1], rel=0.15)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
+    ds, how = student_json(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
+    passes, a_call = map(max, zip(*call(shared_peaks, 6, ds, dtype, ranks=2), strict=True))
+    planned = activation_bytes(config(6), ds, LATENT, 1, **how), call_bytes(config(6), ds, LATENT, 1, **how)
+    assert planned == pytest.approx((passes, a_call), rel=0.15)
