@@ -5,6 +5,7 @@
     python tests/bench/memory.py --layers 22 --width 1024 --student_layers 11 --students zero2 --short
     python tests/bench/memory.py --students zero2 zero3_offload --teachers sharded host_cpu
     python tests/bench/memory.py --pixels 480 832 --num_frames 81        # latents of a video, for GPUs
+    python tests/bench/memory.py --short --pixels 256 256 --num_frames 9 --context_parallel 2
 
 Each run prepares, trains two steps, saves, draws and exports. A row has planned and measured MiB of the
 largest rank in each phase: resident memory, or on a GPU torch's allocator's. Ended runs are kept in
@@ -49,6 +50,7 @@ def main() -> None:
     made.add_argument("--student_layers", type=int, default=11)
     made.add_argument("--pixels", type=int, nargs=2, default=(64, 64))
     made.add_argument("--num_frames", type=int, default=1)
+    made.add_argument("--context_parallel", type=int, default=1)
     made.add_argument("--students", nargs="+", default=STUDENTS)
     made.add_argument("--teachers", nargs="+", default=TEACHERS)
     help_of_short = "fewer prompts and micro-steps: a run's height stays (1 %% at 50M)"
@@ -60,10 +62,12 @@ def main() -> None:
     for student in args.students:
         for teacher in args.teachers:
             size = {"height": args.pixels[0], "width": args.pixels[1], "num_frames": args.num_frames}
-            given = recipe(folder, wan, args.student_layers, student, teacher, **size)
+            sharing = {"context_parallel": args.context_parallel}
+            given = recipe(folder, wan, args.student_layers, student, teacher, **size, **sharing)
             given = shortened(given) if args.short else given
             form = "_{height}x{width}x{num_frames}".format(**size)
-            apart = form * (form != "_64x64x1") + "_short" * args.short
+            shared = f"_{args.context_parallel}_together" * (args.context_parallel > 1)
+            apart = form * (form != "_64x64x1") + shared + "_short" * args.short
             sizes = f"{args.width}x{args.layers}x{args.student_layers}_{args.ranks}"
             name = f"{sizes}_{student}_{teacher}{apart}.json"
             actual, expected = kept(folder / name, given, args.ranks), predicted(given, args.ranks)

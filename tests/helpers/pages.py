@@ -70,6 +70,12 @@ def table_rows(page: str, first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+VIDEOS = {
+    row[1].strip("`").removesuffix(".json"): row for row in table_rows("ds_configs/README.md", "81 frames")
+}
+"""Rows of the recipes for video, by recipe."""
+
+
 def anchors(page: Path) -> set[str]:
     """The names of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

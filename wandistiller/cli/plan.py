@@ -11,7 +11,7 @@ import torch
 from wandistiller.cli.plan_report import report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import in_stages, read_jobs, runs_of
+from wandistiller.config.stages import STAGES, in_stages, read_jobs, runs_of
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
@@ -74,9 +74,10 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
         measured = replace(rates, **hardware_rates.measure_rates(swap_folder(jobs[0]), dtype))
         rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
         lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
-    before = None
+    before, keeps = None, _keeps_sharing(values | flags)
     for job in jobs:
-        text, before, best[job.stage] = _of_run(replace(job, previous=before), machine, rates, here, own)
+        job = replace(job, previous=before)
+        text, before, best[job.stage] = _of_run(job, machine, rates, here, own, keeps)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
         total += before.run.max_steps * StepTime(before, machine, rates).floor() / 3600
     if len(jobs) > 1:
@@ -88,9 +89,13 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
 
 
 def _of_run(
-    job: Job, machine: Machine, rates: Rates, here: bool, own: dict[str, Any]
+    job: Job, machine: Machine, rates: Rates, here: bool, own: dict[str, Any], keeps: bool
 ) -> tuple[list[str], Job, list[Choice]]:
-    """Return lines on one run, the run with `auto` resolved, and the combinations that fit. Collective."""
+    """Return lines on one run, the run with `auto` resolved, and the combinations that fit. Collective.
+
+    Args:
+        keeps: no other number of ranks computes each sample.
+    """
     lines: list[str] = []
 
     def with_disk(job: Job, shipped: bool) -> Machine:
@@ -100,11 +105,16 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     lines += [*report(job, with_disk(job, False), rates, here, own["price_per_gpu_hour"]), ""]
-    best = choices(job, with_disk(job, True), rates, here)
+    best = choices(job, with_disk(job, True), rates, here, keeps_sharing=keeps)
     fastest = "fastest of the shipped JSONs that fit:"
     lines.append(fastest if best else "no combination of the shipped JSONs fits")
     lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:LISTED]]
     return lines, job, best
+
+
+def _keeps_sharing(given: dict[str, Any]) -> bool:
+    """Return whether the recipe, one of its stages or a flag says how many ranks compute each sample."""
+    return any("context_parallel" in part for part in (given, *given.get(STAGES, ())))
 
 
 def _recommend(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
@@ -18,6 +19,7 @@ from wandistiller.distributed import collectives
 _degree = 1
 _groups: dict[str, dist.ProcessGroup] = {}
 """This rank's group by the type of device that it exchanges tensors of."""
+_imagined = False
 
 
 def share(ranks: int) -> None:
@@ -45,6 +47,17 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _degree = before
+
+
+@contextmanager
+def imagined(ranks: int) -> Iterator[None]:
+    """Let `ranks` ranks share sequences within, whose exchanges take the memory but move nothing: to plan."""
+    global _degree, _imagined
+    before, _degree, _imagined = (_degree, _imagined), ranks, True
+    try:
+        yield
+    finally:
+        _degree, _imagined = before
 
 
 def degree() -> int:
@@ -104,4 +117,7 @@ def of_each_replica(x_B: Tensor) -> Tensor:
 
 
 def _exchanged(collective: Callable[..., Tensor], x: Tensor, *settings: Any) -> Tensor:
-    return funcol.wait_tensor(collective(x.contiguous(), *settings, _groups[x.device.type]))
+    x = x.contiguous()
+    if _imagined:
+        return torch.cat([x] * (_degree if collective is funcol.all_gather_single else 1))
+    return funcol.wait_tensor(collective(x, *settings, _groups[x.device.type]))

@@ -1,6 +1,7 @@
 """Bytes that ranks send and fetch in a step, and the path that they take."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import NamedTuple
 
 
@@ -42,3 +43,16 @@ def ring_transfers(
         yield Transfer(what, sent, "link")
     if nodes > 1:
         yield Transfer(f"{what}, between nodes", sent, "network")
+
+
+def exchange_transfers(what: str, own: int, sharers: int, topology: Topology) -> Iterator[Transfer]:
+    """Transfers of an exchange of `own` bytes of each of `sharers` consecutive ranks, to each an equal part.
+
+    All ranks of a node send to other nodes by the same way.
+    """
+    here = gcd(sharers, topology.ranks_on_node)
+    if here > 1:
+        yield Transfer(what, own * (here - 1) // sharers, "link")
+    if here < sharers:
+        sent = own * (sharers - here) // sharers
+        yield Transfer(f"{what}, between nodes", topology.ranks_on_node * sent, "network")

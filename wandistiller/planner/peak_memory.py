@@ -1,6 +1,7 @@
 """Peak memory of a run on each rank, phase by phase, from its settings alone: nothing is loaded."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
-from wandistiller.planner.teacher_memory import hidden_states, swept, teacher_parts
+from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, swept, teacher_parts
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
@@ -40,7 +41,7 @@ CUDA_PROCESS = 2500 * MIB
 CONTEXT = 500 * MIB
 """GPU memory of CUDA next to torch's allocator; not measured by us."""
 NCCL = 700 * MIB
-"""GPU memory of NCCL's channels where there are several ranks: 0.5 GB for two A100, 1.1 for eight H100
+"""GPU memory of NCCL's channels for each group of several ranks: 0.5 GB for two A100, 1.1 for eight H100
 (issues 964 and 1685 of NVIDIA/nccl); not measured by us."""
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
@@ -62,9 +63,7 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's activations with checkpointing (by default of every block) and without."""
     p, ds = _Planner(job, machine), job.student_ds
     jsons = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-    checkpointed, kept = (
-        activation_bytes(job.student_transformer, ds, p.latent, p.samples, accelerator=p.gpu) for ds in jsons
-    )
+    checkpointed, kept = (p.saved(job.student_transformer, ds, p.samples) for ds in jsons)
     return checkpointed, kept
 
 
@@ -80,7 +79,10 @@ class _Planner:
         self.gpu = machine.device_free is not None
         sizes = [(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets)]
         self.size = max(sizes, key=lambda size: job.folder.tokens(*size))
-        self.latent, self.tokens = job.folder.latent_shape(*self.size), job.folder.tokens(*self.size)
+        self.latent, tokens = job.folder.latent_shape(*self.size), job.folder.tokens(*self.size)
+        self.sharers = job.run.context_parallel
+        self.tokens = tokens // sharers_of_a_call(job), tokens // self.sharers
+        """Tokens of a sample that this rank has the teacher's and the student's hidden states of."""
         self.samples = job.batch.micro * len(job.objective.states)
         """Samples of one forward pass of the student: the states of all terms."""
         self.network = student_network(job)
@@ -89,11 +91,17 @@ class _Planner:
     def _libraries(self, process: int) -> Parts:
         if not self.gpu:
             return {"libraries": Bytes(host=process)}
-        nccl = NCCL if self.machine.ranks > 1 else 0
+        groups = (self.machine.ranks > 1) + (self.sharers > 1)  # all ranks; those of a sequence
+        nccl = groups * NCCL
         return {"libraries": Bytes(device=CONTEXT + nccl, host=CUDA_PROCESS)}
 
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
+
+    def saved(self, config: dict[str, Any], ds: dict[str, Any], samples: int) -> int:
+        """Bytes of the activations of a learning network."""
+        how = {"accelerator": self.gpu, "sharers": self.sharers}
+        return activation_bytes(config, ds, self.latent, samples, **how)
 
     def phases(self) -> dict[str, PhasePeak]:
         """The phases in their order."""
@@ -121,13 +129,22 @@ class _Planner:
                 | {
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
+                    "measuring": self._measuring(),
                 },
             ),
-            "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens)} | steps),
+            "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
             "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
             "draw": self._draw(kept | student, call, gathered),
             "export": PhasePeak(self.base | {"a network": exported}),
         }
+
+    def _measuring(self) -> Parts:
+        """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
+        j = self.job
+        if not j.needs_measuring or self.sharers == 1:
+            return {}
+        whole = replace(j, run=replace(j.run, context_parallel=1))
+        return teacher_parts(whole, self.machine, self.latent, j.batch.micro)[1]
 
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student's backward pass."""
@@ -142,7 +159,7 @@ class _Planner:
         j, ds, ranks, ema = self.job, self.job.student_ds, self.machine.ranks, self.job.run.ema is not None
         experts = len(j.trained_experts)
         parts = student_parts(self.network, experts, ds, ranks, accelerator=self.gpu, ema=ema)
-        saved = activation_bytes(j.student_transformer, ds, self.latent, self.samples, accelerator=self.gpu)
+        saved = self.saved(j.student_transformer, ds, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.student_experts} - {*j.trained_experts}:  # the samples begin with it
@@ -164,7 +181,7 @@ class _Planner:
         has_heads = j.objective.critic.judges_reality  # on samples and cached latents
         network, samples = network_of(*shape), j.batch.micro * (2 if has_heads else 1)
         parts = student_parts(network, 1, ds, ranks, accelerator=self.gpu)
-        saved = activation_bytes(shape[0], ds, self.latent, samples, accelerator=self.gpu)
+        saved = self.saved(shape[0], ds, samples)
         kept = {f"critic's {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"critic's {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {"critic's gradients in float32": Bytes(transient=2 * cast_bytes(network, ds))}
@@ -175,8 +192,8 @@ class _Planner:
         steps = {"critic": passes, "critic's optimizer": step | optimizer}
         if has_heads:  # a gradient of their input, without checkpointing
             whole = {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-            n = activation_bytes(shape[0], whole, self.latent, j.batch.micro, accelerator=self.gpu)
-            steps["the critic's slope"] = {"critic's activations, all kept": Bytes(transient=n)}
+            kept_whole = Bytes(transient=self.saved(shape[0], whole, j.batch.micro))
+            steps["the critic's slope"] = {"critic's activations, all kept": kept_whole}
         return kept, steps
 
     def _prepare(self) -> PhasePeak:
@@ -223,7 +240,8 @@ class _Planner:
         j, gpu = self.job, self.gpu
         latent = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
         need = decoding(j.folder.vae, (1, *latent), accelerator=gpu)
-        work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, accelerator=gpu)
+        how = {"accelerator": gpu, "sharers": self.sharers}
+        work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, **how)
         return PhasePeak(
             self.base | kept | {"VAE": self._vae(need.weights)} | self._clips(),
             {

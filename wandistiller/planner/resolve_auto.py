@@ -24,6 +24,7 @@ from wandistiller.planner.hardware_rates import Rates, default_rates
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
+from wandistiller.planner.sharings import sharings
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.trainable import tuning_problems
@@ -61,8 +62,9 @@ class Choice(NamedTuple):
     job: Job
     takes: Bytes
     seconds: float
-    order: tuple[int, int]
-    """Its place among the students' and teachers' JSONs; the first are the simplest and move least."""
+    order: tuple[int, int, int]
+    """The ranks of a sample, its place among the students' and the teachers' JSONs; the first are the
+    simplest and move least."""
 
     @property
     def files(self) -> tuple[str, str]:
@@ -92,15 +94,18 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The engines of this run as recipe keys: file names where those suffice, else the content."""
-        j, ranks, (student, teacher) = self.job, self.job.batch.ranks, self.files
+        j, (student, teacher), number = self.job, self.files, self.job.run.context_parallel
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
         contents = [
             {k: v for k, v in ds.items() if k not in BATCH_KEYS} | batch
             for ds in (read_json(student), j.student_ds)
         ]
-        same = (s for s in (student, *contents) if student_engine("", load(s)[1], ranks)[0] == j.student_ds)
-        of_file = teacher_engine("", read_json(teacher), ranks)
-        return {
+        replicas = j.batch.ranks
+        same = (
+            s for s in (student, *contents) if student_engine("", load(s)[1], replicas)[0] == j.student_ds
+        )
+        of_file = teacher_engine("", read_json(teacher), number * replicas)
+        return ({"context_parallel": number} if number > 1 else {}) | {
             "deepspeed_config": next(same),
             "teacher_deepspeed_config": teacher if of_file == j.teacher_ds else j.teacher_ds,
             "prepare_batch": j.run.prepare_batch,
@@ -110,12 +115,20 @@ class Choice(NamedTuple):
         batch = self.job.batch
         micro = f"micro-batch {batch.micro} x {batch.accumulation}"
         teacher = " in ".join([self.teacher, *quantized_facts(self.job.teacher_ds).values()])
-        return f"student {self.student}, teacher {teacher}, {micro}"
+        shared = f", {n} ranks a sample" if (n := self.job.run.context_parallel) > 1 else ""
+        return f"student {self.student}, teacher {teacher}, {micro}{shared}"
 
 
-def choices(job: Job, machine: Machine, rates: Rates, here: bool = False) -> list[Choice]:
-    """The combinations of shipped JSONs that fit, as `fitting` sorts them; `here` as in `ranked`."""
-    return fitting(ranked(job, machine, rates, here=here), machine)
+def choices(
+    job: Job, machine: Machine, rates: Rates, here: bool = False, *, keeps_sharing: bool = False
+) -> list[Choice]:
+    """The combinations of shipped JSONs that fit, as `fitting` sorts them; `here` as in `ranked`.
+
+    Args:
+        keeps_sharing: as many ranks as now compute each sample; else of a video any number.
+    """
+    jobs = [job] if keeps_sharing else sharings(job, machine)
+    return fitting([one for each in jobs for one in ranked(each, machine, rates, here=here)], machine)
 
 
 def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
@@ -141,12 +154,18 @@ def ranked(
         placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
         for t, (place, both) in enumerate(placed):
             sizes = _smaller_calls(both, passes=teacher)
-            every.append(_choice(name, place, sizes, machine, rates, (s, t)))
+            order = (job.run.context_parallel, s, t)
+            every.append(_choice(name, place, sizes, machine, rates, order))
     return sorted(every, key=lambda c: (c.seconds, c.order))
 
 
 def _choice(
-    student: str, teacher: str, sizes: Iterable[Job], machine: Machine, rates: Rates, order: tuple[int, int]
+    student: str,
+    teacher: str,
+    sizes: Iterable[Job],
+    machine: Machine,
+    rates: Rates,
+    order: tuple[int, int, int],
 ) -> Choice:
     """Return the combination at the first of the sizes that fits, or else at the last."""
     for each in sizes:

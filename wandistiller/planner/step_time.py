@@ -11,62 +11,24 @@ from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
 from wandistiller.engine.ds_config import offload_device, offload_section, stage
-from wandistiller.engine.transfers import Transfer, ring_transfers
+from wandistiller.engine.transfers import Transfer, exchange_transfers, ring_transfers
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
+from wandistiller.planner.stage_time import StageTime
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import critic_shape, network_of, student_model, student_shape
-from wandistiller.planner.teacher_memory import branches, swept
+from wandistiller.planner.teacher_memory import branches, sharers_of_a_call, swept
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer import width
 
 ADAM_BYTES = 30
 """Bytes of CPU memory read (weight, gradient, moments) and written (weight, moments, a copy in bf16) for an
 element in Adam's step."""
-
-
-class StageTime(NamedTuple):
-    """One kind of work of an optimizer step on one rank."""
-
-    what: str
-    times: int
-    """Repetitions in one step."""
-    tflop: float
-    """10^12 operations of each."""
-    tflops: float
-    """10^12 operations a second at which they are done."""
-    moves: tuple[Transfer, ...]
-    """Transfers at the same time."""
-    waits_for: tuple[Transfer, ...] = ()
-    """Transfers in each repetition during which nothing is computed."""
-
-    def computing(self) -> float:
-        """Seconds of arithmetic, of all repetitions."""
-        return self.times * self.tflop / self.tflops
-
-    def moving(self, rates: Rates) -> float:
-        """Seconds of the slowest way of what moves meanwhile, of all repetitions."""
-        return self.times * _slowest(self.moves, rates)
-
-    def waiting(self, rates: Rates) -> float:
-        """Seconds in which nothing is computed, of all repetitions."""
-        alone = sum(_slowest((one,), rates) for one in self.waits_for)  # one after the other
-        return max(0.0, self.moving(rates) - self.computing()) + self.times * alone
-
-    def seconds(self, rates: Rates) -> float:
-        """Least seconds."""
-        return self.computing() + self.waiting(rates)
-
-
-def _slowest(transfers: tuple[Transfer, ...], rates: Rates) -> float:
-    seconds: Counter[str] = Counter()
-    for one in transfers:
-        seconds[one.way] += one.nbytes / (1e9 * getattr(rates, one.way))
-    return max(seconds.values(), default=0.0)
 
 
 class _Learner(NamedTuple):
@@ -121,12 +83,18 @@ def _step_flops(shape: list[Any], latent: Latent, policy: dict[str, Any] | None)
     return step_flops(model, latent, policy and CheckpointPolicy(**policy)) + 3 * 2 * tokens * projected
 
 
+def _attention_anew(policy: CheckpointPolicy | None) -> float:
+    """Share of the blocks whose attention backward computes once more."""
+    return 1 / policy.checkpoint_every if policy and policy.checkpoint != "feed_forward" else 0
+
+
 class StepTime:
     """Least time of a step of `job` on a rank of `machine`."""
 
     def __init__(self, job: Job, machine: Machine, rates: Rates):
         self.job, self.rates = job, rates
         self.shares, self.topology = _shares(job), machine.topology
+        self.sharers = job.run.context_parallel
 
     def all(self) -> list[StageTime]:
         """The stages of a step, one after the other."""
@@ -141,7 +109,7 @@ class StepTime:
     def ahead(self) -> float:
         """Seconds of the optimizer's step in which the teacher already predicts for the next one."""
         j, on_gpu = self.job, self.topology.accelerator
-        if j.objective.calls_at_generated or not j.objective.asks_at_noised:
+        if j.objective.calls_at_generated or not j.objective.asks_at_noised or self.sharers > 1:
             return 0.0
         if not read_placement(j.teacher_ds).works_ahead(j.teacher_ds, on_gpu=on_gpu):
             return 0.0
@@ -168,23 +136,37 @@ class StepTime:
         kinds, sweeps = o.asks_at_noised + o.calls_at_generated, ceil(steps / swept(self.job))
         if sweeps == steps:
             return [call._replace(times=steps * max(1, kinds))]
-        return [StageTime("the teacher's sweep", kinds * sweeps, call.tflop * steps / sweeps, *call[3:])]
+        each = steps / sweeps
+        exchanged = tuple(one._replace(nbytes=round(each * one.nbytes)) for one in call.waits_for)
+        name, tflop = "the teacher's sweep", each * call.tflop
+        return [StageTime(name, kinds * sweeps, tflop, call.tflops, call.moves, exchanged)]
 
     def _call(self) -> StageTime:
         """One call of the teacher; those of an owner wait for each other."""
         j, t, tflops = self.job, self.topology, self.rates.tflops
-        placement, both = read_placement(j.teacher_ds), branches(j)
-        tflop = both * j.batch.micro * self._mean(lambda shape: forward_flops(j.folder.config, shape)) / 1e12
+        placement, both, config = read_placement(j.teacher_ds), branches(j), j.folder.config
+        sharers, samples = sharers_of_a_call(j), both * j.batch.micro
+        tflop = samples / sharers * self._mean(lambda shape: forward_flops(config, shape)) / 1e12
         moves = self._streamed() * min(placement.guidance_passes, both)
         if placement.on_one_rank:
-            tflop *= t.ranks_on_node
-            states, text = int(2 * self._mean(prod)), TEXT_TOKENS * j.folder.config["text_dim"]
+            tflop *= max(1, t.ranks_on_node // self.sharers)  # once for those that share a sample
+            states, text = int(2 * self._mean(prod)), TEXT_TOKENS * config["text_dim"]
             if others := t.ranks_on_node - 1:
                 nbytes = 4 * j.batch.micro * (states + text) * others  # float32
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
-        return StageTime("the teacher's call", 1, tflop, tflops, tuple(moves))
+        exchanged = self._exchanged(config, j.teacher_ds, samples, sharers)
+        return StageTime("the teacher's call", 1, tflop, tflops, tuple(moves), exchanged)
+
+    def _exchanged(
+        self, config: dict[str, Any], ds: dict[str, Any], passes: float, sharers: int
+    ) -> tuple[Transfer, ...]:
+        """Transfers of queries, keys, values and outputs in passes of one sample, during which ranks wait."""
+        patch = prod(config["patch_size"])
+        own = self._mean(lambda latent: prod(latent[1:]) // patch) / sharers * width(config) * itemsize(ds)
+        nbytes = round(4 * config["num_layers"] * passes * own)
+        return tuple(exchange_transfers("attention of shared samples", nbytes, sharers, self.topology))
 
     def _streamed(self) -> list[Transfer]:
         """Transfers of the teacher's weights in one forward pass, of one expert."""
@@ -195,10 +177,9 @@ class StepTime:
         """Forward and backward pass of a micro-step, and the calls without gradient."""
         j, t, ds, network = self.job, self.topology, one.ds, network_of(*one.shape)
         policy = read_recompute(ds)
-        policy = asdict(policy) if policy else None
-        each = self._mean(lambda latent: _step_flops(one.shape, latent, policy))
+        each = self._mean(lambda latent: _step_flops(one.shape, latent, policy and asdict(policy)))
         call = self._mean(lambda latent: forward_flops(one.shape[0], latent))
-        tflop = j.batch.micro * (one.states * each + one.calls * call) / 1e12
+        tflop = j.batch.micro / self.sharers * (one.states * each + one.calls * call) / 1e12
         gradients = itemsize(ds) * network.trained_numel
         given: list[Transfer] = []
         if stage(ds) >= 2:
@@ -215,7 +196,9 @@ class StepTime:
         overlaps = ds["zero_optimization"].get("overlap_comm", False) and not offloaded
         if meanwhile := stage(ds) == 3 or overlaps:
             moves += given
-        waits_for = () if meanwhile else tuple(given)
+        passes = j.batch.micro * (one.states * (2 + _attention_anew(policy)) + one.calls)
+        waits_for = self._exchanged(one.shape[0], ds, passes, self.sharers)
+        waits_for += () if meanwhile else tuple(given)
         return StageTime(f"the {one.role}'s passes", times, tflop, tflops, tuple(moves), waits_for)
 
     def _offloaded(self, trained: int, ds: dict[str, Any]) -> int:

@@ -38,6 +38,11 @@ def branches(job: Job) -> int:
     return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
 
 
+def sharers_of_a_call(job: Job) -> int:
+    """Ranks that compute a sample of the teacher together; an owner's rank computes it whole."""
+    return 1 if read_placement(job.teacher_ds).on_one_rank else job.run.context_parallel
+
+
 def teacher_parts(
     job: Job, machine: Machine, latent: tuple[int, ...], samples: int, together: int = 1
 ) -> tuple[Parts, Parts]:
@@ -53,10 +58,10 @@ def teacher_parts(
     weights = teacher_bytes(job.teachers_folder, ds, placement.sharers(machine.topology))
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
-    activations = call_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
+    how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
+    activations = call_bytes(job.folder.config, ds, latent, batch, **how)
     if together > 1:
-        waiting = waiting_bytes(job.folder.config, ds, latent, batch, accelerator=on_gpu)
-        activations += (together - 1) * waiting
+        activations += (together - 1) * waiting_bytes(job.folder.config, ds, latent, batch, **how)
     activations += max(placement.unpacked(config, ds) for config in job.teachers_folder.configs.values())
     pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
     host = weights.host + placement.overhead(ds)
@@ -81,7 +86,11 @@ def swept(job: Job) -> int:
 
 
 def hidden_states(job: Job, tokens: int) -> Parts:
-    """The teacher's hidden states in its forward pass; both branches, until the null branch is freed."""
+    """The teacher's hidden states in its forward pass; both branches, until the null branch is freed.
+
+    Args:
+        tokens: of one sample that a rank has them of.
+    """
     if not (blocks := len(matched_blocks(job))):
         return {}
     passes = read_placement(job.teacher_ds).guidance_passes

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wandistiller.distributed import sequence
 from wandistiller.engine.activation_checkpointing import (
     MODULES,
     CheckpointPolicy,
@@ -19,6 +20,7 @@ from wandistiller.engine.activation_checkpointing import (
 )
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import (
     meta_transformer,
@@ -61,7 +63,13 @@ def storages(tensors: Any) -> list[torch.UntypedStorage]:
 
 
 def activation_bytes(
-    config: dict[str, Any], ds: dict[str, Any], latent: Latent, micro: int, *, accelerator: bool
+    config: dict[str, Any],
+    ds: dict[str, Any],
+    latent: Latent,
+    micro: int,
+    *,
+    accelerator: bool,
+    sharers: int = 1,
 ) -> int:
     """Count the bytes that autograd saves for a micro-step's backward pass, with its first recomputation.
 
@@ -75,9 +83,10 @@ def activation_bytes(
         ds: its JSON, checked by `student_engine`.
         latent: shape of one sample.
         micro: samples of a micro-step.
+        sharers: ranks that compute each sample together.
     """
     layers, policy = config["num_layers"], read_recompute(ds)
-    saved = _for_samples(_saved, micro, config, ds, latent, accelerator)
+    saved = _for_samples(_saved, micro, config, ds, latent, accelerator, sharers)
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
         return kept
@@ -90,7 +99,13 @@ def activation_bytes(
 
 
 def call_bytes(
-    config: dict[str, Any], ds: dict[str, Any], latent: Latent, samples: int, *, accelerator: bool
+    config: dict[str, Any],
+    ds: dict[str, Any],
+    latent: Latent,
+    samples: int,
+    *,
+    accelerator: bool,
+    sharers: int = 1,
 ) -> int:
     """Count the peak bytes of a forward pass without gradients, weights left out.
 
@@ -101,20 +116,27 @@ def call_bytes(
         ds: its JSON, checked by `teacher_engine` or `student_engine`.
         latent: shape of one sample.
         samples: samples in one call; with guidance each counts twice.
+        sharers: ranks that compute each sample together.
     """
-    return _for_samples(_peak, samples, config, ds, latent, accelerator)["peak"]
+    return _for_samples(_peak, samples, config, ds, latent, accelerator, sharers)["peak"]
 
 
 def waiting_bytes(
-    config: dict[str, Any], ds: dict[str, Any], latent: Latent, samples: int, *, accelerator: bool
+    config: dict[str, Any],
+    ds: dict[str, Any],
+    latent: Latent,
+    samples: int,
+    *,
+    accelerator: bool,
+    sharers: int = 1,
 ) -> int:
     """Count the bytes that a forward pass without gradients holds between two blocks; as `call_bytes`."""
-    return _for_samples(_peak, samples, config, ds, latent, accelerator)["waiting"]
+    return _for_samples(_peak, samples, config, ds, latent, accelerator, sharers)["waiting"]
 
 
 def compared_bytes(
     blocks: int,
-    tokens: int,
+    tokens: tuple[int, int],
     teacher: int,
     student: int,
     widths: tuple[int, int],
@@ -127,17 +149,19 @@ def compared_bytes(
     checkpoints keep these, and the differences in float32.
 
     Args:
-        tokens: tokens of one sample.
+        tokens: tokens of one sample that a rank has the teacher's and the student's hidden states of.
         teacher: samples of the teacher's forward pass.
         student: samples of the student's, those of other terms included.
         widths: widths of teacher and student.
         items: bytes of one element of each.
         ds: the student's JSON.
     """
-    (wide, own), (teacher_item, item), policy = widths, items, read_recompute(ds)
+    (wide, own), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
+    policy = read_recompute(ds)
     are_kept = policy == CheckpointPolicy() and not empties_inputs(ds)  # as the inputs of the next block
     projected = 0 if own == wide or are_kept else own * item
-    return blocks * tokens * (teacher * wide * (teacher_item + 4) + student * (wide * item + projected))
+    compared = teacher * wide * 4 + student * (wide * item + projected)
+    return blocks * (of_teacher * teacher * wide * teacher_item + of_student * compared)
 
 
 def _for_samples(
@@ -147,9 +171,10 @@ def _for_samples(
     ds: dict[str, Any],
     latent: Latent,
     accelerator: bool,
+    sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator
+    shape = config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator, sharers
     one, two = trace(1, *shape), trace(2, *shape)
     return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
 
@@ -180,6 +205,7 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
                 saved[name].add(t.untyped_storage())
             return t
 
+        block.register_forward_pre_hook(_own_copy)  # a later block's input, which is not part of a whole
         for name, module in modules.items():
             module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
             module.register_forward_hook(lambda *_: inside.pop() and None)
@@ -187,6 +213,8 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
             v_BCFHW = call()
         traced = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
         traced["ends"] = sum(s.nbytes() for s in saved["all"] - weights) - traced[BLOCK]
+        *_, sharers = shape
+        traced["ends"] += (sharers - 1) * inputs[f"{BLOCK} own inputs"]  # the first block's is whole
         del v_BCFHW
     return traced | inputs
 
@@ -214,6 +242,7 @@ def _transformer(
     latent: Latent,
     text_tokens: int,
     accelerator: bool,
+    sharers: int,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
     model = meta_transformer(config)
@@ -224,7 +253,18 @@ def _transformer(
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     x_t_BCFHW, sigma_B = torch.empty(samples, *latent), torch.ones(samples)
     text_BLD = torch.empty(samples, text_tokens, config["text_dim"])
-    return model, lambda: velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+    with sequence.imagined(sharers):
+        share_sequences(model)
+
+    def call() -> Tensor:
+        with sequence.imagined(sharers):
+            return velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+
+    return model, call
+
+
+def _own_copy(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].clone(), *inputs[1:]
 
 
 class _FusedNorm(torch.autograd.Function):

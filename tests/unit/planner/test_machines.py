@@ -3,13 +3,21 @@
 from pathlib import Path
 
 import pytest
+from pages import VIDEOS
+from planned import EIGHT_80, published_job
 from published_wan import PUBLISHED
 from ranks import ROOT
 
 from wandistiller.cli.main import main
+from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.phase_peak import most
+from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB
 
 FOLDER = ROOT / "ds_configs" / "machines"
+PATHS = ("teacher_path", "data_path", "output_dir")
 CPU_MEMORY = {
     "1x24_wan2.1_14b": 128,
     "1x24_wan2.2_a14b": 192,
@@ -23,6 +31,8 @@ CPU_MEMORY = {
     "8x80_wan2.1_1.3b_few_step": 1000,
     "8x80_wan2.1_14b_few_step": 1000,
     "8x80_wan2.2_a14b_few_step": 1000,
+    "8x80_wan2.1_14b_video": 1000,
+    "8x80_wan2.2_a14b_video": 1000,
 }
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
 
@@ -40,8 +50,19 @@ def test_a_shipped_recipe_fits_its_machine(
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
     assert main(["plan", *flags, *machine.split()]) == 0
     output = capsys.readouterr().err
-    assert "\nfits: " in output and "NOT fit" not in output and " 64 a step" in output
+    batch = 8 if name.endswith("_video") else 64
+    assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
 
 
 def test_every_shipped_recipe_is_checked() -> None:
     assert {file.stem for file in FOLDER.iterdir()} == set(CPU_MEMORY)
+
+
+def test_a_row_of_a_video_recipe_is_what_plan_computes(published: Path) -> None:
+    for name, row in VIDEOS.items():
+        given = read_json(FOLDER / f"{name}.json")
+        wan = given["teacher_path"].removeprefix("Wan-AI/").removesuffix("-Diffusers")
+        run = published_job(published, EIGHT_80, wan, **{k: v for k, v in given.items() if k not in PATHS})
+        takes, rates = most(plan(run, EIGHT_80)), default_rates(EIGHT_80.device_free)
+        step = StepTime(run, EIGHT_80, rates).floor()
+        assert row[-2:] == [f"{(takes.device + takes.transient) / GIB:.0f}", f"{step:.1f} s"]

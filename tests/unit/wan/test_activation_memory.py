@@ -1,29 +1,32 @@
 """Planned activations against what autograd saves, and against the peak of the CPU's allocator."""
 
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from small_wan import small_transformer
+from activations import (
+    LATENT,
+    MICRO,
+    TEXT,
+    TOKENS,
+    config,
+    network,
+    peak_bytes,
+    predict,
+    shared_peaks,
+    student_json,
+)
+from ranks import call
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.batch import Prediction
-from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.distributed import sequence
+from wandistiller.engine.activation_checkpointing import read_recompute
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.student.blocks import Blocks, add_projections
+from wandistiller.student.blocks import Blocks
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
-from wandistiller.wan.transformer import fresh_rope, velocity
-
-SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
-SIDE, TEXT = 48, 64  # latent pixels, text tokens
-TOKENS, LATENT = (SIDE // 2) ** 2, (16, 1, SIDE, SIDE)
-MICRO = 2
+from wandistiller.wan.context_parallel import share_sequences
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +34,6 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer text tokens than Wan's 512, so that they weigh what they weigh beside a video's tokens."""
     for module in (activation_memory, text_padding):
         monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
-
-
-def student_json(dtype: str, **block: Any) -> dict[str, Any]:
-    ds: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
-    ds |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
-    return ds | (
-        {"activation_checkpointing": {"partition_activations": False}, "wandistiller": block} if block else {}
-    )
-
-
-def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | None = None) -> tuple[Any, Any]:
-    """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
-    model = small_transformer(0, layers, **SIZES)
-    if matched_width:
-        add_projections(model, range(layers), matched_width)
-    model = model.to(getattr(torch, dtype))
-    model.rope = fresh_rope(model)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    if "wandistiller" in ds:
-        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    return model, Blocks(model, read_recompute(ds), copies=empties_inputs(ds))
-
-
-def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
-    x_t_BCFHW, text_BLD = torch.randn(samples, *LATENT), torch.randn(samples, TEXT, 32)
-    return velocity(model, x_t_BCFHW, torch.ones(samples), text_BLD)
 
 
 def saved_by_autograd(layers: int, dtype: str) -> int:
@@ -73,19 +49,6 @@ def saved_by_autograd(layers: int, dtype: str) -> int:
     with saved_tensors_hooks(pack, lambda t: t):
         predict(model)
     return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that are allocated at once on the CPU while `run` runs."""
-    run()  # what is allocated once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = profiler.profiler.kineto_results.events()
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-
-
-def config(layers: int) -> dict[str, Any]:
-    return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -157,5 +120,28 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
 
     planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
     items = (kind.itemsize, kind.itemsize)
-    planned += compared_bytes(layers, TOKENS, MICRO, MICRO, (teacher_width, 256), items, ds)
+    planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, ds)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
+
+
+@pytest.mark.parametrize("sharers", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", KINDS, ids=str)
+def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
+    one_rank: torch.device, block: dict[str, Any], dtype: str, sharers: int
+) -> None:
+    ds, layers = student_json(dtype, **block), 6
+    model, _ = network(layers, ds, dtype)
+    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False, sharers=sharers)
+    with sequence.imagined(sharers):
+        share_sequences(model)
+        measured = peak_bytes(lambda: predict(model).square().mean().backward())
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
+    ds, how = student_json(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
+    passes, a_call = map(max, zip(*call(shared_peaks, 6, ds, dtype, ranks=2), strict=True))
+    planned = activation_bytes(config(6), ds, LATENT, 1, **how), call_bytes(config(6), ds, LATENT, 1, **how)
+    assert planned == pytest.approx((passes, a_call), rel=0.15)

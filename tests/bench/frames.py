@@ -1,0 +1,57 @@
+"""Planned memory of a GPU by the number of frames, for Wan2.1 14B and a student of half its layers.
+
+    python tests/bench/frames.py            # some minutes; nothing is loaded or trained
+
+A cell has GiB of a GPU at the most, the fastest shipped JSONs that fit at a micro-batch of 1, and the ranks
+that compute each sample together if those are several. All of it is arithmetic.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
+
+from planned import gpus, published_job
+from published_wan import write_wans
+
+from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.resolve_auto import choices
+from wandistiller.utils.system_memory import GIB
+
+MACHINES = {
+    "1 x 24 GB, 128 GiB": gpus(1, 24, 128),
+    "4 x 24 GB, 256 GiB": gpus(4, 24, 256),
+    "8 x 80 GB, 1000 GiB": gpus(8, 80, 1000),
+}
+"""Machines by their GPUs and CPU memory."""
+SIZES = [(480, 832), (720, 1280)]
+FRAMES = (1, 17, 49, 81)
+
+
+def cell(folder: Path, machine: Machine, height: int, width: int, frames: int) -> str:
+    """What the fastest combination at a micro-batch of 1 takes."""
+    job = published_job(folder, machine, height=height, width=width, num_frames=frames)
+    fits = choices(job, machine, default_rates(machine.device_free))
+    best = next((choice for choice in fits if choice.job.batch.micro == 1), None)
+    if not best:
+        return "does not fit"
+    ranks = f", {n} ranks" if (n := best.job.run.context_parallel) > 1 else ""
+    gib = (best.takes.device + best.takes.transient) / GIB
+    return f"{gib:.1f}: {best.student}, {best.teacher}{ranks}"
+
+
+def main() -> None:
+    print(f"| pixels, frames | {' | '.join(MACHINES)} |")
+    print("|---" * (len(MACHINES) + 1) + "|")
+    with tempfile.TemporaryDirectory() as made:
+        folder = write_wans(Path(made))
+        for height, width in SIZES:
+            for frames in FRAMES:
+                cells = [cell(folder, machine, height, width, frames) for machine in MACHINES.values()]
+                print(f"| {height}x{width}, {frames} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
