@@ -33,6 +33,19 @@ def test_every_placement_has_the_losses_of_replicas_in_float32(
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.skipif(KIND == "cuda" and torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_gpus_that_share_samples_learn_what_one_learns_in_float32(
+    stage: int, tmp_path: Path, wan2: Path
+) -> None:
+    more = {"max_steps": 4, "num_frames": 5, "deepspeed_config": student_engine(stage)}
+    found = [
+        losses(train(tmp_path, wan2, f"{n}", ranks=n, accelerator=KIND, context_parallel=n, **more))
+        for n in (1, 2)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("student", STUDENTS)
 def test_every_student_json_learns_in_bf16(student: str, tmp_path: Path, wan2: Path) -> None:
     if student.endswith("nvme") and not has_async_io():
