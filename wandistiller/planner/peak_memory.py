@@ -10,7 +10,6 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
@@ -23,11 +22,13 @@ from wandistiller.planner.student_memory import (
 )
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
 from wandistiller.planner.teacher_memory import hidden_states, swept, teacher_parts
-from wandistiller.utils.system_memory import room_of_a_rank
+from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
 from wandistiller.wan.encoders import until_middle
+from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels, width
+from wandistiller.wan.vae import PARTS, fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -211,29 +212,42 @@ class _Planner:
     def _media(self) -> Parts:
         """Media are encoded one by one."""
         height, width, frames = self.size
-        need = encoding(self.job.folder.vae, (1, 3, frames, height, width), accelerator=self.gpu)
-        return {
-            "VAE": self._vae(need.weights),
-            "VAE's activations": Bytes(transient=need.work),
-            "pixels as they were read": Bytes(host=4 * 3 * frames * height * width),
-        }
+        pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
+        kept = self._libraries(EARLY) | pixels
+        vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
+        return vae | work | pixels
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
         j, gpu = self.job, self.gpu
         channels, frames, *size = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
         needed, _ = until_middle(frames, j.folder.temporal)
-        need = decoding(j.folder.vae, (1, channels, needed, *size), accelerator=gpu)
+        vae, decode = self._coding("decode", (1, channels, needed, *size), self.base | kept)
         work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, accelerator=gpu)
         return PhasePeak(
-            self.base | kept | {"VAE": self._vae(need.weights)},
+            self.base | kept | vae,
             {
                 "teacher": call,
                 "student": gathered | {"student's activations": Bytes(transient=work)},
-                "decode": {"VAE's activations": Bytes(transient=need.work)},
+                "decode": decode,
             },
         )
 
-    def _vae(self, weights: int) -> Bytes:
-        """Memory of the VAE, which comes to an accelerator through CPU memory."""
-        return Bytes(device=weights, host=weights if self.gpu else 0)
+    def _coding(self, call: str, shape: tuple[int, ...], kept: Parts) -> tuple[Parts, Parts]:
+        """Memory of the VAE, which comes to an accelerator through CPU memory, and of its call.
+
+        Args:
+            call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
+            shape: of its input.
+        """
+        m, held, config = self.machine, total(kept), self.job.folder.vae
+        weights = PARTS[call](config, shape, accelerator=self.gpu).weights
+        if self.gpu:
+            room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
+        else:
+            free = m.host_free - held.node
+            room = room_of_a_rank(free, m.ranks_on_node) - held.device - held.transient - held.host - weights
+        need, tiles = fitting(call, config, shape, room, accelerator=self.gpu)
+        use = "VAE's activations, in tiles" if tiles else "VAE's activations"
+        vae = {"VAE": Bytes(device=weights, host=weights if self.gpu else 0)}
+        return vae, {use: Bytes(transient=need.work)}
