@@ -18,9 +18,9 @@ from fresh import fresh
 from published_wan import VAE21, VAE22
 
 from wandistiller.monitoring import memory_usage
-from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
-from wandistiller.wan.components import UMT5_XXL, text_encoder_of, vae_of
-from wandistiller.wan.encoders import decoded, encoded, states
+from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of
+from wandistiller.wan.fake_tensor_memory import text_encoding
+from wandistiller.wan.vae import PARTS, FittingVae
 
 MIB = 2**20
 VAES = {
@@ -38,6 +38,7 @@ SIZES = [  # models; samples, frames, height, width
     (("narrow 2.1", "narrow 2.2"), (1, 9, 960, 1664)),
 ]
 ROWS = [(name, what, *size) for names, size in SIZES for name in names for what in ("encode", "decode")]
+ROWS += [(name, f"{what} in tiles", *size) for name, what, *size in ROWS if size[-1] > 256]
 ROWS += [("narrow 2.1", "encode", 4, 9, 480, 832), ("text", "encode", 1, 0, 0, 0)]
 
 
@@ -45,19 +46,23 @@ def shape(name: str, what: str, samples: int, frames: int, height: int, width: i
     """Of the VAE's input."""
     spatial = VAES[name].get("scale_factor_spatial", 8)
     latents = samples, VAES[name]["z_dim"], (frames - 1) // 4 + 1, height // spatial, width // spatial
-    return (samples, 3, frames, height, width) if what == "encode" else latents
+    return (samples, 3, frames, height, width) if what.startswith("encode") else latents
 
 
 def planned(row: tuple) -> int:
     if row[0] == "text":
         return text_encoding(TEXT, "float32", accelerator=False).work
-    return (encoding if row[1] == "encode" else decoding)(VAES[row[0]], shape(*row), accelerator=False).work
+    call, _, tiles = row[1].partition(" ")
+    return PARTS[call](VAES[row[0]], shape(*row), accelerator=False, tiles=bool(tiles)).work
 
 
 @torch.no_grad()
 def measured(row: tuple) -> int:
     """In this process, which must be fresh."""
-    model = text_encoder_of(TEXT) if row[0] == "text" else vae_of(VAES[row[0]])
+    call, _, tiles = row[1].partition(" ")
+    model = text_encoder_of(TEXT) if row[0] == "text" else FittingVae.from_config(VAES[row[0]]).eval()
+    if row[0] != "text":
+        model.chosen[call, torch.Size(shape(*row))] = bool(tiles)
     with memory_usage.within("before"):
         pass
     before = memory_usage.read().host
@@ -65,7 +70,7 @@ def measured(row: tuple) -> int:
         token_BL = torch.zeros(1, 512, dtype=torch.long)
         states(model, token_BL, torch.ones_like(token_BL))
     else:
-        (encoded if row[1] == "encode" else decoded)(model, torch.randn(shape(*row)))
+        (encoded if call == "encode" else decoded)(model, torch.randn(shape(*row)))
     return memory_usage.read().host_peak - before
 
 

@@ -33,13 +33,12 @@ from stream_14b import CONFIG, seconds
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
-from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan import pipeline, transformer
-from wandistiller.wan.components import UMT5_XXL, text_encoder_of, vae_of
-from wandistiller.wan.encoders import decoded, encoded, states
+from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
+from wandistiller.wan.fake_tensor_memory import decoding, encoding, text_encoding
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 
 MIB = 2**20

@@ -122,7 +122,7 @@ def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) ->
     """Estimates of the time and cost of all steps and of the cache, and the data they need."""
     run, costs = job.run, StepTime(job, machine, rates)
     steps, cache = run.max_steps * costs.floor() / 3600, costs.rollouts() / 3600
-    samples, available = job.updates * job.batch.total, job.items.samples(run.rollouts_per_prompt)
+    samples, available = job.updates * job.batch.total, job.epoch
     lines = [
         f"the whole run, an estimate: at least {steps:.1f} h for {run.max_steps} steps"
         + (f", and {cache:.1f} h for the teacher's rollouts if the cache is empty" if cache else ""),

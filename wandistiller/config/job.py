@@ -8,11 +8,12 @@ from typing import Any
 
 from wandistiller.batch import Expert
 from wandistiller.config.critic import derived
+from wandistiller.config.data_identity import data_digest
 from wandistiller.config.run_config import JSON_FILES, RunConfig
 from wandistiller.config.start import Start, start_after
 from wandistiller.data.buckets import make_buckets
-from wandistiller.data.colours import RGB, WHITE, background_of
-from wandistiller.data.dataset import MediaType, PromptDataset
+from wandistiller.data.colours import RGB, background_of
+from wandistiller.data.dataset import PromptDataset
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
 from wandistiller.engine.ds_config import BatchSize, dtype_name
@@ -82,6 +83,11 @@ class Job:
     def rollouts(self) -> Rollouts:
         r = self.run
         return Rollouts(r.rollout_steps, r.rollouts_per_prompt, r.rollout_path, r.seed, r.shift)
+
+    @property
+    def epoch(self) -> int:
+        """Samples of one pass over the data."""
+        return self.items.samples(self.run.rollouts_per_prompt, self.run.clips_per_video)
 
     @property
     def guidance(self) -> dict[Expert, float]:
@@ -177,12 +183,7 @@ class Job:
             "teacher": self.folder.revision
             or fingerprint(self.folder.path / e.value for e in self.folder.configs),
             "student": digest(self._start, self.student_transformer),
-            "data": digest(
-                self.items.digest,
-                *map(str, (self.rollouts, self.size, self.buckets)),
-                r.video_fps,
-                *self._other_background,
-            ),
+            "data": data_digest(self.items, r, self.rollouts, self.size, self.buckets),
             "objective": str(self.objective),
             "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
             "seed": r.seed,
@@ -229,12 +230,6 @@ class Job:
     @property
     def background(self) -> RGB:
         return background_of(self.run.background)
-
-    @property
-    def _other_background(self) -> list[RGB]:
-        """The background, if it is not the default and there are pictures that may show it."""
-        pictures = self.items.first(MediaType.IMAGE, MediaType.GIF)
-        return [self.background] if pictures and self.background != WHITE else []
 
     @property
     def tuning(self) -> dict[str, Any]:

@@ -129,10 +129,14 @@ class RunConfig:
         False,
         "cut media to the nearest of several shapes of height x width pixels; in a recipe also [[h, w], ...]",
     )
+    fit: Literal["crop", "letterbox"] = size(
+        "crop", "media of other shapes are cut, or shown whole between bars of the background's colour"
+    )
+    clips_per_video: Amount = size(1, "clips taken of each video, evenly spaced, each a sample of its own")
     video_fps: Annotated[float, Gt(0), Le(10**6)] | None = size(
         None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )
-    background: str = size("white", "colour below transparent parts of media: a name, or #rrggbb")
+    background: str = size("white", "colour below transparent parts of media and of bars: a name, or #rrggbb")
     strict: bool = size(
         False, "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
     )

@@ -201,7 +201,8 @@ def _max_steps(run: RunConfig, items: PromptDataset | None, global_batch: int) -
 
 
 def _steps_of(epochs: int, run: RunConfig, items: PromptDataset | None, global_batch: int) -> int:
-    samples = items.samples(run.rollouts_per_prompt) if items else 1  # wrong data is reported elsewhere
+    repeats = run.rollouts_per_prompt, run.clips_per_video
+    samples = items.samples(*repeats) if items else 1  # wrong data is reported elsewhere
     return -(-epochs * samples // global_batch)
 
 

@@ -15,20 +15,29 @@ from wandistiller.utils.errors import ConfigError
 
 
 class AllSamples:
-    """All samples of the data by number: media once, then prompts without media `per_prompt` times."""
+    """All samples of the data by number: media, then prompts without media `per_prompt` times each."""
 
-    def __init__(self, items: PromptDataset, per_prompt: int, sizes: list[Size], size_of: np.ndarray):
+    def __init__(
+        self,
+        items: PromptDataset,
+        per_prompt: int,
+        sizes: list[Size],
+        size_of: np.ndarray,
+        per_video: int = 1,
+    ):
         """Number them.
 
         Args:
+            per_video: clips of each video, which follow one another.
             sizes: the first is the run's and that of rollouts.
             size_of: index into `sizes` for each medium.
         """
         self._items, self._per_prompt, self._sizes = items, per_prompt, sizes
         has_media = items.kinds != MediaType.PROMPT
-        self._media, self._prompts = np.flatnonzero(has_media), np.flatnonzero(~has_media)
+        self._prompts, repeats = np.flatnonzero(~has_media), items.repeats(per_prompt, per_video)[has_media]
+        self._media = np.repeat(np.flatnonzero(has_media), repeats)
         rollouts = np.zeros(len(self._prompts) * per_prompt, np.int16)
-        self._size_of = np.concatenate([size_of.astype(np.int16), rollouts])
+        self._size_of = np.concatenate([np.repeat(size_of.astype(np.int16), repeats), rollouts])
         self.groups = {s: np.flatnonzero(self._size_of == s) for s in np.unique(self._size_of).tolist()}
         """Numbers of the samples of each size that occurs, by the size's index."""
 
@@ -39,7 +48,9 @@ class AllSamples:
     def __getitem__(self, number: int) -> Sample:
         size = self._sizes[self._size_of[number]]
         if number < len(self._media):
-            return Sample(self._items[int(self._media[number])], size)
+            item = self._media[number]
+            clip = number - int(np.searchsorted(self._media, item))
+            return Sample(self._items[int(item)], size, clip=clip)
         prompt, rollout_index = divmod(number - len(self._media), self._per_prompt)
         return Sample(self._items[int(self._prompts[prompt])], size, rollout_index)
 

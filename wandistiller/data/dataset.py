@@ -3,7 +3,6 @@
 import hashlib
 import os
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +19,7 @@ from wandistiller.data.lines import (
     beside,
     clean,
     has_prompt,
+    holds,
     parse_json,
 )
 from wandistiller.tiny import clips, shapes
@@ -99,9 +99,14 @@ class PromptDataset(Sequence[PromptItem]):
         """Pick up to 8 prompts, evenly over the data."""
         return [self[i].prompt for i in range(0, len(self), max(1, len(self) // 8))][:8]
 
-    def samples(self, per_prompt: int) -> int:
-        """Count the samples in one epoch: media once, prompts without media `per_prompt` times."""
-        return len(self) + int((self.kinds == MediaType.PROMPT).sum()) * (per_prompt - 1)
+    def repeats(self, per_prompt: int, per_video: int = 1) -> np.ndarray:
+        """Return how many samples of one epoch each item is: an image one, whatever the arguments."""
+        of_type = {MediaType.PROMPT: per_prompt, MediaType.IMAGE: 1}
+        return np.array([of_type.get(kind, per_video) for kind in MediaType])[self.kinds]
+
+    def samples(self, per_prompt: int, per_video: int = 1) -> int:
+        """Count the samples in one epoch."""
+        return int(self.repeats(per_prompt, per_video).sum())
 
 
 @readable()
@@ -192,8 +197,8 @@ class _Index:
                 name = os.path.normpath(os.path.join(inside, name))
                 if ending in media:
                     self._add_medium(name)
-                elif ending.lower() == ".txt" and not any(_holds(names, stem + e) for e in media):
-                    unused = [stem + e for e in unknown if _holds(names, stem + e)]
+                elif ending.lower() == ".txt" and not any(holds(names, stem + e) for e in media):
+                    unused = [stem + e for e in unknown if holds(names, stem + e)]
                     self.unknown += [Path(folder, n) for n in unused]
                     if not unused:
                         self.add_lines(name)
@@ -292,9 +297,3 @@ def _media_type(medium: str) -> MediaType:
 def _hash(prompt: str, medium: str = "") -> int:
     text = f"{prompt}\0{medium}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def _holds(names: list[str], name: str) -> bool:
-    """Return whether a sorted list holds `name`; a set would double the memory of a long list."""
-    place = bisect_left(names, name)
-    return place < len(names) and names[place] == name

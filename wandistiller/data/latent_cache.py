@@ -11,7 +11,7 @@ from torch import Tensor
 from wandistiller.batch import Batch
 from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import MediaError, Size, file_fingerprint, load_media, pixels_depend_on
+from wandistiller.data.media import CROP, MediaError, Size, file_fingerprint, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, collective_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
@@ -46,6 +46,8 @@ class Sample:
     item: PromptItem
     size: Size
     rollout_index: int = 0
+    clip: int = 0
+    """Number of the clip, of a video."""
 
 
 class LatentCache:
@@ -62,6 +64,8 @@ class LatentCache:
         teacher_fingerprint: str,
         samples_per_file: int,
         background: RGB = WHITE,
+        fit: str = CROP,
+        clips: int = 1,
     ):
         """Name the cache's folders; nothing is read or written yet.
 
@@ -70,11 +74,14 @@ class LatentCache:
             fps: frames a second that videos are read at.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
             samples_per_file: samples per file and per teacher call.
-            background: colour below transparent parts of media.
+            background: colour below transparent parts of media, and of bars.
+            fit: `crop` or `letterbox`.
+            clips: clips of each video.
         """
         self.device = device
         self._folder, self._rollouts = folder, rollouts
         self._fps, self._samples_per_file, self._background = fps, samples_per_file, background
+        self._fit, self._clips = fit, clips
         making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making), *form))
@@ -85,7 +92,9 @@ class LatentCache:
         """Return the key of a sample."""
         item, size = sample.item, str(sample.size)
         if item.media:
-            more = pixels_depend_on(item.media, self._background)
+            more = pixels_depend_on(item.media, self._background, self._fit)
+            if sample.clip:  # the first is that of a run of one clip
+                more.append(f"clip {sample.clip} of {self._clips}")
             return digest(file_fingerprint(item.media), size, self._fps, *more)
         return digest(item.prompt, sample.rollout_index, size)
 
@@ -147,7 +156,8 @@ class LatentCache:
         tensors, unusable = {}, {}
         for key, sample in samples.items():
             try:
-                pixels_CFHW = load_media(sample.item.media, sample.size, self._fps, self._background)
+                given = sample.item.media, sample.size, self._fps, self._background
+                pixels_CFHW = load_media(*given, fit=self._fit, clip=sample.clip, clips=self._clips)
             except MediaError as error:
                 unusable[key] = f"{sample.item.media}: {error}."
             else:

@@ -5,6 +5,7 @@ import html
 import json
 import re
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -134,3 +135,9 @@ def caption(media: Path) -> str:
         return clean(beside(media).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def holds(names: list[str], name: str) -> bool:
+    """Return whether a sorted list holds `name`; a set would double the memory of a long list."""
+    place = bisect_left(names, name)
+    return place < len(names) and names[place] == name

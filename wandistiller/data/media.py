@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ OPAQUE = {".jpg", ".jpeg", ".jpe", ".jfif", ".ppm", ".pgm"}
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
+CROP, LETTERBOX = "crop", "letterbox"
 WIDEST = 2.0
 """Greatest aspect ratio of the buckets that are made."""
 
@@ -60,19 +62,40 @@ class Size:
     num_frames: int
 
 
-def load_media(path: Path, size: Size, fps: float, background: RGB = WHITE) -> Tensor:
-    """Read an image, or the first frames of a video, scaled to cover and cropped: pixels_CFHW in [-1, 1].
+def load_media(
+    path: Path,
+    size: Size,
+    fps: float,
+    background: RGB = WHITE,
+    *,
+    fit: str = CROP,
+    clip: int = 0,
+    clips: int = 1,
+) -> Tensor:
+    """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
+
+    Of several clips of a video the first begins with its first frame, the last ends with its last one, and
+    the others begin evenly between. In a short video they overlap; if it has no frame more than a clip, all
+    are the same.
 
     Args:
         fps: frames a second; a faster video is thinned out to the nearest frames.
-        background: colour below the transparent parts.
+        background: colour below the transparent parts, and of bars.
+        fit: `crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars.
+        clip: number of the clip, from 0.
+        clips: clips of the video, 1 for the first frames alone.
 
     Raises:
         MediaError: it cannot be read, or is too short.
     """
+    fitted: list[np.ndarray] = []
     try:
-        with closing(media_frames(path, fps, background)) as frames:
-            fitted = [np.array(_fit(frame, size)) for frame in islice(frames, size.num_frames)]
+        for is_exact in (False, True)[: 2 if clip else 1]:
+            if len(fitted) < size.num_frames:  # by the length in its header: then it ends before
+                begin = _begin(path, size.num_frames, fps, clip / (clips - 1), is_exact) if clip else 0
+                with closing(media_frames(path, fps, background, begin)) as frames:
+                    taken = islice(frames, size.num_frames)
+                    fitted = [np.array(_fit(frame, size, fit, background)) for frame in taken]
     except DepthError as error:
         raise MediaError(str(error)) from None
     except UNREADABLE as error:
@@ -84,43 +107,96 @@ def load_media(path: Path, size: Size, fps: float, background: RGB = WHITE) -> T
     return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
 
-def _fit(image: Image.Image, size: Size) -> Image.Image:
-    """Scale to cover, with Lanczos, and cut out the middle. Source: Wan2.2, wan/textimage2video.py, `i2v`."""
+def _begin(path: Path, num_frames: int, fps: float, part: float, is_exact: bool) -> int:
+    """Return the first frame of a clip, among the frames to use; `part` of the way to the last clip.
+
+    Args:
+        is_exact: decode the whole video to count its frames, instead of taking its header's word.
+    """
+    if path.suffix.lower() == ".gif":
+        with Image.open(path) as image:
+            given_fps, number = _fps_of_gif(image), image.n_frames
+    else:
+        from imageio_ffmpeg import count_frames_and_secs
+
+        header = _header(path)
+        given_fps = header["fps"]
+        number = count_frames_and_secs(path)[0] if is_exact else round(header["duration"] * given_fps)
+    step = max(1.0, given_fps / fps)
+    usable = int((number - 1) / step) + 1
+    while round(usable * step) < number:
+        usable += 1
+    while usable and round((usable - 1) * step) >= number:
+        usable -= 1
+    return round(part * max(0, usable - num_frames))
+
+
+def _fit(image: Image.Image, size: Size, fit: str, background: RGB) -> Image.Image:
+    """Scale with Lanczos to cover and cut out the middle, or into bars.
+
+    Source of the former: Wan2.2, wan/textimage2video.py, `i2v`.
+    """
     width, height = image.size
-    scale = max(size.width / width, size.height / height)
+    scale = (min if fit == LETTERBOX else max)(size.width / width, size.height / height)
     if scale > MOST_ENLARGED:
         raise MediaError(
             f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {size.width} x {size.height}"
         )
+    if fit == LETTERBOX:
+        whole = size.width, size.height
+        return ImageOps.pad(image, whole, Image.Resampling.LANCZOS, color=background)
     covering = round(width * scale), round(height * scale)
     image = image.resize(covering, Image.Resampling.LANCZOS)
     left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
     return image.crop((left, top, left + size.width, top + size.height))
 
 
-def media_frames(path: Path, fps: float, background: RGB = WHITE) -> Iterator[Image.Image]:
-    """Yield the frames to use of an image or video in RGB, decoded lazily."""
+def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0) -> Iterator[Image.Image]:
+    """Yield the frames to use of an image or video in RGB, decoded lazily, from number `begin` on."""
     ending = path.suffix.lower()
     if ending not in VIDEOS:
         yield _upright(path, background)
     elif ending == ".gif":
         with Image.open(path) as image:
-            milliseconds = image.info.get("duration", 0)
-            given_fps = 1000 / milliseconds if milliseconds else 0.0
-            for frame in _every(ImageSequence.Iterator(image), given_fps, fps):
+            for frame in _every(ImageSequence.Iterator(image), _fps_of_gif(image), fps, begin):
                 yield to_srgb(frame, background)
     else:
         from imageio_ffmpeg import read_frames  # an extra: `video_problem`
 
-        with closing(read_frames(path)) as frames:
+        at, more = 0, {}
+        if begin and (given_fps := _header(path)["fps"]):
+            at = round(begin * max(1.0, given_fps / fps))
+            more = {"input_params": ["-ss", f"{(at - 0.5) / given_fps:.6f}"]}  # half a frame early: rounding
+        with closing(read_frames(path, **more)) as frames:
             about = next(frames)
-            yield from _every((Image.frombytes("RGB", about["size"], f) for f in frames), about["fps"], fps)
+            shown = (Image.frombytes("RGB", about["size"], f) for f in frames)
+            yield from _every(shown, about["fps"], fps, begin, at)
 
 
-def _every(frames: Iterable[Image.Image], given_fps: float, fps: float) -> Iterator[Image.Image]:
-    """Thin frames out to `fps`: the k-th is frame round(k given_fps / fps)."""
-    step, taken = max(1.0, given_fps / fps), 0
-    for i, frame in enumerate(frames):
+def _header(path: Path) -> dict[str, Any]:
+    """Read what the head of a video says, such as `fps` and `duration` in seconds."""
+    from imageio_ffmpeg import read_frames
+
+    with closing(read_frames(path)) as frames:
+        return next(frames)
+
+
+def _fps_of_gif(image: Image.Image) -> float:
+    """Return frames a second by the first frame's time; 0 if it has none."""
+    milliseconds = image.info.get("duration", 0)
+    return 1000 / milliseconds if milliseconds else 0.0
+
+
+def _every(
+    frames: Iterable[Image.Image], given_fps: float, fps: float, begin: int = 0, at: int = 0
+) -> Iterator[Image.Image]:
+    """Thin frames out to `fps`: the k-th is frame round(k given_fps / fps), from the k `begin` on.
+
+    Args:
+        at: number of the first of `frames`.
+    """
+    step, taken = max(1.0, given_fps / fps), begin
+    for i, frame in enumerate(frames, at):
         if i == round(taken * step):
             taken += 1
             yield frame
@@ -156,13 +232,13 @@ def missing_package(path: Path) -> str | None:
     return None if module and find_spec(module) else package
 
 
-def pixels_depend_on(path: Path, background: RGB) -> list[object]:
-    """Return what a medium's pixels depend on but its content, size and rate; nothing for videos."""
-    ending = path.suffix.lower()
+def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[object]:
+    """Return what a medium's pixels depend on but its content, size and rate; nothing for cropped videos."""
+    ending, bars = path.suffix.lower(), [LETTERBOX, background] if fit == LETTERBOX else []
     if ending in VIDEOS - {".gif"}:
-        return []
+        return bars
     over = [background] if ending not in OPAQUE and background != WHITE else []
-    return ["sRGB", *over, *filter(None, [missing_package(path)])]
+    return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]
 
 
 def video_problem(path: Path) -> str | None:

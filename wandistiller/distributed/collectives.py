@@ -45,6 +45,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here() -> int:
+    """Return how many ranks this machine has, as the launcher says, without communication."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's, deepspeed's
+    return int(next(filter(None, map(os.environ.get, names)), world_size()))
+
+
 def device() -> torch.device:
     """Return this rank's accelerator, or the CPU; the same one in every thread."""
     kind = get_accelerator().device_name()

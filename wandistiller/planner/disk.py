@@ -79,7 +79,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
 def _cache(job: Job, accelerator: bool) -> int:
     """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes."""
     run, items = job.run, job.items
-    samples = items.samples(run.rollouts_per_prompt)
+    samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
     from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
     path = from_prompts * run.rollout_steps if run.rollout_path else 0

@@ -1,6 +1,5 @@
 """Free memory and disk of a machine, and what a run needs of each."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.utils.system_memory import (
     GIB,
+    PIECES,
     SYSTEM,
     disk_free,
     host_free,
@@ -19,9 +19,6 @@ from wandistiller.utils.system_memory import (
     read_sizes,
     reserve,
 )
-
-PIECES = 0.08
-"""Share of an accelerator's free memory kept in reserve for its allocator's fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +76,7 @@ def machine_now() -> Machine:
     """Measure this rank's machine without communication; the launcher says how many ranks it has."""
     device = collectives.device()
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's, deepspeed's
-    counted = (os.environ.get(name) for name in names)
-    here = int(next(filter(None, counted), collectives.world_size()))
-    ranks = collectives.world_size()
-    own = free, host_free(), disk_free(Path()), ranks, here
+    own = free, host_free(), disk_free(Path()), collectives.world_size(), collectives.ranks_here()
     return Machine(*own, device_total=total, device_name=_name(device))
 
 

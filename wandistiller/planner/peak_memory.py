@@ -11,7 +11,6 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.fake_tensor_memory import decoding, encoding, text_encoding
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
@@ -25,10 +24,12 @@ from wandistiller.planner.student_memory import (
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
 from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, swept, teacher_parts
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
-from wandistiller.utils.system_memory import room_of_a_rank
+from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
+from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels, width
+from wandistiller.wan.vae import PARTS, fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -228,26 +229,25 @@ class _Planner:
     def _media(self) -> Parts:
         """Media are encoded one by one."""
         height, width, frames = self.size
-        need = encoding(self.job.folder.vae, (1, 3, frames, height, width), accelerator=self.gpu)
-        return {
-            "VAE": self._vae(need.weights),
-            "VAE's activations": Bytes(transient=need.work),
-            "pixels as they were read": Bytes(host=4 * 3 * frames * height * width),
-        }
+        pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
+        kept = self._libraries(EARLY) | pixels
+        vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
+        return vae | work | pixels
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
         j, gpu = self.job, self.gpu
         latent = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
-        need = decoding(j.folder.vae, (1, *latent), accelerator=gpu)
+        held = self.base | kept | self._clips()
+        vae, decode = self._coding("decode", (1, *latent), held)
         how = {"accelerator": gpu, "sharers": self.sharers}
         work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, **how)
         return PhasePeak(
-            self.base | kept | {"VAE": self._vae(need.weights)} | self._clips(),
+            held | vae,
             {
                 "teacher": call,
                 "student": gathered | {"student's activations": Bytes(transient=work)},
-                "decode": {"VAE's activations": Bytes(transient=need.work)},
+                "decode": decode,
             },
         )
 
@@ -261,6 +261,21 @@ class _Planner:
         pixels = STILLS * height * width + frames * min(tile_h, height) * min(tile_w, width)
         return {"clips that are drawn": Bytes(host=2 * number * 3 * pixels)}
 
-    def _vae(self, weights: int) -> Bytes:
-        """Memory of the VAE, which comes to an accelerator through CPU memory."""
-        return Bytes(device=weights, host=weights if self.gpu else 0)
+    def _coding(self, call: str, shape: tuple[int, ...], kept: Parts) -> tuple[Parts, Parts]:
+        """Memory of the VAE, which comes to an accelerator through CPU memory, and of its call.
+
+        Args:
+            call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
+            shape: of its input.
+        """
+        m, held, config = self.machine, total(kept), self.job.folder.vae
+        weights = PARTS[call](config, shape, accelerator=self.gpu).weights
+        if self.gpu:
+            room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
+        else:
+            free = m.host_free - held.node
+            room = room_of_a_rank(free, m.ranks_on_node) - held.device - held.transient - held.host - weights
+        need, tiles = fitting(call, config, shape, room, accelerator=self.gpu)
+        use = "VAE's activations, in tiles" if tiles else "VAE's activations"
+        vae = {"VAE": Bytes(device=weights, host=weights if self.gpu else 0)}
+        return vae, {use: Bytes(transient=need.work)}

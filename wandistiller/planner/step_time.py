@@ -63,8 +63,8 @@ def _learners(job: Job) -> Iterator[_Learner]:
 
 def _shares(job: Job) -> dict[Latent, float]:
     """Share of samples by the shape of the latent; media are assumed to be spread evenly over the buckets."""
-    items, rollouts = job.items, job.run.rollouts_per_prompt
-    media = int((items.kinds != MediaType.PROMPT).sum()) / items.samples(rollouts)
+    rollouts = int((job.items.kinds == MediaType.PROMPT).sum()) * job.run.rollouts_per_prompt
+    media = 1 - rollouts / job.epoch
     shares: Counter[Latent] = Counter()
     for sizes, share in (([job.size], 1 - media), (job.buckets or [job.size], media)):
         for s in sizes:

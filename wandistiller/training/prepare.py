@@ -63,6 +63,8 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         fps=job.run.video_fps,
         samples_per_file=job.run.prepare_batch,
         background=job.background,
+        fit=job.run.fit,
+        clips=job.run.clips_per_video,
         teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
     )
     selection, samples, skipped = _select(job, latents)
@@ -83,7 +85,8 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
 
 def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
     """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
-    all_samples = AllSamples(job.items, job.run.rollouts_per_prompt, *_sizes(job))
+    r = job.run
+    all_samples = AllSamples(job.items, r.rollouts_per_prompt, *_sizes(job), r.clips_per_video)
     selection = SampleSelection(
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.updates
     )
@@ -95,10 +98,11 @@ def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, 
         key = {n: latents.key(samples[n]) for n in new if samples[n].item.media} if job.needs_latents else {}
         unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
         if unusable and job.run.strict:
-            raise ConfigError(*_messages(sorted(unusable.values())))
+            raise ConfigError(*_messages(sorted(set(unusable.values()))))  # the clips of a video have one
         skipped |= {k: _entry(samples[n].item, unusable[k]) for n, k in key.items() if k in unusable}
         new = selection.replace(n for n, k in key.items() if k in unusable)
-    found = sorted(skipped.values(), key=lambda entry: entry["file"])
+    each = {tuple(entry.values()): entry for entry in skipped.values()}
+    found = sorted(each.values(), key=lambda entry: entry["file"])
     if collectives.rank() == 0:
         _report(job, found)
     return selection, {n: samples[n] for n in selection.used()}, found

@@ -8,6 +8,8 @@ from pathlib import Path
 GIB = 2**30
 SYSTEM = 0.10
 """Share of free CPU memory and disk kept in reserve for data, file cache and other processes."""
+PIECES = 0.08
+"""Share of an accelerator's free memory kept in reserve for its allocator's fragmentation."""
 LEAST = 2 * GIB
 """Smallest reserve in bytes, unless it is over a quarter of the free memory."""
 

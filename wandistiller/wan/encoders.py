@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
 from torch import Tensor
-from transformers import UMT5EncoderModel
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.components import load_text_encoder, load_vae, text_encoder_of
+from wandistiller.wan.components import decoded, encoded, states, text_encoder_of
 from wandistiller.wan.known import load_tokenizer, tokenize
+from wandistiller.wan.loading import load_text_encoder, load_vae
 from wandistiller.wan.pipeline import WanFolder
 
 log = logging.getLogger("wandistiller")
@@ -79,11 +78,6 @@ def require_finite(outputs: Tensor, where: Path) -> None:
         raise ConfigError(f"{where}: its outputs are not finite. Fetch its weights again.")
 
 
-def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return text_BLD of token ids; `mask_BL` is 0 at padding."""
-    return encoder(token_BL, mask_BL).last_hidden_state
-
-
 class Vae:
     """AutoencoderKLWan with normalised latents, in float32 as in Wan. Drop the object to free its memory."""
 
@@ -104,13 +98,3 @@ class Vae:
     def decode(self, x0_BCFHW: Tensor) -> Tensor:
         """Decode normalised latents to pixels_BCFHW in [0, 1]."""
         return decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
-
-
-def encoded(vae: AutoencoderKLWan, pixels_BCFHW: Tensor) -> Tensor:
-    """Encode pixels in [-1, 1] to the posterior's mode z_BCFHW."""
-    return vae.encode(pixels_BCFHW).latent_dist.mode()
-
-
-def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
-    """Decode z_BCFHW to pixels_BCFHW in [0, 1]."""
-    return (vae.decode(z_BCFHW).sample / 2 + 0.5).clamp(0, 1)

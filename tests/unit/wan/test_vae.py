@@ -1,0 +1,128 @@
+"""The VAE whole and in tiles: the choice by free bytes, planned and real memory, and the values."""
+
+import pytest
+import torch
+from published_wan import VAE21 as PUBLISHED
+from small_wan import VAE21, VAE22
+from torch import Tensor
+
+from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.activation_memory import Live
+from wandistiller.wan.components import decoded, encoded, vae_of
+from wandistiller.wan.fake_tensor_memory import decoding, encoding, tile
+from wandistiller.wan.loading import load_vae
+from wandistiller.wan.pipeline import TINY
+from wandistiller.wan.vae import FittingVae, fitting, room_on
+
+CLIP = (1, 16, 21, 60, 104)  # latents of 81 frames of 480x832
+VAES = {"Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("gib", "tiles", "work"), [(8, False, 7.61), (7, True, 1.81), (1, True, 1.81)])
+def test_a_clip_is_decoded_in_tiles_if_its_7_6_gib_are_not_free(gib: int, tiles: bool, work: float) -> None:
+    need, chosen = fitting("decode", PUBLISHED, CLIP, gib * GIB, accelerator=True)
+    assert chosen is tiles and need.work / GIB == pytest.approx(work, abs=0.01)
+
+
+def test_a_call_of_one_tile_stays_whole_though_it_does_not_fit() -> None:
+    need, tiles = fitting("decode", PUBLISHED, (1, 16, 1, 32, 32), 0, accelerator=True)
+    assert not tiles and need == decoding(PUBLISHED, (1, 16, 1, 32, 32), accelerator=True)
+
+
+@pytest.mark.parametrize("size", [(1, 288, 480), (9, 64, 320)], ids=["2x2 tiles", "2 tiles, 9 frames"])
+@pytest.mark.parametrize("name", VAES)
+def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, size: tuple[int, ...]) -> None:
+    (vae, spatial), (frames, *sides) = VAES[name], size
+    pixels, z = (1, 3, frames, *sides), vae["z_dim"]
+    latents = (1, z, (frames - 1) // 4 + 1, *(n // spatial for n in sides))
+    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+        model, x_BCFHW = FittingVae.from_config(vae_of(vae).config), torch.zeros(shape)
+        in_tiles(model, x_BCFHW, call.__name__.removesuffix("d"))
+        with torch.no_grad(), Live() as measured:
+            call(model, x_BCFHW)
+        planned = plan(vae, shape, accelerator=True, tiles=True).work
+        assert measured.most <= planned <= 1.5 * measured.most
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize("name", VAES)
+def test_planned_memory_of_a_batch_is_at_least_that_of_real_tensors(name: str, frames: int) -> None:
+    vae, spatial = VAES[name]
+    pixels, z = (3, 3, frames, 64, 96), vae["z_dim"]
+    latents = (3, z, (frames - 1) // 4 + 1, 64 // spatial, 96 // spatial)
+    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+        model = vae_of(vae)
+        model.enable_slicing()
+        with torch.no_grad(), Live() as measured:
+            call(model, torch.zeros(shape))
+        assert measured.most <= plan(vae, shape, accelerator=True).work <= 1.5 * measured.most
+
+
+@pytest.fixture
+def vae() -> FittingVae:
+    return load_vae(TINY["tiny"] / "vae")
+
+
+def scene_BCFHW(height: int, width: int) -> Tensor:
+    """Slow waves of colour, unlike in all places."""
+    y, x = torch.linspace(0, 9, height)[:, None], torch.linspace(0, 12, width)
+    return torch.stack([torch.sin(x + y), torch.sin(x - y), torch.cos(x * y / 9)])[None, :, None]
+
+
+@torch.no_grad()
+def test_pixels_in_tiles_differ_from_whole_ones_by_half_a_hundredth_on_average(vae: FittingVae) -> None:
+    z_BCFHW = encoded(vae, scene_BCFHW(320, 448))
+    whole = decoded(vae, z_BCFHW)
+    tiled = decoded(in_tiles(vae, z_BCFHW, "decode"), z_BCFHW)
+    assert 0 < (tiled - whole).abs().mean() < 0.005
+
+
+@torch.no_grad()
+def test_pixels_of_an_untrained_wan_vae_in_tiles_differ_by_a_tenth_at_the_most() -> None:
+    torch.manual_seed(0)
+    vae, z_BCFHW = FittingVae(**VAE21).eval(), torch.randn(1, 16, 3, 8, 40)
+    whole = decoded(vae, z_BCFHW)
+    tiled = decoded(in_tiles(vae, z_BCFHW, "decode"), z_BCFHW)
+    assert 0 < (tiled - whole).abs().max() < 0.1
+
+
+def test_the_last_tile_is_no_sliver() -> None:
+    lasts = {n: [*range(0, n, tile(n)[1])][-1] for n in (480, 704, 720, 832, 1280)}
+    assert {n: n - last for n, last in lasts.items()} == {480: 240, 704: 176, 720: 144, 832: 208, 1280: 128}
+
+
+def in_tiles(vae: FittingVae, x_BCFHW: Tensor, call: str) -> FittingVae:
+    """Choose as if nothing were free."""
+    _, vae.chosen[call, x_BCFHW.shape] = fitting(call, vae.settings, x_BCFHW.shape, 0, accelerator=False)
+    return vae
+
+
+@torch.no_grad()
+def test_where_there_is_room_the_values_are_those_of_diffusers_whole_calls(vae: FittingVae) -> None:
+    pixels, stock = scene_BCFHW(320, 448), vae_of(vae.settings)
+    stock.load_state_dict(vae.state_dict())
+    assert torch.equal(encoded(vae, pixels), encoded(stock, pixels))
+
+
+@torch.no_grad()
+def test_a_size_that_is_chosen_for_tiles_leaves_others_whole(vae: FittingVae) -> None:
+    small, large = torch.zeros(1, vae.config.z_dim, 1, 40, 40), torch.zeros(1, vae.config.z_dim, 1, 40, 56)
+    decoded(in_tiles(vae, large, "decode"), large)
+    assert vae.use_tiling
+    decoded(vae, small)
+    assert not vae.use_tiling
+
+
+def test_a_call_in_tiles_is_said_once_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    huge = torch.zeros(()).expand(1, 16, 21, 1000, 1000)  # takes no memory itself, a whole call 1.6 TiB
+    with torch.device("meta"):
+        vae = FittingVae.from_config(PUBLISHED)
+    with caplog.at_level("INFO", "wandistiller"):
+        assert vae._in_tiles("decode", huge) and vae._in_tiles("decode", huge)
+    (said,) = caplog.messages
+    assert said.startswith("the VAE decodes") and "in tiles: a whole call takes" in said
+
+
+def test_the_room_is_part_of_the_free_memory() -> None:
+    assert 0 < room_on(CPU) < 1024 * GIB

@@ -1,0 +1,152 @@
+"""Memory of text encoder and VAE, traced with fake tensors, which take no memory, through our own calls."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.activation_memory import Live
+from wandistiller.wan.components import decoded, encoded, states, text_encoder_of, vae_of
+from wandistiller.wan.text_padding import TEXT_TOKENS
+
+ON_CPU = 1.4
+"""Margin for memory of the C library and the CPU's convolutions next to tensors: in all 1.2 to 1.4 times
+as much at 480x832, up to 1.9 times at 256x256, which is below half a GiB more (tests/bench/vae_memory.py)."""
+CHUNKS = 3
+"""Calls after which memory repeats: the VAE codes four frames after four, and keeps two."""
+
+
+STRIDE, OVERLAP, UNIT = 192, 64, 16
+"""Pixels between tiles of the VAE, about, and of two tiles blended, as in diffusers; strides' divisor."""
+JOINED = 3
+"""Copies of the result of a call in tiles, or of a batch, at its end."""
+Config = dict[str, Any]
+"""The VAE's."""
+Shape = tuple[int, ...]
+
+
+class Need(NamedTuple):
+    """Bytes."""
+
+    weights: int
+    work: int
+    """Peak of all else, input and output included."""
+
+
+@once_for_each
+def text_encoding(config: dict[str, Any], dtype: str, *, accelerator: bool) -> Need:
+    """Memory of the text encoder of this config for one prompt."""
+    with FakeTensorMode(), torch.no_grad():
+        encoder = text_encoder_of(config, getattr(torch, dtype))
+        with Live() as live:
+            token_BL = torch.zeros(1, TEXT_TOKENS, dtype=torch.long)
+            states(encoder, token_BL, torch.ones_like(token_BL))
+    return _need(encoder, live, accelerator)
+
+
+def encoding(vae: Config, pixels: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
+    """Memory of the VAE of this config to encode pixels_BCFHW of this shape, whole or in tiles."""
+    return _coding_of_batch(vae, "encoder", pixels, accelerator, tiles)
+
+
+def decoding(vae: Config, latents: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
+    """Memory of the VAE of this config to decode latents_BCFHW of this shape, whole or in tiles."""
+    return _coding_of_batch(vae, "decoder", latents, accelerator, tiles)
+
+
+def _coding_of_batch(config: Config, part: str, shape: Shape, accelerator: bool, tiles: bool) -> Need:
+    """Memory of a call that takes one sample of a batch at a time, as `load_vae` sets it."""
+    batch, one = shape[0], (1, *shape[1:])
+    weights, work = (_in_tiles if tiles else _coding)(config, part, one)
+    given, made = 4 * math.prod(one), _result(config, part, one)
+    work = max(work + (batch - 1) * (given + made), batch * (given + JOINED * made))
+    return Need(weights, work if accelerator else int(ON_CPU * work))
+
+
+@once_for_each
+def _coding(config: Config, part: str, shape: Shape) -> Need:
+    """Memory of one part of the VAE, which is called for every four frames."""
+    calls = shape[2] if part == "decoder" else 1 + (shape[2] - 1) // 4
+    with FakeTensorMode(), torch.no_grad():
+        vae = vae_of(config)
+        with shortened(getattr(vae, part), calls), Live() as live:
+            (decoded if part == "decoder" else encoded)(vae, torch.empty(shape))
+    return _need(vae, live, accelerator=True)
+
+
+@once_for_each
+def _in_tiles(config: Config, part: str, shape: Shape) -> Need:
+    """Memory of one part of the VAE in diffusers' overlapping tiles; that of the whole if it is one tile.
+
+    All finished tiles are held, of the last its parts too, and at the end three copies of the result: tiles
+    without their overlap, joined, and with its values limited.
+    """
+    *ends, height, width = shape
+    patch = config.get("patch_size") or 1
+    pixels = 1 if part == "encoder" else config.get("scale_factor_spatial", 8)
+    tall, wide = (_tiles(n * pixels, pixels) for n in (height, width))
+    if len(tall) == len(wide) == 1:
+        return _coding(config, part, shape)
+    copies = 2 if part == "encoder" and patch > 1 else 1  # pixels, and patches of them
+    held = peak = copies * 4 * math.prod(shape)
+    last = 0
+    for h, w in product(tall, wide):
+        weights, work = _coding(config, part, (*ends, h, w))
+        peak = max(peak, held + last + work - copies * 4 * math.prod((*ends, h, w)))  # a view of all
+        last = _result(config, part, (*ends, h, w))
+        held += last
+    return Need(weights, max(peak, held + last + JOINED * _result(config, part, shape)))
+
+
+def tile(length: int) -> tuple[int, int]:
+    """Return side and stride, in pixels, of the tiles along an axis of so many; at least that if it is one.
+
+    The strides are nearly equal, so that the last tile, which begins at the last stride, is no sliver, in
+    which the VAE's attention would find little to compare.
+    """
+    stride = -(-length // max(1, round(length / STRIDE)) // UNIT) * UNIT
+    return stride + OVERLAP, stride
+
+
+def _tiles(length: int, unit: int) -> list[int]:
+    """Return the lengths of the tiles along an axis of so many pixels, in units of so many."""
+    side, stride = tile(length)
+    if length <= side:
+        return [length // unit]
+    return [min(side, length - start) // unit for start in range(0, length, stride)]
+
+
+def _result(config: Config, part: str, shape: Shape) -> int:
+    """Count the bytes of the pixels or of the posterior's parameters that a call gives, in float32."""
+    batch, _, frames, height, width = shape
+    factor, side = config.get("scale_factor_temporal", 4), config.get("scale_factor_spatial", 8)
+    if part == "decoder":
+        return 4 * batch * 3 * (1 + factor * (frames - 1)) * height * side * width * side
+    return 4 * batch * 2 * config["z_dim"] * (1 + (frames - 1) // factor) * (height // side) * (width // side)
+
+
+def _need(model: nn.Module, live: Live, accelerator: bool) -> Need:
+    weights = sum(p.nbytes for p in model.parameters())
+    return Need(weights, live.most if accelerator else int(ON_CPU * live.most))
+
+
+@contextmanager
+def shortened(network: nn.Module, calls: int) -> Iterator[None]:
+    """Run only the first CHUNKS calls and the last of the `calls` that code a video; skip the others."""
+    forward, shapes = network.forward, []
+
+    def call(x: Tensor, **more: Any) -> Tensor:
+        skipped = CHUNKS <= len(shapes) < calls - 1
+        out = x.new_empty(shapes[-1]) if skipped else forward(x, **more)
+        shapes.append(out.shape)
+        return out
+
+    network.forward = call
+    yield
+    network.forward = forward
