@@ -18,6 +18,9 @@ from wandistiller.wan.text_padding import TEXT_TOKENS
 ON_CPU = 1.4
 """Margin for memory of the C library and the CPU's convolutions next to tensors: in all 1.2 to 1.4 times
 as much at 480x832, up to 1.9 times at 256x256, which is below half a GiB more (tests/bench/vae_memory.py)."""
+TILES_ON_CPU = 448 * 2**20
+"""Bytes on top of that for tiles: their many sizes of tensors leave more freed memory with the C library; in
+all up to twice as much at 480x832 (tests/bench/vae_memory.py)."""
 CHUNKS = 3
 """Calls after which memory repeats: the VAE codes four frames after four, and keeps two."""
 
@@ -66,7 +69,8 @@ def _coding_of_batch(config: Config, part: str, shape: Shape, accelerator: bool,
     weights, work = (_in_tiles if tiles else _coding)(config, part, one)
     given, made = 4 * math.prod(one), _result(config, part, one)
     work = max(work + (batch - 1) * (given + made), batch * (given + JOINED * made))
-    return Need(weights, work if accelerator else int(ON_CPU * work))
+    on_cpu = int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0)
+    return Need(weights, work if accelerator else on_cpu)
 
 
 @once_for_each

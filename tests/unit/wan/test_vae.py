@@ -12,10 +12,12 @@ from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.fake_tensor_memory import decoding, encoding, tile
 from wandistiller.wan.loading import load_vae
 from wandistiller.wan.pipeline import TINY
-from wandistiller.wan.vae import FittingVae, fitting, room_on
+from wandistiller.wan.vae import PARTS, FittingVae, fitting, room_on
 
 CLIP = (1, 16, 21, 60, 104)  # latents of 81 frames of 480x832
 VAES = {"Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
+MEASURED = [("encode", (1, 3, 1, 480, 832), 847), ("decode", (1, 16, 1, 60, 104), 926)]
+"""MiB by tests/bench/vae_memory.py, in tiles."""
 CPU = torch.device("cpu")
 
 
@@ -87,6 +89,14 @@ def test_pixels_of_an_untrained_wan_vae_in_tiles_differ_by_a_tenth_at_the_most()
     assert 0 < (tiled - whole).abs().max() < 0.1
 
 
+@pytest.mark.parametrize(("call", "shape", "measured_mib"), MEASURED)
+def test_on_a_cpu_tiles_take_at_most_what_is_planned(
+    call: str, shape: tuple[int, ...], measured_mib: int
+) -> None:
+    planned = PARTS[call](PUBLISHED, shape, accelerator=False, tiles=True).work / 2**20
+    assert measured_mib <= planned <= 1.5 * measured_mib
+
+
 def test_the_last_tile_is_no_sliver() -> None:
     lasts = {n: [*range(0, n, tile(n)[1])][-1] for n in (480, 704, 720, 832, 1280)}
     assert {n: n - last for n, last in lasts.items()} == {480: 240, 704: 176, 720: 144, 832: 208, 1280: 128}
@@ -94,7 +104,7 @@ def test_the_last_tile_is_no_sliver() -> None:
 
 def in_tiles(vae: FittingVae, x_BCFHW: Tensor, call: str) -> FittingVae:
     """Choose as if nothing were free."""
-    _, vae.chosen[call, x_BCFHW.shape] = fitting(call, vae.settings, x_BCFHW.shape, 0, accelerator=False)
+    _, vae.chosen[call, x_BCFHW.shape] = fitting(call, vae.settings, x_BCFHW.shape, 0, accelerator=True)
     return vae
 
 
