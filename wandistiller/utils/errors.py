@@ -28,11 +28,11 @@ DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no se
 
 
 class Problems(Exception):
-    """Problems that a person must fix, each a message: where, what was found, what to do."""
+    """Problems that a person must fix, each a message: where, what was found, what to do; equal ones once."""
 
     def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("\n".join(self.problems))
 
 
 class ConfigError(Problems):

@@ -12,7 +12,7 @@ from bad_inputs import Case, outcome
 from ranks import ROOT, free_port
 
 from wandistiller.teacher.placements import device_map
-from wandistiller.utils.errors import nearest
+from wandistiller.utils.errors import ConfigError, nearest
 
 
 @pytest.fixture
@@ -79,3 +79,8 @@ def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
 
 def test_what_is_no_text_resembles_no_name() -> None:
     assert nearest(None, ["Muon"]) == nearest(3, ["3x"]) == "" and nearest("muom", ["Muon"])
+
+
+def test_a_problem_that_is_found_twice_is_said_once() -> None:
+    error = ConfigError("one", "two", "one")
+    assert error.problems == ["one", "two"] and str(error) == "one\ntwo"
