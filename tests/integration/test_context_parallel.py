@@ -80,7 +80,7 @@ def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[st
         assert found["compiled"][what] == pytest.approx(of_steps, rel=1e-5), what
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", slow_but([4], [2, 4]))
 def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
     degree: int, folder: Path, wan: Path, alone: dict[str, Found]
 ) -> None:

@@ -149,11 +149,11 @@ def ranked(
         here: `machine` is this one, which must be able to build the engines.
     """
     (student, teacher), every = choose, []
+    placements = list(_teachers(job, machine, here)) if teacher else [(OWN, job.teacher_ds)]
     for name, changed in _students(job, here) if student else [(OWN, job)]:
         s = STUDENTS.index(name) if student else 0
-        placed = _teachers(changed, machine, here) if teacher else [(OWN, changed)]
-        for t, (place, both) in enumerate(placed):
-            sizes = _smaller_calls(both, passes=teacher)
+        for t, (place, ds) in enumerate(placements):
+            sizes = _smaller_calls(replace(changed, teacher_ds=ds), passes=teacher)
             order = (job.run.context_parallel, s, t)
             every.append(_choice(name, place, sizes, machine, rates, order))
     return sorted(every, key=lambda c: (c.seconds, c.order))
@@ -214,8 +214,8 @@ def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
                 yield replace(job, student_ds=checked, batch=batch)
 
 
-def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job]]:
-    """The run with each shipped placement that `machine` may gain from, those first that move least."""
+def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The shipped placements that `machine` may gain from, with the run's own keys, the cheapest first."""
     dtype, common = dtype_name(job.teacher_ds), types_of(Placement)
     given = {key: value for key, value in job.teacher_ds.get(BLOCK, {}).items() if key in common}
     for name, ds in teachers(job.folder.config, dtype, machine.topology):
@@ -223,7 +223,7 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Job
             ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
         if read_placement(ds).weights_problems("", ds) or here and config_problems("", without_block(ds)):
             continue
-        yield name, replace(job, teacher_ds=ds)
+        yield name, ds
 
 
 @once_for_each
