@@ -1,5 +1,6 @@
 """Networks whose activations are measured, and the peak of the CPU's allocator; also called on ranks."""
 
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -8,6 +9,7 @@ import deepspeed
 import torch
 from small_wan import small_transformer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
@@ -64,14 +66,24 @@ def config(layers: int) -> dict[str, Any]:
 
 
 def shared_peaks(layers: int, ds: dict[str, Any], dtype: str) -> tuple[int, int]:
-    """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call.
-
-    Each is the least of four: threads of gloo free what they sent somewhat later.
-    """
+    """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
     text_padding.TEXT_TOKENS = TEXT
     sequence.share(collectives.world_size())
     model, _ = network(layers, ds, dtype)
     share_sequences(model)
-    passes = min(peak_bytes(lambda: predict(model, 1).square().mean().backward()) for _ in range(4))
-    with torch.no_grad():
-        return passes, min(peak_bytes(lambda: predict(model, 1)) for _ in range(4))
+    with PausedExchanges():
+        passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
+        with torch.no_grad():
+            return passes, peak_bytes(lambda: predict(model, 1))
+
+
+class PausedExchanges(TorchDispatchMode):
+    """Wait after each exchange: gloo's threads free what they sent only when a core is free for them."""
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(0.01)
+        return result
