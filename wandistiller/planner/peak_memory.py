@@ -23,6 +23,7 @@ from wandistiller.planner.student_memory import (
 )
 from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
 from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, swept, teacher_parts
+from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
@@ -47,6 +48,7 @@ NCCL = 700 * MIB
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST = "student's gradients in float32"
+FREED = "freed by the teacher, kept by the C library"
 
 
 def plan(job: Job, machine: Machine) -> dict[str, PhasePeak]:
@@ -114,6 +116,9 @@ class _Planner:
             steps |= critic_steps | {"the student's judges": steps["student"] | call}
             if slope := steps.pop("the critic's slope", None):
                 steps["the student's judges, slope"] = steps["student"] | slope
+        if call and not self.gpu:
+            freed = total(call)
+            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
         student |= critic
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))

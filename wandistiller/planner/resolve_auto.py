@@ -183,12 +183,12 @@ def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
         passes: whether its JSON may be changed.
     """
     yield job
-    one = replace(job, run=replace(job.run, prepare_batch=1))
-    if job.run.prepare_batch > 1:
-        yield one
+    while job.run.prepare_batch > 1:
+        job = replace(job, run=replace(job.run, prepare_batch=job.run.prepare_batch // 2))
+        yield job
     block = job.teacher_ds.get(BLOCK, {})
     if passes and branches(job) > 1 and read_placement(job.teacher_ds).guidance_passes == 1:
-        yield replace(one, teacher_ds=job.teacher_ds | {BLOCK: block | {"guidance_passes": 2}})
+        yield replace(job, teacher_ds=job.teacher_ds | {BLOCK: block | {"guidance_passes": 2}})
 
 
 def _students(job: Job, here: bool) -> Iterator[tuple[str, Job]]:

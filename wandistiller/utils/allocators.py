@@ -11,7 +11,9 @@ ROUNDED = 1
 SETTINGS = f"expandable_segments:True,pinned_max_round_threshold_mb:{ROUNDED}"
 """Segments that grow leave no fragments too small to use. Page-locked blocks over 1 MiB take their own size,
 not the next power of two, which for an offloaded optimizer is many GiB more (torch 2.13)."""
-C_LIBRARY = {-3: 32 * 2**20, -1: 512 * 2**20}
+KEPT = 512 * 2**20
+"""Bytes of freed memory that the C library keeps at most, at the end of its heap."""
+C_LIBRARY = {-3: 32 * 2**20, -1: KEPT}
 """M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's mallopt(3), in bytes: smaller blocks are reused, and freed
 memory at the end of the heap is kept up to the second. By its own rules a training step on a CPU gives its
 activations back to the system and takes them again: up to 60,000 page faults a step of the quick start, which

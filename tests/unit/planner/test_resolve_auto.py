@@ -53,12 +53,14 @@ def test_of_what_is_auto_the_fastest_that_fits_is_chosen(
     assert (choice.student, choice.teacher) == (student, teacher)
 
 
-def test_a_video_s_teacher_computes_on_the_gpu_in_calls_that_fit(published: Path) -> None:
+@pytest.mark.parametrize(("given", "fits"), [(None, 1), (4, 2)])
+def test_a_video_s_teacher_computes_on_the_gpu_in_calls_halved_until_they_fit(
+    published: Path, given: int | None, fits: int
+) -> None:
     machine, size = gpus(1, 24, 128), {"num_frames": 81, "student_config": {"num_attention_heads": 0.3}}
-    for prepare_batch in (None, 4):
-        best = chosen(job(published, machine, LARGE, prepare_batch=prepare_batch, **BOTH, **size), machine)
-        assert best.teacher == "streamed" and best.job.run.prepare_batch == 1
-        assert best.settings["prepare_batch"] == 1
+    best = chosen(job(published, machine, LARGE, prepare_batch=given, **BOTH, **size), machine)
+    assert best.teacher == "streamed" and best.job.run.prepare_batch == fits
+    assert best.settings["prepare_batch"] == fits
 
 
 def test_of_equally_fast_micro_batches_the_largest_that_fits_is_chosen(published: Path) -> None:
