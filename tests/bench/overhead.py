@@ -2,6 +2,7 @@
 
     python tests/bench/overhead.py                       # one thread, about 6 minutes
     python tests/bench/overhead.py --batch 4 --steps 200
+    python tests/bench/overhead.py --wider 4 --batch 4 --steps 15   # experts of 50M, random weights
 
 The plain loop trains the same student on the same batches: diffusers' gradient checkpointing, torch's fused
 AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads them from its cache, draws
@@ -13,6 +14,7 @@ memory, as the plain loop has it; `streamed` copies the teacher's blocks from CP
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -56,7 +58,21 @@ TURN = 5
 """Steps in a turn."""
 
 
-def recipe(folder: Path, setting: str, batch: int) -> dict[str, Any]:
+def wider(folder: Path, factor: int) -> Path:
+    """Return the tiny teacher, or one `factor` times as wide with random weights, written to `folder`."""
+    if factor == 1:
+        return TINY["tiny"]
+    made = folder / f"wider_{factor}"
+    shutil.copytree(TINY["tiny"], made, dirs_exist_ok=True)
+    for expert in Expert:
+        config = WanTransformer3DModel.load_config(made / expert.value)
+        sizes = {key: factor * config[key] for key in ("num_attention_heads", "ffn_dim")}
+        torch.manual_seed(0)
+        WanTransformer3DModel.from_config(config | sizes).save_pretrained(made / expert.value)
+    return made
+
+
+def recipe(folder: Path, teacher_path: Path, setting: str, batch: int) -> dict[str, Any]:
     """Return the quick start's recipe, with short rollouts."""
     student, teacher = SETTINGS[setting]
     quick = read_json(CONFIGS / "recipes/quickstart.json")
@@ -67,8 +83,9 @@ def recipe(folder: Path, setting: str, batch: int) -> dict[str, Any]:
     ds["zero_optimization"] = read_json(CONFIGS / f"student/{student}.json")["zero_optimization"]
     placed = read_json(CONFIGS / f"teacher/{teacher}.json")
     return quick | {
+        "teacher_path": str(teacher_path),
         "output_dir": str(folder / f"{setting}_{batch}"),
-        "cache_dir": str(folder / "cache"),
+        "cache_dir": str(folder / f"cache_{teacher_path.name}"),
         "deepspeed_config": ds,
         "teacher_deepspeed_config": {k: v for k, v in placed.items() if k not in ("bf16", "fp16")},
         "rollout_steps": 2,
@@ -101,7 +118,7 @@ class PlainLoop:
         self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
         self._student.enable_gradient_checkpointing()
         self._teachers = {
-            e: WanTransformer3DModel.from_pretrained(TINY["tiny"] / e.value).eval() for e in Expert
+            e: WanTransformer3DModel.from_pretrained(job.folder.path / e.value).eval() for e in Expert
         }
         for model in (self._student, *self._teachers.values()) if job.run.merge_text_padding else ():
             merge_text_padding(model)
@@ -163,9 +180,9 @@ def train(trainer: Trainer, steps: range) -> list[float]:
     return losses
 
 
-def compare(folder: Path, setting: str, batch: int, steps: int) -> tuple[str, list[str]]:
+def compare(folder: Path, teacher_path: Path, setting: str, batch: int, steps: int) -> tuple[str, list[str]]:
     """Train both; return a row of the table, and the rows of its parts."""
-    given = recipe(folder, setting, batch)
+    given = recipe(folder, teacher_path, setting, batch)
     trainer, timers = trainer_of(given, parts_of(job_of(given))), (Timer(), Timer())
     trainer.monitor.start(0)
     plain = PlainLoop(trainer, timers[0])
@@ -197,10 +214,12 @@ def main() -> None:
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     made.add_argument("--batch", nargs="+", type=int, default=[4, 16])
     made.add_argument("--steps", type=int, default=60, help=f"a multiple of {TURN}")
+    made.add_argument("--wider", type=int, default=1, help="the teacher's width over the tiny one's")
     args = made.parse_args()
     collectives.init("warning")
     pairs = [(setting, batch) for setting in args.settings for batch in args.batch]
-    rows, parts = zip(*(compare(args.folder, *pair, args.steps) for pair in pairs), strict=True)
+    teacher = wider(args.folder, args.wider)
+    rows, parts = zip(*(compare(args.folder, teacher, *pair, args.steps) for pair in pairs), strict=True)
     print(
         "| setting | batch | plain, CPU ms a step | trainer | samples a CPU second / plain | losses apart |"
     )

@@ -22,6 +22,7 @@ from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
 from wandistiller.engine.workarounds import (
     has_dynamic_loss_scale,
+    leave_out_reduction_of_one_rank,
     partition_before_moving,
     patch_flops_profiler,
     reset_adam_step_cache,
@@ -220,6 +221,7 @@ def _engine(
     with partition_before_moving(model, ds), without_dummy_step():
         engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
     skip_nonfinite_steps(engine)
+    leave_out_reduction_of_one_rank(engine)
     if stage(ds) == 3:
         pace_fetches(engine.module)
     # data_types.buffer_dtype would have cast its tables

@@ -79,6 +79,17 @@ def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: floa
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["float32", "bf16"])
+def test_a_single_rank_s_gradients_are_not_copied_to_be_reduced(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds, sent = engine_json(zero_optimization={"stage": 0}, **more), []
+    monkeypatch.setattr(deepspeed.comm, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.numel()))
+    curve(ds)
+    assert max(sent, default=1) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_deepspeed_s_own_stage_0_counts_a_step_before_the_first() -> None:
     """The cause of its other curve; when this fails, `without_dummy_step` may go."""
     model = small_transformer(0, 1)
