@@ -49,6 +49,7 @@ LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST = "student's gradients in float32"
 FREED = "freed by the teacher, kept by the C library"
+"""CPU memory that a teacher's call has left in the heap while the student computes."""
 
 
 def plan(job: Job, machine: Machine) -> dict[str, PhasePeak]:

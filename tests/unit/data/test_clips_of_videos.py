@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers.utils import export_to_video
+from grey_videos import numbers, video
 from PIL import Image
 
 from wandistiller.config.data_identity import data_digest
@@ -23,20 +23,10 @@ NO_ROLLOUTS = Rollouts(20, 1, False, 0, 3.0)
 WHITE, RED = (255, 255, 255), (255, 0, 0)
 
 
-def video(file: Path, frames: int, fps: int = 16) -> Path:
-    """Frame i is grey 4 i, up to 60 frames."""
-    pictures = [Image.fromarray(np.full((32, 32, 3), 4 * i, dtype=np.uint8)) for i in range(frames)]
-    if file.suffix == ".gif":
-        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=round(1000 / fps))
-    else:
-        export_to_video(pictures, str(file), fps=fps)
-    return file
-
-
 def clip(file: Path, number: int, clips: int, num_frames: int = 5, fps: float = 16.0) -> list[int]:
     """Numbers of the frames of a clip, by their grey."""
     pixels_CFHW = load_media(file, Size(32, 32, num_frames), fps, clip=number, clips=clips)
-    return ((pixels_CFHW.mean((0, 2, 3)) + 1) * 127.5 / 4).round().int().tolist()
+    return numbers(pixels_CFHW)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.gif"])

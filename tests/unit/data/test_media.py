@@ -9,7 +9,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from diffusers.utils import export_to_video
+from grey_videos import numbers, video
 from PIL import Image
 from torch import Tensor
 
@@ -82,25 +82,15 @@ def save_turned(file: Path, array_HWC: np.ndarray, orientation: int) -> Path:
     return file
 
 
-def video(file: Path, frames: int, fps: int = 8) -> Path:
-    """Frame i is grey 4 i, up to 60 frames."""
-    pictures = [Image.fromarray(np.full((32, 32, 3), 4 * i, dtype=np.uint8)) for i in range(frames)]
-    if file.suffix == ".gif":
-        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=round(1000 / fps))
-    else:
-        export_to_video(pictures, str(file), fps=fps)
-    return file
-
-
 def frames_of(file: Path, num_frames: int, fps: float = 16.0) -> list[int]:
     """Numbers of the frames that were taken, by their grey."""
     pixels_CFHW = load(file, 32, 32, num_frames, fps)
-    return ((pixels_CFHW.mean((0, 2, 3)) + 1) * 127.5 / 4).round().int().tolist()
+    return numbers(pixels_CFHW)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
 def test_the_first_frames_of_a_slow_video_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
-    assert frames_of(video(tmp_path / name, 12), 9) == list(range(9))
+    assert frames_of(video(tmp_path / name, 12, 8), 9) == list(range(9))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +104,7 @@ def test_a_faster_video_is_thinned_out_to_the_nearest_frames(
 
 
 def test_only_the_frames_that_are_used_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, read_frames, decoded = video(tmp_path / "a.mp4", 60), imageio_ffmpeg.read_frames, []
+    file, read_frames, decoded = video(tmp_path / "a.mp4", 60, 8), imageio_ffmpeg.read_frames, []
 
     def counted(path: Path) -> Iterator[object]:
         for frame in read_frames(path):
@@ -127,7 +117,7 @@ def test_only_the_frames_that_are_used_are_decoded(tmp_path: Path, monkeypatch: 
 
 def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=r"has 3 frame\(s\) at 16 a second, the run wants 5"):
-        load(video(tmp_path / "a.gif", 3), num_frames=5)
+        load(video(tmp_path / "a.gif", 3, 8), num_frames=5)
 
 
 @pytest.mark.parametrize("content", [b"", b"no medium", bytes(1000)])
@@ -222,7 +212,7 @@ def test_dimensions_are_as_shown_cached_and_read_again_when_a_file_changes(
     files = [
         save_turned(tmp_path / "a.jpg", noise_HWC(24, 40), 6),
         picture(tmp_path / "b.png", noise_HWC(24, 40)),
-        video(tmp_path / "c.mp4", 3),
+        video(tmp_path / "c.mp4", 3, 8),
         tmp_path / "d.png",
     ]
     files[3].write_bytes(b"no medium")

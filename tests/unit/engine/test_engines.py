@@ -86,7 +86,7 @@ def test_a_single_rank_s_gradients_are_not_copied_to_be_reduced(
     ds, sent = engine_json(zero_optimization={"stage": 0}, **more), []
     monkeypatch.setattr(deepspeed.comm, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.numel()))
     curve(ds)
-    assert max(sent, default=1) == 1
+    assert all(numel == 1 for numel in sent)  # numbers, such as whether a gradient overflowed
 
 
 @pytest.mark.usefixtures("one_rank")

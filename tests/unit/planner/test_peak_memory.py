@@ -12,7 +12,7 @@ from planned import published_job as job
 
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands
-from wandistiller.planner.peak_memory import CONTEXT, MIB, plan
+from wandistiller.planner.peak_memory import CONTEXT, FREED, MIB, plan
 from wandistiller.planner.phase_peak import PhasePeak, most
 from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
@@ -39,6 +39,23 @@ def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
 def test_without_an_accelerator_all_is_cpu_memory(published: Path) -> None:
     peaks = [phase.peak() for phase in plan(job(published, ON_CPU), ON_CPU).values()]
     assert all((peak.device, peak.transient) == (0, 0) for peak in peaks)
+
+
+@pytest.mark.parametrize(("size", "fits"), [((64, 64, 1), True), ((480, 832, 81), False)])
+def test_on_a_cpu_what_the_teacher_freed_stays_beside_the_student_up_to_512_mib(
+    published: Path, size: tuple[int, int, int], fits: bool
+) -> None:
+    given = dict(zip(("height", "width", "num_frames"), size, strict=True)) | {
+        "teacher_device_strategy": "gpu"
+    }
+    steps = plan(job(published, ON_CPU, "Wan2.1-T2V-1.3B", **given), ON_CPU)["train"].alternatives
+    freed = sum(b.host for b in steps["teacher"].values())
+    assert (freed < 512 * MIB) == fits
+    assert steps["student"][FREED].host == (freed if fits else 512 * MIB)
+
+
+def test_on_a_gpu_nothing_of_the_teacher_stays_beside_the_student(published: Path) -> None:
+    assert FREED not in plan(job(published, ONE_24), ONE_24)["train"].alternatives["student"]
 
 
 def test_a_rank_starts_from_all_weights_of_both_networks_in_float32(published: Path) -> None:
