@@ -172,14 +172,14 @@ def test_every_function_is_annotated_in_full() -> None:
     assert offenders(lambda m: {f.name: missing for f in functions(m) if (missing := unannotated(f))}) == {}
 
 
-def test_no_file_is_over_300_lines() -> None:
+def test_no_file_is_over_400_lines() -> None:
     files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
     lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    assert {file: lines for file, lines in lengths.items() if lines > 300} == {}
+    assert {file: lines for file, lines in lengths.items() if lines > 400} == {}
 
 
-def test_no_function_is_over_45_lines() -> None:
-    assert offenders(lambda m: [f.name for f in functions(m) if f.end_lineno - f.lineno >= 45]) == {}
+def test_no_function_is_over_60_lines() -> None:
+    assert offenders(lambda m: [f.name for f in functions(m) if f.end_lineno - f.lineno >= 60]) == {}
 
 
 def test_every_public_class_and_every_module_has_a_docstring() -> None:
