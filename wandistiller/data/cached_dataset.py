@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.sample_order import Permutation, SampleOrder
 from wandistiller.data.text_cache import TextCache
@@ -118,15 +119,17 @@ class CachedData:
         text: TextCache,
         sample_prompts: list[str],
         *,
+        measured: Measured,
         has_latents: bool = True,
     ):
         """Serve `samples`, the run's own by number, from the caches that hold them.
 
         Args:
             sample_prompts: prompts of the pictures that are drawn.
+            measured: where measurements of the teacher are kept.
             has_latents: False if only text is cached.
         """
-        self.sample_prompts, self.has_latents = sample_prompts, has_latents
+        self.sample_prompts, self.measured, self.has_latents = sample_prompts, measured, has_latents
         self.selection, self._latents, self._text = selection, latents, text
         self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.distributed.collectives import log0, rank
-from wandistiller.distributed.progress import bar, clock
+from wandistiller.distributed.progress import bar, clock, speed
 from wandistiller.monitoring.memory_usage import Usage, in_gib, worst
 from wandistiller.utils.files import atomic, flush
 from wandistiller.utils.logging import log_to_file
@@ -104,7 +104,8 @@ class Metrics:
         }
         if rank() == 0:
             append_line(self._file, finite_or_none(entry))
-        self._show(step, values, f"{rate:.1f} samples/s", worst(memory["train"]), left)
+        pace = speed(self._global_batch, seconds, "sample")
+        self._show(step, values, pace, worst(memory["train"]), left)
         return entry
 
     def _show(

@@ -1,8 +1,10 @@
 """Calibration: means, mean squares and second moments of a network's activations, collected by hooks."""
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +12,19 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
+from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
 STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
 QK_NORMS = ("norm_q", "norm_k")
+CALLS = "calls"
+"""Name of the number of calls in a file of sums."""
 AT_ONCE = 2**24
 """Elements converted to float64 at once: a video of Wan 14B has 1.8 x 10^9 hidden units."""
 
@@ -37,32 +45,78 @@ class _Sums:
     def add_products(self, name: str, x_TD: Tensor) -> None:
         _add(self.matrices, name, x_TD.new_tensor(len(x_TD)), (x_TD.T @ x_TD).double())
 
+    def statistics(self) -> CalibrationStats:
+        """Return what the sums are for."""
+        moments = {
+            name: InputMoments((s / n).float().cpu(), (q / n).float().cpu())
+            for name, (n, s, q) in self.vectors.items()
+        }
+        products = {name: total_DD.cpu() / n.cpu() for name, (n, total_DD) in self.matrices.items()}
+        mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
+        text_DD = products["text"] - torch.outer(mean_D, mean_D)
+        return CalibrationStats(moments, products["stream"].float(), text_DD.float())
+
+    def tensors(self, calls: int) -> dict[str, Tensor]:
+        """Return the sums after a number of calls, by names for a file."""
+        kinds = {"vectors": self.vectors, "matrices": self.matrices}
+        named = {
+            f"{kind}/{name}/{i}": total
+            for kind, sums in kinds.items()
+            for name, totals in sums.items()
+            for i, total in enumerate(totals)
+        }
+        return named | {CALLS: torch.tensor(calls)}
+
+    def load(self, tensors: dict[str, Tensor]) -> int:
+        """Take the sums of a file; return the calls that they are of, 0 without any."""
+        for key in sorted(tensors.keys() - {CALLS}):  # so that the parts of a sum are in order
+            kind, name, _ = key.split("/")
+            sums = self.vectors if kind == "vectors" else self.matrices
+            sums.setdefault(name, []).append(tensors[key])
+        return int(tensors[CALLS]) if tensors else 0
+
 
 def _add(sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
     totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
-    for total, t in zip(totals, new, strict=True):
-        total += t.to(total.device)
+    for i, t in enumerate(new):
+        totals[i] = totals[i].to(t.device).add_(t)  # those of a file begin on the CPU
 
 
-def measure(networks: Iterable[nn.Module], use: Callable[[], object]) -> CalibrationStats | None:
-    """Run `use`, which calls `networks`; return joint statistics of their activations, None without any."""
-    sums = _Sums()
+SAVE_SECONDS = 60.0
+"""Time of measuring after which the sums so far are saved; what is shorter is measured again."""
+
+
+def measure(
+    networks: Iterable[nn.Module],
+    calls: Sequence[Callable[[], object]],
+    measured: Measured | None = None,
+    name: str = "",
+    owner: int = 0,
+) -> CalibrationStats | None:
+    """Make `calls`, which use `networks`; return joint statistics of their activations, None without any.
+
+    Collective if the calls are, or `measured` is given.
+
+    Args:
+        measured: where the sums of a long measurement are kept under `name` by rank `owner`, whose results
+            alone are whole where a run goes on from them.
+    """
+    measured = measured or Measured(None)
+    is_owner, sums = collectives.rank() == owner, _Sums()
+    done = collectives.broadcast_object(sums.load(measured.read(name)) if is_owner else 0, owner)
+    saved = time.monotonic()
     with ExitStack() as hooks, torch.no_grad():
         for network in networks:
-            for name, module in network.named_modules():
-                if add := _adder(sums, name, module):
+            for module_name, module in network.named_modules():
+                if add := _adder(sums, module_name, module):
                     hooks.enter_context(module.register_forward_pre_hook(partial(_in_parts, add)))
-        use()
-    if not sums.vectors:
-        return None
-    moments = {
-        name: InputMoments((s / n).float().cpu(), (q / n).float().cpu())
-        for name, (n, s, q) in sums.vectors.items()
-    }
-    products = {name: total_DD.cpu() / n.cpu() for name, (n, total_DD) in sums.matrices.items()}
-    mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
-    text_DD = products["text"] - torch.outer(mean_D, mean_D)
-    return CalibrationStats(moments, products["stream"].float(), text_DD.float())
+        progress = Progress("activations of the teacher", len(calls) - done, "call of the teacher")
+        for number, call in enumerate(calls[done:], done + 1):
+            progress.counting(call)()
+            if is_owner and time.monotonic() - saved > SAVE_SECONDS:
+                measured.write(name, sums.tensors(number))
+                saved = time.monotonic()
+    return sums.statistics() if sums.vectors else None
 
 
 def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
@@ -125,9 +179,11 @@ class VelocityError:
 
     def add(self, batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> None:
         """Add the samples of a batch."""
-        tensors = (v_BCFHW - target_BCFHW, target_BCFHW)
-        error_B, norm_B = (t.flatten(1).double().square().sum(1) for t in tensors)
-        self._rows.append(torch.stack([batch.sigma_B.double(), error_B, norm_B], dim=1).cpu())
+        self.add_rows(error_rows(batch, v_BCFHW, target_BCFHW))
+
+    def add_rows(self, rows_B3: Tensor) -> None:
+        """Add samples whose `error_rows` are known."""
+        self._rows.append(rows_B3)
 
     def relative(self, low: float = 0.0, high: float = 1.0) -> float | None:
         """Return the error over the samples with sigma in the band of that name; None without any."""
@@ -143,6 +199,13 @@ class VelocityError:
         return {band: error for band, error in errors.items() if error is not None}
 
 
+def error_rows(batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> Tensor:
+    """Return sigma, |v - v*|^2 and |v*|^2 of each sample, rows_B3 float64 on the CPU."""
+    tensors = (v_BCFHW - target_BCFHW, target_BCFHW)
+    error_B, norm_B = (t.flatten(1).double().square().sum(1) for t in tensors)
+    return torch.stack([batch.sigma_B.double(), error_B, norm_B], dim=1).cpu()
+
+
 @torch.no_grad()
 def velocity_error(
     batches: list[Batch], targets: Iterable[Tensor], velocity: Callable[[Batch], Tensor]
@@ -152,4 +215,29 @@ def velocity_error(
     for batch, target_BCFHW in zip(batches, targets, strict=True):
         heartbeat()
         error.add(batch, velocity(batch), target_BCFHW)
+    return error
+
+
+@torch.no_grad()
+def start_error(
+    batches: list[Batch],
+    teacher: Callable[[Batch], Tensor],
+    student: Callable[[Batch], Tensor],
+    measured: Measured,
+    identity: Any,
+) -> VelocityError:
+    """Measure the student before training, and keep the errors. Collective if either network is.
+
+    Args:
+        identity: all that the student's weights depend on, for JSON.
+    """
+    error, same = VelocityError(), batches_digest(batches)
+    progress = Progress("velocity error at the start", 2 * len(batches), "call of a network")
+    teacher, student = progress.counting(teacher), progress.counting(student)
+    for i, batch in enumerate(batches):
+        before = progress.done
+        name = digest("start", same, identity, i)
+        error.add_rows(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))
+        if progress.done == before:
+            progress.skip(2)
     return error

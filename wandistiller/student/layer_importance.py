@@ -1,53 +1,89 @@
 """Importance of the teacher's blocks: the velocity error without each of them; a table of them."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
-from itertools import product
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
+from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.student.calibration import velocity_error
 from wandistiller.teacher.base import Teacher, local_modules
-from wandistiller.utils.files import atomic, write_json
+from wandistiller.utils.files import atomic, digest, write_json
 
 ROUNDS = 8
 
 
-def importance(teacher: Teacher, batches: list[Batch], layers: int, keep: int) -> list[dict[int, float]]:
+def importance(
+    teacher: Teacher, batches: list[Batch], layers: int, keep: int, measured: Measured | None = None
+) -> list[dict[int, float]]:
     """Drop the least important blocks, in rounds, as importance depends on the others. Collective.
 
     Args:
         teacher: without guidance.
         batches: equal on every rank.
         keep: number of blocks that stay; the others are dropped over at most `ROUNDS` rounds.
+        measured: where errors are kept.
     Returns:
         For each round, by block, the relative velocity error without it and those dropped before; the last
         round has the blocks that stay. Equal on every rank.
     """
-    targets, left, rounds = [teacher.velocity(b) for b in batches], list(range(layers)), []
-    for to_go in range(min(ROUNDS, layers - keep), -1, -1):
+    measured, left, rounds = measured or Measured(None), list(range(layers)), []
+    numbers = blocks_left(layers, keep)
+    progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call of the teacher")
+    velocity, same = progress.counting(teacher.velocity), batches_digest(batches)
+    targets = [velocity(b) for b in batches]
+
+    def error_without(blocks: set[int]) -> Tensor:
+        with _skipped(teacher, blocks):
+            return torch.tensor(velocity_error(batches, targets, velocity).relative(), dtype=torch.float64)
+
+    for following in [*numbers[1:], keep]:
         dropped = set(range(layers)) - set(left)
-        errors = {i: _error_without(teacher, batches, targets, dropped | {i}) for i in left}
-        scores = collectives.broadcast_object(errors)
+        scores = {}
+        for i in left:
+            name, before = digest(same, sorted(dropped | {i})), progress.done
+            scores[i] = measured.of(name, lambda i=i, dropped=dropped: error_without(dropped | {i})).item()
+            if progress.done == before:
+                progress.skip(len(batches))
         rounds.append(scores)
-        drop = -(-(len(left) - keep) // to_go) if to_go else 0
-        left = sorted(sorted(left, key=lambda i: (-scores[i], i))[: len(left) - drop])
-        message = "importance: %d blocks left, the least important: error %.4f without it"
+        message = "importance: without the least important of %d blocks the error is %.4f"
         collectives.log0(message, len(left), min(scores.values()))
+        left = sorted(sorted(left, key=lambda i: (-scores[i], i))[:following])
     return rounds
 
 
-def _error_without(teacher: Teacher, batches: list[Batch], targets: list[Tensor], blocks: set[int]) -> float:
-    def skip(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return inputs[0].to(output.device)
+def blocks_left(layers: int, keep: int) -> list[int]:
+    """Return the number of blocks at the start of each round; each of them is left out once in it."""
+    numbers = [layers]
+    for to_go in range(min(ROUNDS, layers - keep), 0, -1):
+        numbers.append(numbers[-1] + -(numbers[-1] - keep) // to_go)
+    return numbers
 
-    with ExitStack() as hooks:
-        for network, number in product(set(local_modules(teacher).values()), blocks):
-            hooks.enter_context(network.blocks[number].register_forward_hook(skip))
-        return velocity_error(batches, targets, teacher.velocity).relative()
+
+@contextmanager
+def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
+    """Let hidden states pass these blocks unchanged. What places or fetches weights are hooks, which stay."""
+    networks = set(local_modules(teacher).values())
+    skipped = [network.blocks[number] for network in networks for number in blocks]
+    before = [vars(block).get("forward") for block in skipped]  # compiled blocks have one of their own
+    for block in skipped:
+        block.forward = _pass_by
+    try:
+        yield
+    finally:
+        for block, forward in zip(skipped, before, strict=True):
+            del block.forward
+            if forward:
+                block.forward = forward
+
+
+def _pass_by(hidden_states_BSD: Tensor, *_: Tensor) -> Tensor:
+    return hidden_states_BSD
 
 
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:

@@ -3,6 +3,7 @@
 All ranks take the same calibration samples and so agree; results of the teacher's owner are broadcast.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from wandistiller.batch import CRITIC, Batch, Expert
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
 from wandistiller.student.blocks import add_heads, add_projections
-from wandistiller.student.calibration import calibration_batches, measure, velocity_error
+from wandistiller.student.calibration import calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
     StudentConfig,
@@ -31,7 +33,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
-from wandistiller.utils.files import write_json
+from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.transformer import count_parameters
@@ -153,7 +155,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
     set_activity("measuring the teacher")
     teacher, batches = without_guidance(teacher), calibration_of(job, data)
     if job.student.keep_layers == IMPORTANCE:
-        job = job.with_layers(_important(job, teacher, batches))
+        job = job.with_layers(_important(job, teacher, batches, data.measured))
         if collectives.rank() == 0:
             job.write_resolved()
     cuts = {}
@@ -163,18 +165,21 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         samples = sum(len(b.sigma_B) for b in used)
         collectives.log0("measuring the teacher's activations: %d samples", samples)
         modules = {module for e, module in local_modules(teacher).items() if e in served}
+        calls, owner = [partial(teacher.velocity, b) for b in used], owner_rank(teacher)
         with sequence.alone():  # statistics of all patches
-            measured = measure(modules, lambda used=used: [teacher.velocity(b) for b in used])
-        here = collectives.rank() == owner_rank(teacher)
+            measured = measure(
+                modules, calls, data.measured, digest("activations", batches_digest(used)), owner
+            )
+        here = collectives.rank() == owner
         plan = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
-        cuts[expert] = collectives.broadcast_object(plan, owner_rank(teacher))
+        cuts[expert] = collectives.broadcast_object(plan, owner)
     return job, cuts
 
 
-def _important(job: Job, teacher: Teacher, batches: list[Batch]) -> list[int]:
+def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measured) -> list[int]:
     experts = {source for e in job.student_experts for source in source_experts(job.student, job.folder, e)}
     layers, keep = job.folder.config["num_layers"], job.student_transformer["num_layers"]
-    rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep)
+    rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     kept = list(rounds[-1])
     collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.md")
     if collectives.rank() == 0:
@@ -212,7 +217,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     }
     if teacher:
         teacher, batches = without_guidance(teacher), calibration_of(job, data)
-        error = velocity_error(batches, (teacher.velocity(b) for b in batches), student.velocity)
+        error = start_error(batches, teacher.velocity, student.velocity, data.measured, job.identity)
         numbers["relative_velocity_error"] = error.relative()
         numbers["relative_velocity_error_by_sigma"] = error.by_sigma()
         text = "start     relative velocity error before training %.4f (1 is an output of zeros)"

@@ -1,7 +1,6 @@
 """Pictures during a run: teacher above student, for fixed prompts and noise."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,16 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from wandistiller.batch import Batch
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives, sequence
-from wandistiller.flow import keyed_normal
+from wandistiller.distributed.progress import LINE_SECONDS, Progress
+from wandistiller.flow import FewSteps, keyed_normal
 from wandistiller.monitoring.metrics import SAMPLES
 from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.utils.files import digest
 from wandistiller.utils.images import (
     STILLS,
     WIDEST,
@@ -72,7 +74,8 @@ class PictureDrawer:
         vae = Vae(job.folder, collectives.device())
         if not self._first[0]:
             self._first = self._first_row(vae)
-        row, stats = self._row(partial(self._sampled, self.student), vae)
+        calls = len(job.drawn.sigmas) if job.drawn else job.run.sample_steps
+        row, stats = self._row(self._students, vae, "pictures of the student", calls)
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
@@ -101,19 +104,25 @@ class PictureDrawer:
     def _first_row(self, vae: Vae) -> tuple[dict[str, Row], Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
-            row, stats = self._row(partial(self._sampled, self.teacher), vae)
+            row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
         elif self.data.has_rollouts(self.data.sample_prompts):
-            row, stats = self._row(lambda prompts, _: self.data.x0_of(prompts), vae, seeds=1)
+            row, stats = self._row(lambda prompts, *_: self.data.x0_of(prompts), vae, seeds=1)
         else:
             return {}, {}
         return {"teacher": row}, {"teacher": stats}
 
     def _row(
-        self, make: Callable[[list[str], int], Tensor], vae: Vae, seeds: int = 2
+        self,
+        make: Callable[[list[str], int, Progress], Tensor],
+        vae: Vae,
+        name: str = "pictures",
+        calls: int = 0,
+        seeds: int = 2,
     ) -> tuple[Row, SampleStats]:
-        """Decode `make(prompts, seed)` for each prompt, one after the other.
+        """Decode `make(prompts, seed, progress)` for each prompt, one after the other.
 
         Args:
+            calls: of a network, that `make` counts in the progress called `name`.
             seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
         """
         world, prompts, micro = sequence.replicas(), self.data.sample_prompts, self.job.batch.micro
@@ -122,10 +131,11 @@ class PictureDrawer:
         first = sequence.replica() * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
-        looks, stats = [], []
-        for part in batched(own, micro):
-            x0_BCFHW = make(part, 0)
-            stats.append(sample_stats(x0_BCFHW, make(part, 1) if twice else None))
+        looks, stats, parts = [], [], batched(own, micro)
+        progress = Progress(name, len(parts) * (1 + twice) * calls, "call", first_line=LINE_SECONDS)
+        for part in parts:
+            x0_BCFHW = make(part, 0, progress)
+            stats.append(sample_stats(x0_BCFHW, make(part, 1, progress) if twice else None))
             looks += [self._look(vae.decode(x0_CFHW[None])[0]) for x0_CFHW in x0_BCFHW]
         *row, stats_PK = (
             sequence.of_each_replica(own)[: len(prompts)].cpu()
@@ -145,11 +155,32 @@ class PictureDrawer:
             pixels_CFHW = pixels_FCHW.transpose(0, 1)
         return Row(stills_CFHW, to_bytes(pixels_CFHW))
 
-    def _sampled(self, model: Teacher | Learner, prompts: list[str], seed: int) -> Tensor:
-        """Sample x0_BCFHW with `model`; without a teacher from the noise of its cached rollouts.
+    def _students(self, prompts: list[str], seed: int, progress: Progress) -> Tensor:
+        return self._sampled(progress.counting(self.student.velocity), prompts, seed, self.job.drawn)
+
+    def _teachers(self, prompts: list[str], seed: int, progress: Progress) -> Tensor:
+        """Sample with the teacher, or read what it drew before the run was stopped."""
+        run = self.job.run
+        settings = run.seed, seed, run.height, run.width, run.num_frames, run.sample_steps, run.shift
+        names = [digest("picture", prompt, *settings) for prompt in prompts]
+        kept = [self.data.measured.read(name) for name in names]
+        if all(collectives.gather_objects(all(kept))):  # a call may be collective
+            progress.skip(run.sample_steps)
+            return torch.stack([tensors["x0"] for tensors in kept]).to(collectives.device())
+        x0_BCFHW = self._sampled(progress.counting(self.teacher.velocity), prompts, seed)
+        if sequence.place() == 0:
+            for name, x0_CFHW in zip(names, x0_BCFHW, strict=True):
+                self.data.measured.write(name, {"x0": x0_CFHW})
+        return x0_BCFHW
+
+    def _sampled(
+        self, velocity: Callable[[Batch], Tensor], prompts: list[str], seed: int, few: FewSteps | None = None
+    ) -> Tensor:
+        """Sample x0_BCFHW; without a teacher from the noise of its cached rollouts.
 
         Args:
             seed: 0, or 1 for other samples of the same prompts.
+            few: the sampler of a student of few steps.
         """
         job, run, device = self.job, self.job.run, collectives.device()
         shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
@@ -157,13 +188,11 @@ class PictureDrawer:
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         text_BLD = self.text.of(prompts).to(device)
-        few = job.drawn if model is self.student else None
 
         def fresh(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]
             return torch.stack(noise).to(device)
 
-        x0_BCFHW, _ = denoise(
-            model.velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps, few, fresh
-        )
+        given = velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps
+        x0_BCFHW, _ = denoise(*given, few, fresh)
         return x0_BCFHW

@@ -13,6 +13,7 @@ from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelec
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.lines import caption
+from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives, sequence
@@ -55,6 +56,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     set_activity("reading the cache")
     device = collectives.device()
     text = TextCache(job.cache, job.folder.path, device)
+    teachers = _teacher_fingerprint(job, text.fingerprint)
     latents = LatentCache(
         job.cache,
         job.folder,
@@ -65,7 +67,7 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         background=job.background,
         fit=job.run.fit,
         clips=job.run.clips_per_video,
-        teacher_fingerprint=_teacher_fingerprint(job, text.fingerprint),
+        teacher_fingerprint=teachers,
     )
     selection, samples, skipped = _select(job, latents)
     sample_prompts = _sample_prompts(job, samples, skipped)
@@ -79,7 +81,15 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.of)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
-    data = CachedData(selection, samples, latents, text, sample_prompts, has_latents=job.needs_latents)
+    data = CachedData(
+        selection,
+        samples,
+        latents,
+        text,
+        sample_prompts,
+        measured=Measured(job.cache / "measured" / teachers),
+        has_latents=job.needs_latents,
+    )
     return data, text, teacher
 
 

@@ -33,6 +33,7 @@ class _AboveBars(logging.StreamHandler):
 
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
+        current.spoke = time.monotonic()
 
 
 def setup_logging(level: str) -> None:
@@ -89,13 +90,17 @@ class Status:
     """The main thread's place in the run; only that thread writes, others may read."""
 
     activity: str = "starting"
+    began: float = field(default_factory=time.monotonic)
+    """When the activity began, in seconds on the monotonic clock, which a change of the wall clock does not
+    affect; as all times here."""
+    spoke: float = field(default_factory=time.monotonic)
+    """When the last line was logged to stderr."""
     phase: str = "start"
     """Among: start, prepare, load, train, checkpoint, draw, export."""
     heartbeats: int = 0
     step: int = 0
     """The training step that runs, counted from 1."""
     step_began: float = 0.0
-    """Seconds on the monotonic clock, which a change of the wall clock does not affect."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each activity of the step that runs."""
 
@@ -105,7 +110,7 @@ current = Status()
 
 def set_activity(name: str) -> None:
     """Name what the main thread begins to do."""
-    current.activity = name
+    current.activity, current.began = name, time.monotonic()
     heartbeat()
     log.debug("doing: %s", name)
     if not name.startswith(IN_EVERY_STEP):

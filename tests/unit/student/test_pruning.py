@@ -39,7 +39,7 @@ def cut_of(
 ) -> tuple[WanTransformer3DModel, WidthSlicer]:
     """A student of all the teacher's layers, made as `start_model` makes it but from a network in memory."""
     state, config = teacher.state_dict(), dict(teacher.config) | sizes
-    measured = measured or measure([teacher], lambda: predict(teacher))
+    measured = measured or measure([teacher], [lambda: predict(teacher)])
     cuts = plan(config, dict(teacher.config), list(range(len(teacher.blocks))), measured, state.__getitem__)
     student = transformer.meta_transformer(config)
     for name, module in list(student.named_modules()):
@@ -86,7 +86,7 @@ def close(v_BCFHW: Tensor, expected_BCFHW: Tensor) -> bool:
 def test_cutting_what_is_not_used_keeps_the_output(small: WanTransformer3DModel) -> None:
     wide = widened(small).eval()
     assert close(predict(wide), predict(small))
-    measured = measure([wide], lambda: predict(wide))
+    measured = measure([wide], [lambda: predict(wide)])
     measured.stream_DD[WIDTH:] = 0  # the second copies, which nothing reads
     student, _ = cut_of(wide, measured, num_attention_heads=HEADS, ffn_dim=FFN)
     assert close(predict(student), predict(small))
@@ -158,9 +158,9 @@ def test_sums_are_the_same_in_small_parts(
     small: WanTransformer3DModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A video's activations are not converted to float64 all at once."""
-    whole = measure([small], lambda: predict(small))
+    whole = measure([small], [lambda: predict(small)])
     monkeypatch.setattr(calibration, "AT_ONCE", 1000)
-    parts = measure([small], lambda: predict(small))
+    parts = measure([small], [lambda: predict(small)])
     assert whole.moments.keys() == parts.moments.keys()
     for name, moments in whole.moments.items():
         for whole_D, parts_D in zip(astuple(moments), astuple(parts.moments[name]), strict=True):
