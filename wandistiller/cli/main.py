@@ -12,7 +12,7 @@ from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import interrupts
-from wandistiller.utils.logging import drop_noise
+from wandistiller.utils.logging import drop_noise, setup_logging
 
 MEMORY = re.compile("failed to map segment|allocate memory")
 """Errors of the dynamic linker, when there is not enough memory for a library."""
@@ -31,14 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     try:  # imported here, so that --help and a wrong flag take no seconds
         from wandistiller.cli.failures import Failures
         from wandistiller.distributed import collectives
+        from wandistiller.distributed.progress import break_silence
         from wandistiller.distributed.watchdog import tell_torchrun
     except (ImportError, MemoryError, OSError) as error:
         return _not_loaded(error)
 
-    failures = Failures()
+    failures, silence = Failures(), None
     try:
         launchers.own_programs_first(os.environ)
         launchers.set_rank_variables(os.environ)
+        setup_logging("info")
+        silence = break_silence()
         if command in ("prepare", "train"):
             from wandistiller.cli import train
 
@@ -56,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         return failures.report(error)
     finally:
         stopping.release()
+        if silence:
+            silence.set()
     return process.OK
 
 

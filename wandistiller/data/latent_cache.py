@@ -13,8 +13,9 @@ from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import CROP, MediaError, Size, file_fingerprint, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
-from wandistiller.data.turns import batched, collective_turns, own_share, until_stopped
+from wandistiller.data.turns import batched, collective_turns, number_of_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.flow import keyed_normal
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, read_json, write_json
@@ -131,8 +132,9 @@ class LatentCache:
         with collectives.raise_on_all_ranks():
             if files:
                 vae = Vae(self._folder, self.device)
-                for keys in until_stopped("latents from media", files):
-                    unusable |= self._encode({key: samples[key] for key in keys}, vae)
+                progress = Progress("latents from media", sum(map(len, files)), "sample")
+                for keys in until_stopped(files):
+                    unusable |= self._encode({key: samples[key] for key in keys}, vae, progress)
         collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
         new = {key: why for of_rank in collectives.gather_objects(unusable) for key, why in of_rank.items()}
         if new and collectives.rank() == 0:
@@ -148,13 +150,13 @@ class LatentCache:
             collectives.log0("cache     damaged and made anew: %s", error)
             return {}
 
-    def _encode(self, samples: dict[str, Sample], vae: Vae) -> dict[str, str]:
+    def _encode(self, samples: dict[str, Sample], vae: Vae, progress: Progress) -> dict[str, str]:
         """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
 
         They are encoded one by one, as a video alone takes gigabytes.
         """
         tensors, unusable = {}, {}
-        for key, sample in samples.items():
+        for key, sample in until_stopped(samples.items()):
             try:
                 given = sample.item.media, sample.size, self._fps, self._background
                 pixels_CFHW = load_media(*given, fit=self._fit, clip=sample.clip, clips=self._clips)
@@ -162,6 +164,7 @@ class LatentCache:
                 unusable[key] = f"{sample.item.media}: {error}."
             else:
                 tensors[key] = {"x0": vae.encode(pixels_CFHW[None].to(self.device))[0].float()}
+            progress.advance()
         if tensors:
             self._media.write(tensors, {key: str(samples[key].item.media) for key in tensors})
         return unusable
@@ -174,9 +177,11 @@ class LatentCache:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
         missing = self._made.missing_keys(samples)
         files = batched(missing, self._samples_per_file)
-        for _, keys, counts in collective_turns("latents from the teacher", files):
+        name, calls = "latents from the teacher", number_of_turns(files) * self._rollouts.steps
+        progress = Progress(name, calls, "call")
+        for _, keys, counts in collective_turns(name, files, progress):
             collectives.raise_if_stop_requested("while the teacher was sampling; finished samples are kept")
-            tensors = self._roll_out({key: samples[key] for key in keys}, velocity, text)
+            tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
             if counts:
                 self._made.write(tensors, {key: samples[key].item.prompt for key in keys})
         collectives.barrier()

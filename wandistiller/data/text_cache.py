@@ -11,6 +11,7 @@ from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, own_share, until_stopped
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
@@ -66,8 +67,10 @@ class TextCache:
             model = self._folder / "text_encoder"
             kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
             encoder = Encoder(self._folder, self._dtype, self._device, **kwargs)
-            for prompts in until_stopped("text", files):
-                self._tensors.write({k: {"text": encoder.encode(p)} for k, p in prompts.items()}, prompts)
+            encode = Progress("text", sum(map(len, files)), "prompt").counting(encoder.encode)
+            for prompts in until_stopped(files):
+                texts = {k: {"text": encode(prompts[k])} for k in until_stopped(prompts)}
+                self._tensors.write(texts, {k: prompts[k] for k in texts})
         del encoder
         gc.collect()
 

@@ -1,6 +1,6 @@
 """Work in batches that the ranks share: whole batches, so that a result does not depend on their number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from wandistiller.distributed import collectives, sequence
@@ -20,26 +20,36 @@ def own_share(batches: Sequence[T]) -> Sequence[T]:
     return batches[collectives.rank() :: collectives.world_size()]
 
 
-def until_stopped(name: str, batches: Sequence[T]) -> Iterator[T]:
-    """Yield the batches with progress, until this rank is requested to stop."""
-    progress = Progress(name, len(batches))
+def until_stopped(batches: Iterable[T]) -> Iterator[T]:
+    """Yield the batches until this rank is requested to stop."""
     for batch in batches:
         if stopping.reason:
             return
         yield batch
-        progress.advance()
 
 
-def collective_turns(name: str, batches: list[T]) -> Iterator[tuple[int, T, bool]]:
+def number_of_turns(batches: Sequence[T]) -> int:
+    """Return how many of the batches each rank takes at most."""
+    return -(-len(batches) // sequence.replicas())
+
+
+def collective_turns(
+    name: str, batches: Sequence[T], progress: Progress | None = None
+) -> Iterator[tuple[int, T, bool]]:
     """Yield turn, batch, and whether it counts, equally often on every rank, so that collectives match.
 
     A rank without work repeats the last batch, which does not count. Ranks that share a sequence have the
     same batch, which counts on the first of them.
+
+    Args:
+        name: of the progress, which counts batches.
+        progress: one of smaller units, that the caller counts.
     """
     world, first = sequence.replicas(), sequence.place() == 0
-    number = -(-len(batches) // world)
-    progress = Progress(name, number)
-    for turn in range(number):
+    turns = number_of_turns(batches)
+    batchwise = None if progress else Progress(name, turns, "batch")
+    for turn in range(turns):
         place = turn * world + sequence.replica()
         yield turn, batches[min(place, len(batches) - 1)], first and place < len(batches)
-        progress.advance()
+        if batchwise:
+            batchwise.advance()

@@ -106,18 +106,22 @@ class Progress:
         return counted
 
 
-def break_silence() -> None:
+def break_silence() -> threading.Event:
     """Start the thread by which rank 0 says every `SILENCE_SECONDS` what it does, if nothing else is said.
 
     A bar in a terminal is drawn anew instead, each second, so that its clock goes on within a long unit.
+
+    Returns:
+        An event that ends the thread.
     """
+    ended = threading.Event()
     if rank() == 0:
-        threading.Thread(target=_speak, name="silence", daemon=True).start()
+        threading.Thread(target=_speak, args=[ended], daemon=True).start()
+    return ended
 
 
-def _speak() -> None:
-    while True:
-        time.sleep(1)
+def _speak(ended: threading.Event) -> None:
+    while not ended.wait(1):
         shown = [b for b in _bars if not b.disable]
         if shown:
             shown[-1].refresh()

@@ -101,19 +101,19 @@ def measure(
         measured: where the sums of a long measurement are kept under `name` by rank `owner`, whose results
             alone are whole where a run goes on from them.
     """
-    measured = measured or Measured(None)
-    is_owner, sums = collectives.rank() == owner, _Sums()
-    done = collectives.broadcast_object(sums.load(measured.read(name)) if is_owner else 0, owner)
+    is_owner, sums, done = collectives.rank() == owner, _Sums(), 0
+    if measured:
+        done = collectives.broadcast_object(sums.load(measured.read(name)) if is_owner else 0, owner)
     saved = time.monotonic()
     with ExitStack() as hooks, torch.no_grad():
         for network in networks:
             for module_name, module in network.named_modules():
                 if add := _adder(sums, module_name, module):
                     hooks.enter_context(module.register_forward_pre_hook(partial(_in_parts, add)))
-        progress = Progress("activations of the teacher", len(calls) - done, "call of the teacher")
+        progress = Progress("activations of the teacher", len(calls) - done, "call")
         for number, call in enumerate(calls[done:], done + 1):
             progress.counting(call)()
-            if is_owner and time.monotonic() - saved > SAVE_SECONDS:
+            if measured and is_owner and time.monotonic() - saved > SAVE_SECONDS:
                 measured.write(name, sums.tensors(number))
                 saved = time.monotonic()
     return sums.statistics() if sums.vectors else None
@@ -232,7 +232,7 @@ def start_error(
         identity: all that the student's weights depend on, for JSON.
     """
     error, same = VelocityError(), batches_digest(batches)
-    progress = Progress("velocity error at the start", 2 * len(batches), "call of a network")
+    progress = Progress("velocity error at the start", 2 * len(batches), "call")
     teacher, student = progress.counting(teacher), progress.counting(student)
     for i, batch in enumerate(batches):
         before = progress.done

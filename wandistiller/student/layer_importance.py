@@ -34,7 +34,7 @@ def importance(
     """
     measured, left, rounds = measured or Measured(None), list(range(layers)), []
     numbers = blocks_left(layers, keep)
-    progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call of the teacher")
+    progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call")
     velocity, same = progress.counting(teacher.velocity), batches_digest(batches)
     targets = [velocity(b) for b in batches]
 

@@ -64,10 +64,12 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, prompt: str) -> Tensor:
-        """Return text_LD of the prompt's own tokens, without padding, on the CPU."""
+        """Return text_LD of the prompt's own tokens, on the CPU.
+
+        They do not attend to the padding that WanPipeline adds, so they are encoded without it.
+        """
         tokens = tokenize(self._tokenizer, prompt).to(self._device)
-        states_BLD = states(self._model, tokens.input_ids, tokens.attention_mask)
-        text_LD = states_BLD[0, : int(tokens.attention_mask.sum())].cpu().contiguous()
+        text_LD = states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
         require_finite(text_LD, self._where)
         return text_LD
 

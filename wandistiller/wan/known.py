@@ -123,9 +123,9 @@ def load_tokenizer(folder: Path) -> T5TokenizerFast | PreTrainedTokenizerFast:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str) -> BatchEncoding:
-    """Return ids and mask of a prompt, padded or cut to what the transformer takes, as WanPipeline does."""
-    padded = {"padding": "max_length", "max_length": TEXT_TOKENS, "truncation": True}
-    return tokenizer([prompt], **padded, return_attention_mask=True, return_tensors="pt")
+    """Return ids and mask of a prompt, cut to what the transformer takes, as WanPipeline does; not padded."""
+    cut = {"max_length": TEXT_TOKENS, "truncation": True}
+    return tokenizer([prompt], **cut, return_attention_mask=True, return_tensors="pt")
 
 
 def known_text_config(config: dict[str, Any]) -> dict[str, Any]:

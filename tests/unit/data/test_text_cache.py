@@ -56,11 +56,26 @@ def encoded_by_diffusers(wan: Path, dtype: torch.dtype, prompt: str) -> torch.Te
     "prompt", ["a red circle on a blue background , left", "  red&nbsp;square", "", "色", "red " * 600]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_text_is_bitwise_what_the_pipeline_encodes(wan2: Path, prompt: str, dtype: torch.dtype) -> None:
+def test_text_is_what_the_pipeline_encodes_with_512_tokens(
+    wan2: Path, prompt: str, dtype: torch.dtype
+) -> None:
     expected_LD = encoded_by_diffusers(wan2, dtype, prompt)
     text_LD = Encoder(wan2, dtype, torch.device("cpu")).encode(clean(prompt))
     assert text_LD.dtype is expected_LD.dtype is dtype and len(expected_LD) == TEXT_TOKENS
-    assert torch.equal(text_LD, expected_LD[: len(text_LD)]) and not expected_LD[len(text_LD) :].any()
+    assert near(text_LD, expected_LD[: len(text_LD)]) and not expected_LD[len(text_LD) :].any()
+
+
+def near(text_LD: torch.Tensor, expected_LD: torch.Tensor) -> bool:
+    """Equal but for the rounding of sums over other numbers of tokens."""
+    error, norm = (t.double().norm() for t in (text_LD - expected_LD, expected_LD))
+    return bool(error <= norm * (7e-6 if text_LD.dtype is torch.float32 else 1e-2))
+
+
+def test_a_prompt_costs_its_own_tokens(wan2: Path) -> None:
+    encoder, lengths = Encoder(wan2, torch.float32, torch.device("cpu")), []
+    encoder._model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    encoded = [encoder.encode(prompt) for prompt in ("", "a red circle", "red " * 600)]
+    assert lengths == [len(text_LD) for text_LD in encoded] == [1, 4, TEXT_TOKENS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
@@ -91,13 +106,11 @@ def two_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
-def test_cached_text_is_bitwise_what_the_pipeline_encodes_with_zeroed_padding(
-    tmp_path: Path, wan2: Path
-) -> None:
+def test_cached_text_is_what_the_pipeline_encodes_with_zeroed_padding(tmp_path: Path, wan2: Path) -> None:
     prompts = ["a red circle", "blue &amp; green", "", "left", " a  red circle"]
     text = filled(tmp_path, wan2, prompts)
     for prompt, text_LD in zip(prompts, padded(text.of(prompts), TEXT_TOKENS), strict=True):
-        assert torch.equal(text_LD, encoded_by_diffusers(wan2, torch.float32, prompt))
+        assert near(text_LD, encoded_by_diffusers(wan2, torch.float32, prompt))
         assert text[prompt].any(-1).all()
 
 
@@ -133,9 +146,8 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
     before = shards(tmp_path)
     monkeypatch.setattr(text_cache, "Encoder", None)  # to load one would raise
     text = filled(tmp_path, wan2, ["left", "red", "a"])
-    assert shards(tmp_path) == before and torch.equal(
-        padded(text.of(["left"]), TEXT_TOKENS)[0], encoded_by_diffusers(wan2, torch.float32, "left")
-    )
+    assert shards(tmp_path) == before
+    assert near(padded(text.of(["left"]), TEXT_TOKENS)[0], encoded_by_diffusers(wan2, torch.float32, "left"))
 
 
 def test_another_encoder_or_precision_has_another_fingerprint(

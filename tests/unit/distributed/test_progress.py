@@ -7,6 +7,7 @@ import pty
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,11 @@ from unittest.mock import patch
 
 import pytest
 
-from wandistiller.distributed.progress import Progress
+from wandistiller.distributed import progress
+from wandistiller.distributed.progress import Progress, speed
 from wandistiller.monitoring.memory_usage import Usage
 from wandistiller.monitoring.metrics import EACH, Metrics, read_lines
-from wandistiller.utils.logging import log, setup_logging
+from wandistiller.utils.logging import log, set_activity, setup_logging
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -50,9 +52,9 @@ def train(file: Path, steps: int, **values: object) -> None:
 
 
 def advance(steps: int) -> None:
-    progress = Progress("samples", steps)
+    task = Progress("samples", steps)
     for _ in range(steps):
-        progress.advance()
+        task.advance()
 
 
 @pytest.mark.parametrize("columns", [120, 0], ids=["", "of a size that is not known"])
@@ -64,10 +66,10 @@ def test_a_terminal_has_one_line_that_rewrites_itself(columns: int) -> None:
 def test_lines_of_the_log_stand_above_the_bar() -> None:
     def run() -> None:
         setup_logging("info")
-        progress = Progress("samples", 2)
-        progress.advance()
+        task = Progress("samples", 2)
+        task.advance()
         log.warning("ALARM")
-        progress.advance()
+        task.advance()
 
     assert "\rALARM\r\n" in on_a_terminal(run)
 
@@ -94,3 +96,39 @@ def test_a_skipped_step_always_has_a_line(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     train(tmp_path / "metrics.jsonl", 34, skipped=True)
     assert sum("SKIPPED" in m for m in caplog.messages) == 34
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "text"),
+    [
+        (64, 4, "16.0 samples/s"),
+        (4, 10, "2.5 s a sample"),
+        (1, 187, "3m07s a sample"),
+        (3, 3, "1.0 s a sample"),
+    ],
+)
+def test_a_slow_rate_is_told_as_time_of_each(number: int, seconds: float, text: str) -> None:
+    assert speed(number, seconds, "sample") == text
+
+
+def test_a_long_silence_is_broken_by_what_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "SILENCE_SECONDS", 0.0)
+    set_activity("compiling")
+    ended = progress.break_silence()
+    until = time.monotonic() + 20
+    while "compiling: " not in caplog.text and time.monotonic() < until:
+        time.sleep(0.05)
+    ended.set()
+    assert "still      compiling: " in caplog.text
+
+
+def test_units_that_were_done_before_are_no_part_of_the_total(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    task = Progress("pictures", 4, first_line=0)
+    task.skip(2)
+    double = task.counting(lambda x: 2 * x)
+    assert [double(1), double(2)] == [2, 4]
+    assert caplog.messages[-1].startswith("pictures: 2/2, ")

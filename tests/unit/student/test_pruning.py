@@ -1,7 +1,9 @@
 """Students narrower than their teacher: the kept parts, and cuts that change nothing."""
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
+from wandistiller.data.measured import Measured
 from wandistiller.flow import keyed_normal
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
@@ -166,3 +169,28 @@ def test_sums_are_the_same_in_small_parts(
         for whole_D, parts_D in zip(astuple(moments), astuple(parts.moments[name]), strict=True):
             assert torch.allclose(whole_D, parts_D, rtol=1e-6), name
     assert torch.allclose(whole.stream_DD, parts.stream_DD, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_activations_that_were_summed_before_a_stop_are_not_computed_again(
+    small: WanTransformer3DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "SAVE_SECONDS", 0)
+    made: list[int] = []
+
+    def call(number: int) -> Callable[[], None]:
+        def use() -> None:
+            made.append(number)
+            if made == [0, 1, 2]:
+                raise InterruptedError
+            predict(small)
+
+        return use
+
+    calls = [call(n) for n in range(4)]
+    with pytest.raises(InterruptedError):
+        measure([small], calls, Measured(tmp_path), "sums")
+    measured, whole = measure([small], calls, Measured(tmp_path), "sums"), measure([small], calls)
+    assert made == [0, 1, 2, 2, 3, 0, 1, 2, 3]
+    assert torch.equal(measured.stream_DD, whole.stream_DD) and torch.equal(measured.text_DD, whole.text_DD)
+    assert all(torch.equal(m.square_D, whole.moments[name].square_D) for name, m in measured.moments.items())

@@ -1,6 +1,7 @@
 """Calibration before training: independent of ranks and placement, kept across a resume."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from wandistiller.batch import Batch, Expert
 from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
+from wandistiller.data.measured import Measured
 from wandistiller.flow import keyed_normal
 from wandistiller.student.calibration import VelocityError
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
@@ -91,6 +93,33 @@ def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() 
     assert all(torch.equal(v, teacher.velocity(b)) for v, b in zip(before, batches(), strict=True))
 
 
+def calls_of(teacher: LocalTeacher) -> list[nn.Module]:
+    """The blocks whose feed-forward layers compute, as they do."""
+    calls: list[nn.Module] = []
+    for block in (b for network in teacher.experts.values() for b in network.blocks):
+        block.ffn.register_forward_hook(lambda *_, block=block: calls.append(block))
+    return calls
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_blocks_that_are_left_out_compute_nothing() -> None:
+    teacher = two_experts()
+    calls = calls_of(teacher)
+    importance(teacher, batches(), 4, 3)
+    assert len(calls) == 2 * (4 + 4 * 3 + 3 * 2)  # the whole teacher, four without a block, three without two
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_importance_that_was_measured_before_a_stop_is_not_measured_again(tmp_path: Path) -> None:
+    teacher, kept = two_experts(), Measured(tmp_path)
+    rounds = importance(teacher, batches(), 4, 3, kept)
+    last = max(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    last.unlink()
+    calls = calls_of(teacher)
+    assert importance(teacher, batches(), 4, 3, kept) == rounds == importance(two_experts(), batches(), 4, 3)
+    assert len(calls) == 2 * (4 + 2)
+
+
 def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
     batch, error = replace(batches()[0], sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
     error.add(batch, torch.zeros(2, 3), torch.randn(2, 3))
@@ -129,6 +158,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begun(
     folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1, **more: Any
 ) -> Path:
+    """Train after measuring anew: runs of one cache share what was measured."""
+    shutil.rmtree(folder / "cache" / "measured", ignore_errors=True)
+    return begun_again(folder, wan2, name, ranks, teacher, steps, **more)
+
+
+def begun_again(
+    folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1, **more: Any
+) -> Path:
     more |= {"student_config": STUDENT, "max_steps": steps, "teacher_deepspeed_config": teacher}
     return train(folder, wan2, name, ranks=ranks, **more)
 
@@ -150,6 +187,20 @@ def numbers(value: Any) -> list[Any]:
 def same_start(output: Path, alone: Path) -> bool:
     pairs = [[json.loads((o / file).read_text()) for o in (output, alone)] for file in FILES]
     return all(numbers(actual) == numbers(expected) for actual, expected in pairs)
+
+
+def test_a_run_that_begins_again_takes_what_was_measured_and_drawn_with_the_teacher(
+    folder: Path, wan2: Path, alone: Path
+) -> None:
+    def kept() -> dict[Path, int]:
+        return {file: file.stat().st_ino for file in (folder / "cache" / "measured").rglob("*.safetensors")}
+
+    names = [*FILES, *(f"samples/{file.name}" for file in (alone / "samples").glob("*.png"))]
+    before, contents = kept(), [(alone / name).read_bytes() for name in names]
+    shutil.rmtree(alone)
+    begun_again(folder, wan2, "alone", 1, REPLICATED)
+    assert kept() == before and len(before) > 8
+    assert [(alone / name).read_bytes() for name in names] == contents
 
 
 @pytest.mark.parametrize(
