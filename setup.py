@@ -44,7 +44,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "video": ["imageio", "imageio-ffmpeg"],
+        "video": ["av>=18"],  # releases with FFmpeg 8, whose filter scale knows HDR
         "lora": ["peft>=0.21"],
         "report": ["matplotlib"],
         "quantized": ["torchao==0.18.*"],  # a teacher's weights in 8 or 4 bits
@@ -55,8 +55,8 @@ setup(
             "pytest-xdist",
             "ruff",
             "peft>=0.21",
-            "imageio",
-            "imageio-ffmpeg",
+            "av>=18",
+            "imageio-ffmpeg",  # a whole ffmpeg, which judges how videos are read
             "tensorboard",
             "wandb",
             "matplotlib",

@@ -1,21 +1,59 @@
 """Videos whose frames are numbered by their grey."""
 
+import subprocess
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
+import av
+import imageio_ffmpeg
 import numpy as np
-from diffusers.utils import export_to_video
 from PIL import Image
 from torch import Tensor
+
+TICK = Fraction(1, 90_000)
 
 
 def video(file: Path, frames: int, fps: int = 16) -> Path:
     """Write 32x32 pixels whose frame i is grey 4 i, up to 60 frames; return `file`."""
-    pictures = [Image.fromarray(np.full((32, 32, 3), 4 * i, dtype=np.uint8)) for i in range(frames)]
-    if file.suffix == ".gif":
-        pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=round(1000 / fps))
-    else:
-        export_to_video(pictures, str(file), fps=fps)
+    if file.suffix != ".gif":
+        return timed_video(file, [Fraction(i, fps) for i in range(frames)])
+    pictures = [Image.fromarray(grey_HWC(i)) for i in range(frames)]
+    pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=round(1000 / fps))
     return file
+
+
+def grey_HWC(number: int) -> np.ndarray:
+    return np.full((32, 32, 3), 4 * number, dtype=np.uint8)
+
+
+def timed_video(file: Path, seconds: Sequence[Fraction | float]) -> Path:
+    """Write such a video whose frame i is shown from `seconds[i]` on; return `file`."""
+    codec, tick = ("ffv1", Fraction(1, 30)) if file.suffix == ".avi" else ("libx264", TICK)
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=30, options={} if codec == "ffv1" else {"g": "5"})
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = tick
+        for number, second in enumerate(seconds):
+            frame = av.VideoFrame.from_ndarray(grey_HWC(number))
+            frame.pts, frame.time_base = round(Fraction(second) / tick), tick
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file
+
+
+def by_ffmpeg(file: Path, fps: float) -> list[int]:
+    """Return the numbers of the frames that ffmpeg's own filter gives."""
+    given = [
+        "-i",
+        str(file),
+        "-vf",
+        f"fps={fps},scale=1:1:flags=area,format=gray",
+        "-fps_mode",
+        "passthrough",
+    ]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *given, "-f", "rawvideo", "-"]
+    return [round(grey / 4) for grey in subprocess.run(command, capture_output=True, check=True).stdout]
 
 
 def numbers(pixels_CFHW: Tensor) -> list[int]:

@@ -24,7 +24,7 @@ EXTRAS = {
     "accelerate": "for a teacher or text encoder by accelerate's maps: pip install accelerate",
     "peft": "for LoRA students: pip install peft",
     "torchao": 'for a teacher in 8 or 4 bits: pip install "torchao==0.18.*"',
-    "imageio-ffmpeg": "to read and write videos: pip install imageio imageio-ffmpeg",
+    "av": "to read and write videos: pip install av",
 } | {
     package: f"for the `{section}` section of a student JSON: pip install {package}"
     for section, (_, package) in MONITORS.items()

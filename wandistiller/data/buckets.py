@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from wandistiller.data.dataset import VIDEOS
-from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, file_fingerprint, media_frames, opened
+from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, media_frames, opened
 from wandistiller.data.turns import own_share
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.utils.files import atomic
+from wandistiller.utils.files import atomic, file_fingerprint
 
 
 def make_buckets(height: int, width: int, multiple: tuple[int, int]) -> list[tuple[int, int]]:

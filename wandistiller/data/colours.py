@@ -1,11 +1,15 @@
 """Pictures of every mode of Pillow as 8-bit sRGB: depth, colour profile, and alpha over a background."""
 
 import io
+import re
+import struct
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms, ImageColor
 
+from wandistiller.data.videos import SDR_TRANSFERS, SRGB_PRIMARIES
 from wandistiller.distributed import collectives
 from wandistiller.utils.errors import problem
 
@@ -17,6 +21,11 @@ SIDE = 9
 """Colours along each axis of the lattice that tells whether a profile is sRGB."""
 MODE_OF = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 """Mode of the pixels that a profile is for, by its colour space."""
+
+
+CODED_BYTES = 2**20
+"""Bytes at a file's beginning in which it says how its colours are coded."""
+PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
 
 
 class DepthError(ValueError):
@@ -52,6 +61,32 @@ def to_srgb(image: Image.Image, background: RGB = WHITE) -> Image.Image:
     if alpha is None:
         return rgb
     return Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
+
+
+def coded_colours_problem(path: Path) -> str | None:
+    """Return why a picture's colours cannot be read: HDR, or primaries wider than sRGB's without a profile.
+
+    Source: code points of ITU-T H.273, in a PNG's chunk cICP (PNG, third edition) or the box colr of AVIF
+    and HEIF (ISO/IEC 23008-12). A gain map makes a picture no HDR: its base is SDR, and is what is read.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(CODED_BYTES)
+    if head.startswith(PNG_BEGIN):
+        found = [
+            struct.unpack("BB", part) for part in re.findall(rb"\x00\x00\x00\x04cICP(..)", head, re.DOTALL)
+        ]
+    elif head[4:8] == b"ftyp":
+        found = [struct.unpack(">HH", part) for part in re.findall(rb"colrnclx(....)", head, re.DOTALL)]
+    else:
+        return None
+    for primaries, transfer in found:
+        if transfer not in SDR_TRANSFERS:
+            name = {16: "PQ", 18: "HLG"}.get(transfer, f"transfer function {transfer} of H.273")
+            return f"is an HDR picture ({name}); save it as SDR, in sRGB"
+        if primaries not in SRGB_PRIMARIES and b"colrprof" not in head:
+            wide = f"primaries {primaries} of H.273"
+            return f"has wider colours than sRGB ({wide}) and no colour profile; save it in sRGB"
+    return None
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -28,7 +28,7 @@ from wandistiller.utils.errors import ConfigError, is_text, readable
 IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
 )
-VIDEOS = {".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif"}
+VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
 EMBEDDED = {
     "tiny": shapes.seen_prompts,
     "tiny:held_out": shapes.held_out_prompts,

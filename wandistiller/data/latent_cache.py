@@ -11,14 +11,14 @@ from torch import Tensor
 from wandistiller.batch import Batch
 from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import CROP, MediaError, Size, file_fingerprint, load_media, pixels_depend_on
+from wandistiller.data.media import CROP, MediaError, Size, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, collective_turns, number_of_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.flow import keyed_normal
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import digest, fingerprint, read_json, write_json
+from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise

@@ -1,24 +1,25 @@
 """Images and videos as pixels of one size, prepared as Wan does; only frames that are used are decoded."""
 
 import struct
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence, features
 from torch import Tensor
 
-from wandistiller.data.colours import RGB, WHITE, DepthError, to_srgb
+from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
 from wandistiller.data.dataset import VIDEOS
-from wandistiller.utils.files import digest
+from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
 
 UNREADABLE = (
     ArithmeticError,
@@ -33,14 +34,22 @@ UNREADABLE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""Exceptions of Pillow and imageio-ffmpeg for files they cannot read."""
+"""Exceptions of Pillow, and of videos, for files that cannot be read."""
 PLUGINS = {
     ".heic": ("pillow_heif", "pillow-heif"),
     ".heif": ("pillow_heif", "pillow-heif"),
     ".jxl": ("pillow_jxl", "pillow-jxl-plugin"),
 }
 """Modules that add a format to Pillow, by the file's ending, and the packages that have them."""
-OPAQUE = {".jpg", ".jpeg", ".jpe", ".jfif", ".ppm", ".pgm"}
+FORMATS = "PNG JPEG MPO WEBP BMP DIB TIFF AVIF HEIF JXL JPEG2000 TGA PPM GIF".split()
+"""Pillow's names of the formats that are opened, whatever a file's ending. Of the others PostScript starts a
+program, Ghostscript."""
+OPAQUE = set(
+    ".jpg .jpeg .jpe .jfif .ppm .pgm .mp4 .m4v .mpg .mpeg .ts .m2ts .mts .wmv .flv .ogv .3gp".split()
+)
+"""Endings of formats without alpha."""
+GIF_LEAST, GIF_DEFAULT = 20, 100
+"""Milliseconds: what browsers, and FFmpeg, show a picture for that is said to take less than the first."""
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
@@ -79,7 +88,7 @@ def load_media(
     are the same.
 
     Args:
-        fps: frames a second; a faster video is thinned out to the nearest frames.
+        fps: frames a second. A faster video is thinned out; of a slower one frames come more than once.
         background: colour below the transparent parts, and of bars.
         fit: `crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars.
         clip: number of the clip, from 0.
@@ -88,14 +97,12 @@ def load_media(
     Raises:
         MediaError: it cannot be read, or is too short.
     """
-    fitted: list[np.ndarray] = []
     try:
-        for is_exact in (False, True)[: 2 if clip else 1]:
-            if len(fitted) < size.num_frames:  # by the length in its header: then it ends before
-                begin = _begin(path, size.num_frames, fps, clip / (clips - 1), is_exact) if clip else 0
-                with closing(media_frames(path, fps, background, begin)) as frames:
-                    taken = islice(frames, size.num_frames)
-                    fitted = [np.array(_fit(frame, size, fit, background)) for frame in taken]
+        begin = _begin(path, size.num_frames, fps, clip / (clips - 1)) if clip else 0
+        fitted = _fitted(path, size, fps, background, fit, begin)
+        if begin and len(fitted) < size.num_frames:  # its end is damaged
+            begin = max(0, begin + len(fitted) - size.num_frames)
+            fitted = _fitted(path, size, fps, background, fit, begin)
     except DepthError as error:
         raise MediaError(str(error)) from None
     except UNREADABLE as error:
@@ -107,28 +114,21 @@ def load_media(
     return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
 
-def _begin(path: Path, num_frames: int, fps: float, part: float, is_exact: bool) -> int:
-    """Return the first frame of a clip, among the frames to use; `part` of the way to the last clip.
+def _fitted(path: Path, size: Size, fps: float, background: RGB, fit: str, begin: int) -> list[np.ndarray]:
+    """Return pixels_HWC of the frames from number `begin` on, as many as there are for a sample."""
+    with closing(media_frames(path, fps, background, begin)) as frames:
+        return [np.array(_fit(frame, size, fit, background)) for frame in islice(frames, size.num_frames)]
 
-    Args:
-        is_exact: decode the whole video to count its frames, instead of taking its header's word.
-    """
+
+def _begin(path: Path, num_frames: int, fps: float, part: float) -> int:
+    """Return the first frame of a clip; `part` of the way to the last clip."""
     if path.suffix.lower() == ".gif":
-        with Image.open(path) as image:
-            given_fps, number = _fps_of_gif(image), image.n_frames
+        with opened(path) as image:
+            spans = list(_gif_spans(image, fps))
+        number = spans[-1][1] if spans else 0
     else:
-        from imageio_ffmpeg import count_frames_and_secs
-
-        header = _header(path)
-        given_fps = header["fps"]
-        number = count_frames_and_secs(path)[0] if is_exact else round(header["duration"] * given_fps)
-    step = max(1.0, given_fps / fps)
-    usable = int((number - 1) / step) + 1
-    while round(usable * step) < number:
-        usable += 1
-    while usable and round((usable - 1) * step) >= number:
-        usable -= 1
-    return round(part * max(0, usable - num_frames))
+        number = number_of_frames(path, fps)
+    return round(part * max(0, number - num_frames))
 
 
 def _fit(image: Image.Image, size: Size, fit: str, background: RGB) -> Image.Image:
@@ -152,59 +152,42 @@ def _fit(image: Image.Image, size: Size, fit: str, background: RGB) -> Image.Ima
 
 
 def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0) -> Iterator[Image.Image]:
-    """Yield the frames to use of an image or video in RGB, decoded lazily, from number `begin` on."""
+    """Yield an image, or a video's frames at a rate from number `begin` on, in RGB, decoded lazily.
+
+    Frame k is the one that is shown k / fps seconds after the first, to the nearest frame, whatever the
+    video's own rate is and whether it varies.
+    """
     ending = path.suffix.lower()
     if ending not in VIDEOS:
         yield _upright(path, background)
     elif ending == ".gif":
-        with Image.open(path) as image:
-            for frame in _every(ImageSequence.Iterator(image), _fps_of_gif(image), fps, begin):
-                yield to_srgb(frame, background)
+        with opened(path) as image:
+            for first, end in _gif_spans(image, fps):
+                for _ in range(max(first, begin), end):
+                    yield to_srgb(image, background)
     else:
-        from imageio_ffmpeg import read_frames  # an extra: `video_problem`
-
-        at, more = 0, {}
-        if begin and (given_fps := _header(path)["fps"]):
-            at = round(begin * max(1.0, given_fps / fps))
-            more = {"input_params": ["-ss", f"{(at - 0.5) / given_fps:.6f}"]}  # half a frame early: rounding
-        with closing(read_frames(path, **more)) as frames:
-            about = next(frames)
-            shown = (Image.frombytes("RGB", about["size"], f) for f in frames)
-            yield from _every(shown, about["fps"], fps, begin, at)
+        for frame in read_frames(path, fps, begin):
+            yield to_srgb(frame, background)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """Read what the head of a video says, such as `fps` and `duration` in seconds."""
-    from imageio_ffmpeg import read_frames
-
-    with closing(read_frames(path)) as frames:
-        return next(frames)
-
-
-def _fps_of_gif(image: Image.Image) -> float:
-    """Return frames a second by the first frame's time; 0 if it has none."""
-    milliseconds = image.info.get("duration", 0)
-    return 1000 / milliseconds if milliseconds else 0.0
-
-
-def _every(
-    frames: Iterable[Image.Image], given_fps: float, fps: float, begin: int = 0, at: int = 0
-) -> Iterator[Image.Image]:
-    """Thin frames out to `fps`: the k-th is frame round(k given_fps / fps), from the k `begin` on.
-
-    Args:
-        at: number of the first of `frames`.
-    """
-    step, taken = max(1.0, given_fps / fps), begin
-    for i, frame in enumerate(frames, at):
-        if i == round(taken * step):
-            taken += 1
-            yield frame
+def _gif_spans(image: Image.Image, fps: float) -> Iterator[tuple[int, int]]:
+    """Go through a GIF; yield for each picture the numbers of the frames that show it: first, and after."""
+    rate, at, shown = frame_rate(fps), Fraction(0), 0
+    for frame in ImageSequence.Iterator(image):
+        milliseconds = frame.info.get("duration", 0)
+        at += Fraction(milliseconds if milliseconds >= GIF_LEAST else GIF_DEFAULT) / 1000
+        if (end := nearest(at * rate)) > shown:
+            yield shown, end
+            shown = end
+    if not shown:  # too short for any
+        yield 0, 1
 
 
 def _upright(path: Path, background: RGB) -> Image.Image:
     """Return an image turned as its camera recorded."""
     with opened(path) as image:
+        if reason := coded_colours_problem(path):
+            raise MediaError(reason)
         # a .jpg of format MPO has previews or a second eye behind its picture
         if getattr(image, "is_animated", False) and image.format != "MPO":
             raise MediaError("is animated; save one picture of it, or the whole as .gif or .mp4")
@@ -214,13 +197,19 @@ def _upright(path: Path, background: RGB) -> Image.Image:
 
 
 def opened(path: Path) -> Image.Image:
-    """Open an image with the plug-in that its ending needs, if that is installed."""
+    """Open an image of one of FORMATS, with the plug-in that its ending needs, if that is installed."""
+    if not path.is_file():
+        raise OSError("is no regular file")
     module, _ = PLUGINS.get(path.suffix.lower(), ("", ""))
     if module and find_spec(module):
         plugin = import_module(module)
         if module == "pillow_heif":
             plugin.register_heif_opener()
-    return Image.open(path)
+    Image.init()
+    with warnings.catch_warnings():
+        # Pillow's limit for an error is twice that for this one, which would be printed bare
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def missing_package(path: Path) -> str | None:
@@ -233,25 +222,14 @@ def missing_package(path: Path) -> str | None:
 
 
 def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[object]:
-    """Return what a medium's pixels depend on but its content, size and rate; nothing for cropped videos."""
+    """Return what a medium's pixels depend on but its content, size and rate."""
     ending, bars = path.suffix.lower(), [LETTERBOX, background] if fit == LETTERBOX else []
-    if ending in VIDEOS - {".gif"}:
-        return bars
     over = [background] if ending not in OPAQUE and background != WHITE else []
+    if ending in VIDEOS:
+        return ["sRGB by time", *over, *bars]
     return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]
 
 
 def video_problem(path: Path) -> str | None:
     """Return the message that a package for reading videos is missing; None if it is installed."""
-    if find_spec("imageio_ffmpeg"):
-        return None
-    return f"{path}: reading videos needs: pip install imageio imageio-ffmpeg."
-
-
-def file_fingerprint(path: Path) -> str:
-    """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
-    try:
-        status = path.stat()
-    except OSError:
-        return digest(str(path), None)
-    return digest(str(path), status.st_size, status.st_mtime_ns)
+    return None if find_spec("av") else f"{path}: reading videos needs: pip install av."

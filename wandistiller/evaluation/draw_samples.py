@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import WanPipeline
-from diffusers.utils import export_to_video
 from torch import Tensor, nn
 
 from wandistiller.config.sequence_checks import KEY
@@ -22,7 +21,7 @@ from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
-from wandistiller.utils.images import can_write_mp4, save_grid, to_pil
+from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.loading import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
@@ -179,7 +178,7 @@ def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
         remedy = "It is used with guidance only; give --guidance_scale above 1, or leave it out."
         problems.append(problem("sample", "negative_prompt", sampling.negative_prompt, remedy))
     if sampling.num_frames > 1 and not can_write_mp4():
-        remedy = "MP4 files need: pip install imageio imageio-ffmpeg."
+        remedy = "MP4 files need: pip install av."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))
     return problems
 
@@ -191,6 +190,5 @@ def _write(video_CFHW: Tensor, stem: Path, fps: int) -> Path:
         if len(frames) == 1:
             frames[0].save(temporary, format="PNG")
         else:
-            export_to_video(frames, str(temporary.with_suffix(".mp4")), fps=fps)
-            temporary.with_suffix(".mp4").rename(temporary)
+            write_mp4(temporary, lambda: frames, fps)
     return file

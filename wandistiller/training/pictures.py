@@ -92,7 +92,7 @@ class PictureDrawer:
             clips = {name: list(row.clips) for name, row in rows.items()}
             save_clips(file.with_suffix(".mp4"), clips, prompts, self.job.folder.fps)
         elif not self._told:
-            collectives.log0("samples   as PNG alone; to see them move: pip install imageio imageio-ffmpeg")
+            collectives.log0("samples   as PNG alone; to see them move: pip install av")
             self._told = True
         stills = {  # frame by frame, so that the top of the picture is where the MP4 begins
             f"{name}\nframe {k + 1}": [still_CFHW[:, place] for still_CFHW in row.stills]

@@ -145,6 +145,15 @@ def fingerprint(folders: Iterable[Path]) -> str:
     return digest(parts)
 
 
+def file_fingerprint(path: Path) -> str:
+    """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return digest(str(path), None)
+    return digest(str(path), status.st_size, status.st_mtime_ns)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Copy a folder; within a file system by hard links, which take no space and survive a move.
 

@@ -1,6 +1,8 @@
 """Grids of images and clips with captions, as PNG and MP4."""
 
 import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +23,10 @@ STILLS = 3
 """Frames of a clip in a PNG of training: the first, the middle, the last."""
 WIDEST = 1920
 """Pixels of an MP4: phones play no wider H.264 reliably."""
+CRF = "18"
+"""Quality of H.264, of which people see no loss; less is better."""
+BT709 = 1
+"""Of ITU-T H.273."""
 MARGIN, GAP = 90, 6
 """Pixels for the labels of a grid, and between its tiles."""
 
@@ -36,8 +42,31 @@ def to_pil(image_CHW: Tensor) -> Image.Image:
 
 
 def can_write_mp4() -> bool:
-    """Return whether the libraries for it are installed: the extra `video`."""
-    return bool(find_spec("imageio") and find_spec("imageio_ffmpeg"))
+    """Return whether the library for it is installed: the extra `video`."""
+    return bool(find_spec("av"))
+
+
+def write_mp4(file: Path, frames: Callable[[], Iterable[Image.Image]], fps: int, plays: int = 1) -> None:
+    """Write an MP4 (H.264, BT.709) of pictures of one even size.
+
+    Args:
+        frames: gives the pictures, once for each time that they are played.
+    """
+    import av
+
+    # the index comes first, so that a page can play the file while it is loading
+    with av.open(file, "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream("libx264", rate=fps, options={"crf": CRF})
+        stream.pix_fmt = "yuv420p"
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = BT709
+        for number, picture in enumerate(picture for _ in range(plays) for picture in frames()):
+            if number == 0:
+                stream.width, stream.height = picture.size
+            frame = av.VideoFrame.from_image(picture).reformat(format="yuv420p", dst_colorspace="ITU709")
+            frame.colorspace, frame.pts, frame.time_base = BT709, number, 1 / Fraction(fps)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
 
 
 def tile_size(height: int, width: int, columns: int, widest: int | None = None) -> tuple[int, int]:
@@ -113,18 +142,14 @@ def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], f
 
     It is at most WIDEST wide, and drawn one frame at a time, as the frames of long clips take GiB.
     """
-    from imageio import get_writer  # an extra
-
     number = next(iter(rows.values()))[0].shape[1]
+
+    def frames() -> Iterator[Image.Image]:
+        for k in range(number):
+            frame = {label: [clip[:, k] for clip in clips] for label, clips in rows.items()}
+            picture = grid(frame, captions, WIDEST)
+            even = (side - side % 2 for side in picture.size)  # H.264 halves the colours' resolution
+            yield picture.crop((0, 0, *even))
+
     with atomic(file) as temporary:
-        named = temporary.with_suffix(".mp4")
-        again = f"loop={max(0, -(-SECONDS * fps // number) - 1)}:{number}"
-        # the index comes first, so that a page can play the file while it is loading
-        settings = {"macro_block_size": 2, "ffmpeg_params": ["-vf", again, "-movflags", "+faststart"]}
-        with get_writer(named, fps=fps, codec="libx264", pixelformat="yuv420p", **settings) as writer:
-            for k in range(number):
-                frame = {label: [clip[:, k] for clip in clips] for label, clips in rows.items()}
-                picture = grid(frame, captions, WIDEST)
-                even = (side - side % 2 for side in picture.size)  # H.264 halves the colours' resolution
-                writer.append_data(np.asarray(picture.crop((0, 0, *even))))
-        named.rename(temporary)
+        write_mp4(temporary, frames, fps, plays=max(1, -(-SECONDS * fps // number)))

@@ -43,8 +43,8 @@ def test_other_clips_begin_evenly_between(tmp_path: Path) -> None:
 
 
 def test_clips_of_a_faster_video_are_thinned_out_from_its_own_frames(tmp_path: Path) -> None:
-    file = video(tmp_path / "a.mp4", 57, fps=32)  # 29 frames remain: 0, 2, ... 56
-    assert clip(file, 1, 2) == [48, 50, 52, 54, 56]
+    file = video(tmp_path / "a.mp4", 57, fps=48)  # 19 frames remain: 1, 4, ... 55
+    assert clip(file, 1, 2) == [43, 46, 49, 52, 55]
 
 
 def test_clips_of_a_short_video_overlap(tmp_path: Path) -> None:

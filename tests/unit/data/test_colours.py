@@ -1,6 +1,9 @@
 """Pictures of every mode and format become 8-bit sRGB: depth, profiles, alpha over a background."""
 
 import io
+import os
+import struct
+import zlib
 from itertools import product
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from wandistiller.data import buckets
 from wandistiller.data.colours import background_problems, to_srgb
 from wandistiller.data.media import MediaError, Size, load_media
 
@@ -151,3 +155,64 @@ def test_a_background_is_a_colour_without_alpha() -> None:
     for wrong in ("", "whit", "#1020304f", "12"):
         (text,) = background_problems(wrong)
         assert text.startswith(f'recipe: `background` is "{wrong}". Write a colour')
+
+
+def with_cicp(file: Path, primaries: int, transfer: int) -> Path:
+    """Write a grey PNG with a chunk cICP, or an AVIF whose box says the same."""
+    if file.suffix == ".png":
+        Image.new("RGB", (16, 16), "grey").save(file)
+        whole, chunk = file.read_bytes(), b"cICP" + bytes([primaries, transfer, 0, 1])
+        file.write_bytes(
+            whole[:33] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + whole[33:]
+        )
+        return file
+    Image.new("RGB", (16, 16), "grey").save(file)
+    whole = file.read_bytes()
+    place = whole.index(b"colrnclx") + 8
+    file.write_bytes(whole[:place] + struct.pack(">HH", primaries, transfer) + whole[place + 4 :])
+    return file
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.avif"])
+@pytest.mark.parametrize(
+    ("primaries", "transfer", "reason"),
+    [
+        (9, 16, r"HDR picture \(PQ\)"),
+        (9, 18, r"HDR picture \(HLG\)"),
+        (1, 8, "function 8"),
+        (12, 13, "wider colours"),
+    ],
+)
+def test_pictures_whose_code_points_are_not_srgb_are_named(
+    tmp_path: Path, name: str, primaries: int, transfer: int, reason: str
+) -> None:
+    with pytest.raises(MediaError, match=reason):
+        load_media(with_cicp(tmp_path / name, primaries, transfer), Size(16, 16, 1), 16.0)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.avif"])
+def test_pictures_whose_code_points_are_srgb_s_are_read(tmp_path: Path, name: str) -> None:
+    pixels_CFHW = load_media(with_cicp(tmp_path / name, 1, 13), Size(16, 16, 1), 16.0)
+    assert (pixels_CFHW - (128 / 127.5 - 1)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.tif", "a.gif", "a.avif", "a.webp"])
+def test_postscript_and_other_formats_start_no_program(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/run\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    (tmp_path / name).write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n"
+    )
+    with pytest.raises(MediaError, match="cannot be read: "):
+        load_media(tmp_path / name, Size(16, 16, 1), 16.0)
+    assert not (tmp_path / "run").exists() and buckets._dimensions(tmp_path / name) == (0, 0)
+
+
+def test_a_large_picture_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    Image.new("L", (10_000, 9_500)).save(tmp_path / "a.png")
+    assert load_media(tmp_path / "a.png", Size(16, 16, 1), 16.0).min() == -1 and not recwarn.list

@@ -2,10 +2,8 @@
 
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from grey_videos import numbers, video
 from PIL import Image
 from torch import Tensor
 
-from wandistiller.data import buckets, media
+from wandistiller.data import buckets, media, videos
 from wandistiller.data.buckets import make_buckets, media_dimensions, nearest_buckets
 from wandistiller.data.media import MediaError, Size, load_media, video_problem
 
@@ -89,13 +87,13 @@ def frames_of(file: Path, num_frames: int, fps: float = 16.0) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
-def test_the_first_frames_of_a_slow_video_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
-    assert frames_of(video(tmp_path / name, 12, 8), 9) == list(range(9))
+def test_frames_of_a_slow_video_are_shown_for_as_long_as_they_last(tmp_path: Path, name: str) -> None:
+    assert frames_of(video(tmp_path / name, 12, 8), 9) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("name", "given", "taken"),
-    [("a.mp4", 32, [0, 2, 4, 6, 8]), ("a.mp4", 24, [0, 2, 3, 4, 6]), ("a.gif", 50, [0, 3, 6, 9, 12])],
+    [("a.mp4", 48, [1, 4, 7, 10, 13]), ("a.mp4", 24, [0, 2, 3, 5, 6]), ("a.gif", 50, [1, 4, 7, 10, 14])],
 )
 def test_a_faster_video_is_thinned_out_to_the_nearest_frames(
     tmp_path: Path, name: str, given: int, taken: list[int]
@@ -103,21 +101,15 @@ def test_a_faster_video_is_thinned_out_to_the_nearest_frames(
     assert frames_of(video(tmp_path / name, 20, given), 5) == taken
 
 
-def test_only_the_frames_that_are_used_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, read_frames, decoded = video(tmp_path / "a.mp4", 60, 8), imageio_ffmpeg.read_frames, []
-
-    def counted(path: Path) -> Iterator[object]:
-        for frame in read_frames(path):
-            decoded.append(type(frame))
-            yield frame
-
-    monkeypatch.setattr(imageio_ffmpeg, "read_frames", counted)
-    assert frames_of(file, 5) == [0, 1, 2, 3, 4] and decoded == [dict] + [bytes] * 5
+def test_only_the_frames_that_are_used_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert, converted = videos.Video._picture, []
+    monkeypatch.setattr(videos.Video, "_picture", lambda *given: converted.append(0) or convert(*given))
+    assert frames_of(video(tmp_path / "a.mp4", 60), 5) == [0, 1, 2, 3, 4] and len(converted) == 5
 
 
 def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(MediaError, match=r"has 3 frame\(s\) at 16 a second, the run wants 5"):
-        load(video(tmp_path / "a.gif", 3, 8), num_frames=5)
+    with pytest.raises(MediaError, match=r"has 3 frame\(s\) at 8 a second, the run wants 5"):
+        load(video(tmp_path / "a.gif", 3, 8), num_frames=5, fps=8)
 
 
 @pytest.mark.parametrize("content", [b"", b"no medium", bytes(1000)])
@@ -176,9 +168,7 @@ def test_an_image_of_more_pixels_than_memory_is_not_decoded(tmp_path: Path) -> N
 def test_a_video_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert video_problem(tmp_path / "a.mp4") is None
     monkeypatch.setattr(media, "find_spec", lambda name: None)
-    assert video_problem(tmp_path / "a.mp4").endswith(
-        "a.mp4: reading videos needs: pip install imageio imageio-ffmpeg."
-    )
+    assert video_problem(tmp_path / "a.mp4").endswith("a.mp4: reading videos needs: pip install av.")
 
 
 @pytest.mark.parametrize("size", [(480, 832), (64, 64), (720, 1280)])

@@ -66,7 +66,7 @@ def test_without_its_libraries_the_png_comes_alone_and_that_is_said_once(
     for step in (1, 2):
         draw._write(tmp_path / f"{step}.png", rows(draw))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["1.png", "2.png"]
-    assert caplog.text.count("pip install imageio imageio-ffmpeg") == 1
+    assert caplog.text.count("pip install av") == 1
 
 
 def test_the_png_comes_last_as_it_says_that_all_is_there(
