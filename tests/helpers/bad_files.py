@@ -21,7 +21,11 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ("p.txt", "a red circle\n".encode("utf-16"), ", line 1: not UTF-8: ...Save it as UTF-8."),
     ("p.txt", b"a\nb\n\xff\n", ", line 3: not UTF-8: ...Save it as UTF-8."),
     ("p.txt", "red " * 2_500_000, ", line 1: over 65536 bytes. Write one prompt a line."),
-    ("p.csv", "a red circle\n", ", line 1: no column prompt, caption or text. Begin with a header"),
+    (
+        "p.csv",
+        "a red circle\n",
+        ", line 1: no column prompt, caption, text or description. Begin with a header",
+    ),
     ("p.CSV", 'id,prompt\n1,"a\n', ", line 2: not valid CSV: "),
     ("p.csv", 'prompt\na\n"' + "b\n" * 40_000, ", line 3: over 65536 bytes. Write one prompt a record"),
     ("p.csv", "caption,id\na,1\n,2\n", ", line 3: no prompt. Fill its column, or take the line out."),
@@ -47,6 +51,10 @@ FOLDERS: list[tuple[dict[str, Any], str]] = [
     ({"d/a.png": b"", "d/a.txt": "x" * 70_000}, "{here}/d/a.txt: over 65536 bytes. Write one prompt."),
     ({"d/a.png": b"", "d/a.txt": "\u200b"}, "{here}/d/a.png: no prompt. Write it into a.txt beside it."),
     ({"d/a.psd": b"", "d/a.txt": "red"}, "{here}/d: no file in it can be read: {here}/d/a.psd and 0 more"),
+    (
+        {"d/.hidden.txt": "red", "d/@eaDir/a.txt": "red"},
+        "{here}/d: no prompt in it. Write one prompt a line.",
+    ),
     ({"d/b.txt": b"\xff"}, "{here}/d/b.txt, line 1: not UTF-8: ...Save it as UTF-8."),
 ]
 

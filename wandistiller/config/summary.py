@@ -15,7 +15,8 @@ def summary(job: Job) -> list[str]:
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
     blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher_ds).values())
     precision = " ".join([dtype_name(job.teacher_ds), *blocks])
-    left_out = f", {job.items.duplicates} duplicates left out" if job.items.duplicates else ""
+    counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
+    left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
@@ -25,7 +26,7 @@ def summary(job: Job) -> list[str]:
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {stage(job.student_ds)}, "
         f"{dtype_name(job.student_ds)}",
-        f"data      {len(job.items)} prompts, {media} with media, "
+        f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",

@@ -82,7 +82,7 @@ def _read_parts(
     with collecting(problems):
         parts["folder"] = open_wan(run.teacher_path, revision=run.teacher_revision)
     with collecting(problems):
-        parts["items"] = read_dataset(run.data_path)
+        parts["items"] = read_dataset(run.data_path, thumbnails=run.num_frames == 1)
     if "folder" in parts:
         with collecting(problems):
             parts |= _read_student(run, parts["folder"], previous)

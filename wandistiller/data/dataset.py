@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import unicodedata
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,11 +17,14 @@ from wandistiller.data.lines import (
     LISTS,
     LONGEST_LINE,
     NO_MEDIA,
+    PARTIAL,
     Table,
     beside,
     clean,
     has_prompt,
     holds,
+    in_any_form,
+    is_data,
     parse_json,
 )
 from wandistiller.tiny import clips, shapes
@@ -35,6 +40,8 @@ EMBEDDED = {
     "tiny-video": clips.seen_prompts,
     "tiny-video:held_out": clips.held_out_prompts,
 }
+MOST_LOOKED_UP = 1000
+"""Names in a column that is not used that are looked for at most: they may be of another machine."""
 SHOWN = 20
 """Greatest number of problems that are listed; the others are counted."""
 
@@ -66,6 +73,7 @@ class PromptDataset(Sequence[PromptItem]):
         kinds: Sequence[int],
         hashes: Sequence[int],
         unknown: Sequence[Path] = (),
+        thumbnails: int = 0,
     ):
         """Keep the rows that differ.
 
@@ -74,8 +82,9 @@ class PromptDataset(Sequence[PromptItem]):
             kinds: `MediaType` of each row.
             hashes: 64-bit hash of each row's content.
             unknown: files that have a prompt beside them and an ending that is not known.
+            thumbnails: number of pictures beside videos that were left out.
         """
-        self.unknown = unknown
+        self.unknown, self.thumbnails = unknown, thumbnails
         self._read, hashes_N = read, np.asarray(hashes, dtype=np.uint64)
         self._rows = np.sort(np.unique(hashes_N, return_index=True)[1])
         self.duplicates = len(hashes_N) - len(self._rows)
@@ -110,11 +119,14 @@ class PromptDataset(Sequence[PromptItem]):
 
 
 @readable()
-def read_dataset(data_path: str) -> PromptDataset:
+def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
     """Index the data: a name in EMBEDDED, a .txt of prompts, a .jsonl, a .csv, a .tsv, or a folder.
 
     In a folder, a .txt with the name of a medium is its prompt; any other .txt has one prompt per line. Blank
-    lines and lines that start with # are skipped.
+    lines and lines that start with # are skipped, and so are hidden files and what systems leave behind.
+
+    Args:
+        thumbnails: take pictures that have the name of a video in the same folder.
 
     Raises:
         ConfigError: no such file, not UTF-8, a bad line, a missing media file, or no prompt at all.
@@ -134,7 +146,7 @@ def read_dataset(data_path: str) -> PromptDataset:
             f"{data_path}: not a {', '.join(LISTS)} or folder. Write prompts into a .txt, one a line, or "
             "give a folder."
         )
-    index = _Index(path if path.is_dir() else path.parent)
+    index = _Index(path if path.is_dir() else path.parent, thumbnails)
     if path.is_dir():
         index.add_folder()
     else:
@@ -150,19 +162,21 @@ def read_dataset(data_path: str) -> PromptDataset:
         )
     if not index.hashes:
         raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line.")
-    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown)
+    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails)
 
 
 class _Index:
     """Position of each item: file, and byte where its line begins; -1 for a medium with its own .txt."""
 
-    def __init__(self, root: Path):
-        self._root = root
+    def __init__(self, root: Path, takes_thumbnails: bool):
+        self._root, self._takes_thumbnails, self.thumbnails = root, takes_thumbnails, 0
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes = array("B"), array("Q")
         self._tables: dict[int, Table] = {}
+        self._looked_up: Counter[str] = Counter()
+        """Names in each column that is not used that were looked for."""
         self.unknown: list[Path] = []
         self.problems: list[str] = []
         """The first SHOWN of them; `wrong` counts all."""
@@ -176,38 +190,58 @@ class _Index:
         with path.open("rb") as stream:
             if table := self._tables.get(number):
                 _, _, fields = next(table.records(stream, self._offset[row]))
-                prompt, medium = table.item(fields)
+                prompt, medium, _ = table.item(fields)
             else:
                 stream.seek(self._offset[row])
                 line = stream.readline().decode("utf-8-sig").strip()
-                prompt, medium = parse_json(line) if path.suffix.lower() == ".jsonl" else (line, None)
-        return PromptItem(clean(prompt), path.parent / medium if medium else None)
+                prompt, medium, _ = parse_json(line) if path.suffix.lower() == ".jsonl" else (line, None, ())
+        return PromptItem(clean(prompt), in_any_form(path.parent / medium) if medium else None)
 
     def add_folder(self) -> None:
         """Add every medium with its .txt, and every line of the other .txt files."""
         for folder, subfolders, names in os.walk(self._root):
-            subfolders.sort()
-            names.sort()
-            endings = {os.path.splitext(n)[1] for n in names}
-            media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
-            unknown = sorted(e for e in endings if e.lower() not in IMAGES | VIDEOS | NO_MEDIA)
+            subfolders[:] = sorted(filter(is_data, subfolders))
+            unfinished = {name.split(".")[0] for name in names if name.lower().endswith(PARTIAL)}
+            names = sorted(filter(is_data, names))
             inside = os.path.relpath(folder, self._root)
-            for name in names:
-                stem, ending = os.path.splitext(name)
-                name = os.path.normpath(os.path.join(inside, name))
-                if ending in media:
-                    self._add_medium(name)
-                elif ending.lower() == ".txt" and not any(holds(names, stem + e) for e in media):
-                    unused = [stem + e for e in unknown if holds(names, stem + e)]
-                    self.unknown += [Path(folder, n) for n in unused]
-                    if not unused:
-                        self.add_lines(name)
+            self._add_names(Path(folder), inside, names, unfinished)
+
+    def _add_names(self, folder: Path, inside: str, names: list[str], unfinished: set[str]) -> None:
+        """Add the files of one folder.
+
+        Args:
+            inside: the folder's path in the data.
+            names: sorted.
+            unfinished: beginnings of the names of files that are still being written.
+        """
+        endings = {os.path.splitext(n)[1] for n in names}
+        media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
+        videos = [e for e in media if e.lower() in VIDEOS]
+        unknown = sorted(e for e in endings if e.lower() not in IMAGES | VIDEOS | NO_MEDIA)
+        composed = sorted(unicodedata.normalize("NFC", n) for n in names)
+        for name in names:
+            stem, ending = os.path.splitext(name)
+            whole = os.path.normpath(os.path.join(inside, name))
+            stem = unicodedata.normalize("NFC", stem)
+            if ending in media:
+                if not self._takes_thumbnails and ending not in videos and _has(composed, stem, videos):
+                    self.thumbnails += 1
+                else:
+                    self._add_medium(whole)
+            elif ending.lower() == ".txt" and not _has(composed, stem, media):
+                unused = [folder / f"{stem}{e}" for e in unknown if holds(composed, stem + e)]
+                unused += [folder / name] * (stem in unfinished and not unused)
+                self.unknown += unused
+                if not unused:
+                    self.add_lines(whole)
 
     def _add_medium(self, name: str) -> None:
         media = self._root / name
         text = beside(media)
         if not is_text(name):
             return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
+        if not media.is_file():
+            return self._add_problem(f"{media}: {_kind_of(media)}. Take it out, or mend it.")
         if text.is_file() and text.stat().st_size > LONGEST_LINE:
             return self._add_problem(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
         try:
@@ -222,6 +256,8 @@ class _Index:
     def add_lines(self, name: str) -> None:
         """Add the items of one list of prompts."""
         path, offset = self._root / name, 0
+        if not path.is_file():
+            return self._add_problem(f"{path}: {_kind_of(path)}. Take it out, or mend it.")
         self._add_file(name)
         if path.suffix.lower() in DIALECTS:
             return self._add_table(path)
@@ -267,9 +303,28 @@ class _Index:
         elif has_prompt(line):
             self._add(offset, line, None)
 
-    def _add_checked(self, offset: int, prompt: str, medium: str | None, path: Path) -> None:
-        if medium and not (path.parent / medium).is_file():
+    def _add_checked(
+        self, offset: int, prompt: str, medium: str | None, others: list[tuple[str, str]], path: Path
+    ) -> None:
+        """Add an item of a table or of JSON lines. Raises ValueError with the reason.
+
+        Args:
+            others: texts of the row that are not used, with their columns.
+        """
+        if medium and not in_any_form(path.parent / medium).is_file():
             raise ValueError(f"no such file: {path.parent / medium}. Fix the name.")
+        for column, text in others:
+            if (
+                "." in text[-6:]
+                and _ending(text) in IMAGES | VIDEOS
+                and self._looked_up[column] < MOST_LOOKED_UP
+            ):
+                self._looked_up[column] += 1
+                if in_any_form(path.parent / text).is_file():
+                    raise ValueError(
+                        f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
+                        "video or file, or take it out."
+                    )
         self._add(offset, prompt, medium)
 
     def _add_file(self, name: str) -> None:
@@ -289,8 +344,20 @@ class _Index:
             self.problems.append(problem)
 
 
+def _has(names: list[str], stem: str, endings: list[str]) -> bool:
+    return any(holds(names, stem + ending) for ending in endings)
+
+
+def _kind_of(path: Path) -> str:
+    return "is no regular file" if path.exists() else "is a link to a file that is not there"
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
 def _media_type(medium: str) -> MediaType:
-    ending = os.path.splitext(medium)[1].lower()
+    ending = _ending(medium)
     return MediaType.GIF if ending == ".gif" else MediaType.VIDEO if ending in VIDEOS else MediaType.IMAGE
 
 

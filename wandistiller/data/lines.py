@@ -20,8 +20,24 @@ DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 LISTS = (".txt", ".jsonl", *DIALECTS)
 NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .sh .bak .npz .pt".split()}
 """Endings of files that may lie beside a list of prompts of the same name."""
-PROMPT_COLUMNS = ("prompt", "caption", "text")
-MEDIA_COLUMNS = ("file", "media", "image", "video", "file_name")
+PROMPT_COLUMNS = ("prompt", "caption", "text", "description")
+"""Names of columns, and of keys in JSON lines; in a row the first that is filled."""
+MEDIA_COLUMNS = (
+    *"filename filepath path img img_path file file_name file_path".split(),
+    *(
+        kind + end
+        for kind in ("media", "image", "video", "clip", "picture")
+        for end in ("", "s", "_file", "_name", "_path")
+    ),
+)
+"""The same for media, of which a row has one."""
+LEFT_OUT = set(
+    """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
+    Thumbs.db ehthumbs.db desktop.ini""".split()
+) | {"System Volume Information"}
+"""Files and folders that systems leave behind; so are those whose names begin with a dot or ~$."""
+PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
+"""Endings of files that are still being written."""
 
 
 def clean(prompt: str) -> str:
@@ -43,23 +59,41 @@ def prompt_problems(where: str, key: str, prompts: list[str], *, none: bool = Fa
     return [problem(where, key, prompt, remedy) for prompt in blank]
 
 
-def parse_json(line: str) -> tuple[str, str | None]:
-    """Return the prompt and the medium's name of one line of a .jsonl. Raises ValueError with the reason."""
+def is_data(name: str) -> bool:
+    """Return whether a file or folder of this name is a user's, neither hidden nor left behind."""
+    return not (name.startswith((".", "~$")) or name in LEFT_OUT or name.lower().endswith(PARTIAL))
+
+
+def parse_json(line: str) -> tuple[str, str | None, list[tuple[str, str]]]:
+    """Return prompt, medium's name and other texts, with their keys, of one line of a .jsonl.
+
+    Raises:
+        ValueError: with the reason.
+    """
     try:
         entry = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(prompt, str) or not has_prompt(prompt):
+    prompts = [entry.get(key) for key in PROMPT_COLUMNS] if isinstance(entry, dict) else []
+    prompt = next((text for text in prompts if isinstance(text, str) and has_prompt(text)), None)
+    if prompt is None:
         raise ValueError(
-            'no prompt. Write {"prompt": "...", "image": "file.png"}; image, video and id may be left out.'
+            'no prompt. Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
         )
-    if unknown := sorted(set(entry) - {"prompt", "image", "video", "id"}):
-        raise ValueError(f"unknown key `{unknown[0]}`. Known keys: prompt, image, video, id.")
-    names = [entry[k] for k in ("image", "video") if entry.get(k) is not None]
-    if len(names) > 1 or any(not isinstance(n, str) for n in names):
-        raise ValueError("give one file name, as image or as video.")
-    return prompt.strip(), names[0] if names else None
+    media = [(key, entry[key]) for key in MEDIA_COLUMNS if entry.get(key) not in (None, "")]
+    if wrong := [key for key, name in media if not isinstance(name, str)]:
+        raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
+    used = {*PROMPT_COLUMNS, *MEDIA_COLUMNS}
+    others = [(key, text) for key, text in entry.items() if isinstance(text, str) and key not in used]
+    return prompt.strip(), _one_medium(media), others
+
+
+def _one_medium(media: list[tuple[str, str]]) -> str | None:
+    """Return the medium's name of a row, by column; None without any. Raises ValueError with the reason."""
+    if len({name for _, name in media}) > 1:
+        (one, first), (other, second) = media[0], next(m for m in media if m[1] != media[0][1])
+        raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
+    return media[0][1] if media else None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -76,14 +110,20 @@ class Table:
         """Read the header. Raises ValueError with the reason."""
         self._dialect = DIALECTS[ending]
         self.start, self.header_lines, header = next(self.records(stream, 0, "utf-8-sig"), (0, 0, []))
-        names = [name.strip().lower() for name in header]
-        self._prompt = next((names.index(n) for n in PROMPT_COLUMNS if n in names), -1)
-        self._media = next((names.index(n) for n in MEDIA_COLUMNS if n in names), None)
-        if self._prompt < 0:
+        self._names = [name.strip().lower() for name in header]
+        self._prompts, self._media = (
+            [self._names.index(n) for n in columns if n in self._names]
+            for columns in (PROMPT_COLUMNS, MEDIA_COLUMNS)
+        )
+        self._others = sorted(set(range(len(header))) - {*self._prompts, *self._media})
+        if not self._prompts:
             raise ValueError(
                 f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header "
                 "such as prompt,file, or write one prompt a line into a .txt."
             )
+        used = [name for name in self._names if name in (*PROMPT_COLUMNS, *MEDIA_COLUMNS)]
+        if twice := [name for name in used if used.count(name) > 1]:
+            raise ValueError(f"two columns `{twice[0]}`. Keep one.")
 
     def records(
         self, stream: BinaryIO, start: int, encoding: str = "utf-8"
@@ -114,19 +154,37 @@ class Table:
         except csv.Error as error:
             raise ValueError(f"not valid CSV: {error}. Close quotes, and double those within.") from None
 
-    def item(self, fields: list[str]) -> tuple[str, str | None]:
-        """Return the prompt and the medium's name of a record. Raises ValueError with the reason."""
-        prompt = fields[self._prompt].strip() if self._prompt < len(fields) else ""
-        medium = fields[self._media].strip() if self._media is not None and self._media < len(fields) else ""
-        if not has_prompt(prompt):
+    def item(self, fields: list[str]) -> tuple[str, str | None, list[tuple[str, str]]]:
+        """Return prompt, medium's name and other texts, with their columns, of a record.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        number = len(fields)
+        prompts = (fields[i].strip() for i in self._prompts if i < number)
+        if (prompt := next(filter(has_prompt, prompts), None)) is None:
             raise ValueError("no prompt. Fill its column, or take the line out.")
-        return prompt, medium or None
+        names = [(self._names[i], fields[i].strip()) for i in self._media if i < number]
+        others = [(self._names[i], fields[i].strip()) for i in self._others if i < number]
+        return prompt, _one_medium([named for named in names if named[1]]), others
 
 
 def beside(media: Path) -> Path:
-    """Return the .txt of a medium; its ending may be in capitals."""
-    found = (path for e in (".txt", ".TXT", ".Txt") if (path := media.with_suffix(e)).is_file())
+    """Return the .txt of a medium; its ending may be in capitals, its name in another normal form."""
+    names = (media.with_suffix(ending) for ending in (".txt", ".TXT", ".Txt"))
+    found = (path for name in names if (path := in_any_form(name)).is_file())
     return next(found, media.with_suffix(".txt"))
+
+
+def in_any_form(path: Path) -> Path:
+    """Return the file of this name; where there is none, that whose name is the same in Unicode's other form.
+
+    Macs write a letter and its accent as two characters, other systems as one.
+    """
+    if path.name.isascii() or path.exists():
+        return path
+    forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
+    return next((form for form in forms if form.exists()), path)
 
 
 def caption(media: Path) -> str:

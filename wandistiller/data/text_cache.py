@@ -1,6 +1,7 @@
 """Text cache: prompts encoded by UMT5 as in WanPipeline. The encoder is freed before training starts."""
 
 import gc
+import logging
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from wandistiller.wan.encoders import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 PROMPTS_PER_FILE = 64
+CUT = "text: %d prompt(s) have over %d tokens, and what follows these is not read; the first: %s..."
 
 
 def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
@@ -55,14 +57,21 @@ class TextCache:
             collectives.log0("text: %d of %d prompts to encode", len(missing), len(by_key))
         on_cpu = self._device.type == "cpu"
         room = room_of_a_rank(host_free(), len(collectives.node_peers())) if on_cpu else None
+        cut: list[str] = []
         with collectives.raise_on_all_ranks():
             if files:
-                self._encode([{k: clean(by_key[k]) for k in keys} for keys in files], room)
+                cut = self._encode([{k: clean(by_key[k]) for k in keys} for keys in files], room)
+        if all_cut := [prompt for of_rank in collectives.gather_objects(cut) for prompt in of_rank]:
+            collectives.log0(CUT, len(all_cut), TEXT_TOKENS, all_cut[0][:60], level=logging.WARNING)
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
         self._tensors.missing_keys(missing)
 
-    def _encode(self, files: list[dict[str, str]], room: int | None) -> None:
-        """Write files of the texts of prompts by key; the encoder may take `room` bytes of CPU memory."""
+    def _encode(self, files: list[dict[str, str]], room: int | None) -> list[str]:
+        """Write files of the texts of prompts by key; return those that are too long to be read whole.
+
+        Args:
+            room: bytes of CPU memory that the encoder may take.
+        """
         with scratch(self._cache) as swap:
             model = self._folder / "text_encoder"
             kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
@@ -70,9 +79,12 @@ class TextCache:
             encode = Progress("text", sum(map(len, files)), "prompt").counting(encoder.encode)
             for prompts in until_stopped(files):
                 texts = {k: {"text": encode(prompts[k])} for k in until_stopped(prompts)}
-                self._tensors.write(texts, {k: prompts[k] for k in texts})
-        del encoder
+                if texts:
+                    self._tensors.write(texts, {k: prompts[k] for k in texts})
+            cut = encoder.cut
+        del encoder, encode
         gc.collect()
+        return cut
 
     def __getitem__(self, prompt: str) -> Tensor:
         """Return text_LD of one prompt, without padding, in the encoder's precision."""

@@ -99,8 +99,9 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def read_prompts(words: list[str]) -> list[str]:
-    """Return texts as they are, or the lines of one file or embedded set."""
-    if len(words) == 1 and (words[0] in EMBEDDED or Path(words[0]).suffix.lower() in LISTS):
+    """Return texts as they are, or the prompts of one file, folder or embedded set."""
+    one = Path(words[0])
+    if len(words) == 1 and (words[0] in EMBEDDED or one.suffix.lower() in LISTS or one.is_dir()):
         return [item.prompt for item in read_dataset(words[0])]
     if problems := prompt_problems("command line", "prompts", words):
         raise ConfigError(*problems)

@@ -15,6 +15,7 @@ from wandistiller.wan.components import decoded, encoded, states, text_encoder_o
 from wandistiller.wan.known import load_tokenizer, tokenize
 from wandistiller.wan.loading import load_text_encoder, load_vae
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 log = logging.getLogger("wandistiller")
 
@@ -58,6 +59,8 @@ class Encoder:
         except Exception as error:  # tokenizers raises it bare
             message = f"{tokenizer}: it cannot be read: {error}. Fetch the folder again."
             raise ConfigError(message) from None
+        self.cut: list[str] = []
+        """Prompts of more than TEXT_TOKENS tokens, whose rest was not read."""
         self._model = load_text_encoder(self._where, dtype, **offload_kwargs)
         if not offload_kwargs:
             self._model.to(device)
@@ -69,6 +72,8 @@ class Encoder:
         They do not attend to the padding that WanPipeline adds, so they are encoded without it.
         """
         tokens = tokenize(self._tokenizer, prompt).to(self._device)
+        if tokens.input_ids.shape[1] == TEXT_TOKENS and len(self._tokenizer(prompt).input_ids) > TEXT_TOKENS:
+            self.cut.append(prompt)
         text_LD = states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
         require_finite(text_LD, self._where)
         return text_LD

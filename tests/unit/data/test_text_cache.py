@@ -1,5 +1,6 @@
 """Prompts as they are cleaned and encoded: diffusers' own pipeline is the reference."""
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_an_encoder_without_room_is_read_from_disk_with_equal_outputs(
     small = Encoder(wan2, dtype, device, **kwargs)
     assert torch.equal(small.encode("a red circle"), whole.encode("a red circle"))
     assert "disk" in small._model.hf_device_map.values()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_prompts_that_are_cut_are_counted_once(
+    tmp_path: Path, wan2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prompts = ["red " * 511, "blue " * 512, "green " * 600]  # and one token for the end
+    for _ in range(2):
+        filled(tmp_path, wan2, prompts)
+    (said,) = [m for m in caplog.messages if "not read" in m]
+    assert said.startswith("text: 2 prompt(s) have over 512 tokens") and "the first: blue blue" in said
 
 
 def filled(folder: Path, wan: Path, prompts: list[str]) -> TextCache:

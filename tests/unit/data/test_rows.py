@@ -1,0 +1,177 @@
+"""Tables and folders as users have them: which files are media, which are none, and none lost in silence."""
+
+import csv
+import json
+import os
+import random
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from wandistiller.data.dataset import PromptItem, read_dataset
+from wandistiller.data.lines import MEDIA_COLUMNS, PROMPT_COLUMNS
+from wandistiller.evaluation.draw_samples import read_prompts
+from wandistiller.utils.errors import ConfigError
+
+
+def table(file: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows, whose keys are the columns, as the file's ending says."""
+    if file.suffix == ".jsonl":
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        return file
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, dialect="excel" if file.suffix == ".csv" else "excel-tab")
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+def touched(folder: Path, *names: str) -> list[Path]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return [folder / name for name in names]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+@pytest.mark.parametrize("column", ["video_path", "file_name", "videos", "Image_Path".lower(), "path"])
+def test_media_are_found_under_their_usual_names(tmp_path: Path, ending: str, column: str) -> None:
+    (file,) = touched(tmp_path, "in/a.mp4")
+    rows = [{"caption": "a", column: "in/a.mp4", "width": "8"}, {"caption": "b", column: "", "width": ""}]
+    assert list(read_dataset(str(table(tmp_path / f"t{ending}", rows)))) == [
+        PromptItem("a", file),
+        PromptItem("b"),
+    ]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_row_may_have_an_image_or_a_video(tmp_path: Path, ending: str) -> None:
+    files = touched(tmp_path, "a.png", "b.mp4")
+    rows = [{"prompt": "a", "image": "a.png", "video": ""}, {"prompt": "b", "image": "", "video": "b.mp4"}]
+    assert [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))] == files
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_two_media_in_a_row_are_named_with_their_columns(tmp_path: Path, ending: str) -> None:
+    touched(tmp_path, "a.png", "b.mp4")
+    row = {"prompt": "a", "image": "a.png", "video": "b.mp4"}
+    with pytest.raises(ConfigError, match=r"two media: `image` is a.png, `video` is b.mp4. Keep one"):
+        read_dataset(str(table(tmp_path / f"t{ending}", [row])))
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_column_of_files_that_are_there_and_not_used_is_named(tmp_path: Path, ending: str) -> None:
+    touched(tmp_path, "a.mp4")
+    rows = [{"prompt": "a", "src": ""}, {"prompt": "b", "src": "a.mp4"}]
+    with pytest.raises(ConfigError, match=r"line \d: `src` names a.mp4, which is there, but is not used"):
+        read_dataset(str(table(tmp_path / f"t{ending}", rows)))
+    rows[1]["src"] = "https://example.org/b.mp4"
+    assert len(read_dataset(str(table(tmp_path / f"t{ending}", rows)))) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_of_a_table_has_its_medium_or_the_table_is_refused(tmp_path: Path, seed: int) -> None:
+    """Columns in any order and number, some of them filled, with files that are there."""
+    random_ = random.Random(seed)
+    touched(tmp_path, *(f"{n}.{e}" for n in range(6) for e in ("mp4", "png")))
+    names = random_.sample([*MEDIA_COLUMNS, "source", "url", "id"], random_.randint(1, 4))
+    prompts, rows, given = random_.sample(PROMPT_COLUMNS, random_.randint(1, 2)), [], []
+    for n in range(6):
+        filled = random_.choice([None, *names])
+        file = f"{n}.{random_.choice(['mp4', 'png'])}"
+        rows.append(
+            {name: file if name == filled else "" for name in names} | dict.fromkeys(prompts, f"prompt {n}")
+        )
+        given.append(tmp_path / file if filled else None)
+    columns = [*names, *prompts]
+    random_.shuffle(columns)
+    rows = [{column: row[column] for column in columns} for row in rows]
+    lost = any(row.get(name) for row in rows for name in ("source", "url", "id"))
+    for ending in (".csv", ".tsv", ".jsonl"):
+        try:
+            read = [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))]
+        except ConfigError as error:
+            assert lost and "which is there, but is not used" in str(error)
+        else:
+            assert read == given and not lost
+
+
+def test_hidden_files_and_what_systems_leave_behind_are_no_data(tmp_path: Path) -> None:
+    touched(tmp_path, "a.png", "._a.png", ".DS_Store", "Thumbs.db", "desktop.ini", "~$a.txt")
+    left = [
+        ".ipynb_checkpoints/a-checkpoint.txt",
+        "@eaDir/a.png/b.jpg",
+        "__MACOSX/c.txt",
+        "._b.txt",
+        ".trash/d.txt",
+    ]
+    for file in touched(tmp_path, *left):
+        file.write_text("old")
+    (tmp_path / "a.txt").write_text("new")
+    assert list(read_dataset(str(tmp_path))) == [PromptItem("new", tmp_path / "a.png")]
+
+
+def test_the_caption_of_an_unfinished_download_is_no_prompt(tmp_path: Path) -> None:
+    touched(tmp_path, "a.mp4.part", "b.png")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    items = read_dataset(str(tmp_path))
+    assert [item.media.name for item in items] == ["b.png"] and [f.name for f in items.unknown] == ["a.txt"]
+
+
+def test_a_thumbnail_beside_a_clip_is_left_out_of_a_run_of_videos_alone(tmp_path: Path) -> None:
+    touched(tmp_path, "clip.mp4", "clip.jpg", "other.png")
+    for name in ("clip.txt", "other.txt"):
+        (tmp_path / name).write_text("a prompt")
+    videos = read_dataset(str(tmp_path), thumbnails=False)
+    assert [item.media.name for item in videos] == ["clip.mp4", "other.png"] and videos.thumbnails == 1
+    assert len(read_dataset(str(tmp_path))) == 3
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_of_pairs_may_be_written_by_different_systems(tmp_path: Path, forms: tuple[str, str]) -> None:
+    medium, other = (unicodedata.normalize(form, "é") for form in forms)
+    (file,) = touched(tmp_path, f"{medium}.png")
+    (tmp_path / f"{other}.txt").write_text("a prompt")
+    assert list(read_dataset(str(tmp_path))) == [PromptItem("a prompt", file)]
+    rows = table(tmp_path / "t.csv", [{"prompt": "a row", "image": f"{other}.png"}])
+    assert list(read_dataset(str(rows))) == [PromptItem("a row", file)]
+
+
+KINDS = ("pipe", "socket", "link to nothing", "link to itself", "folder", "device")
+
+
+def made(kind: str, path: Path) -> None:
+    """Make something that is no file."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, 0o140600)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if "itself" in kind else path.parent / "nothing")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["b.txt", "b.png", "b.mp4", "b.csv", "b.psd", "a.txt"])
+def test_what_is_no_file_is_named_or_passed_over_and_never_waited_for(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    touched(tmp_path / "d", "a.png")
+    (tmp_path / "d" / "a.txt").write_text("a prompt")
+    (tmp_path / "d" / name).unlink(missing_ok=True)
+    made(kind, tmp_path / "d" / name)
+    try:
+        assert [item.media.name for item in read_dataset(str(tmp_path / "d"))] == ["a.png"]
+    except ConfigError as error:
+        assert f"{tmp_path}/d/{name.replace('a.txt', 'a.png')}: " in str(error)
+
+
+def test_prompts_may_be_given_as_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    assert read_prompts([str(tmp_path)]) == ["one", "two"]
