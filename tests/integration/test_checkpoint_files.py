@@ -212,6 +212,32 @@ def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_
     lock(cut).close()
 
 
+@pytest.mark.parametrize("format_", ["diffusers", "original"])
+@pytest.mark.parametrize("name", ["transformer/rank_00000.safetensors", "transformer/engine.json"])
+def test_an_export_of_damaged_weights_is_refused_and_names_another_checkpoint(
+    tmp_path: Path, cut: Path, name: str, format_: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 10_000)  # as large as weights are, for this run's
+    flip_a_bit(saved(cut, 6) / name)
+    output = tmp_path / "student.safetensors"
+    words = ["export", "--checkpoint", str(saved(cut, 6)), "--output", str(output), "--format", format_]
+    assert main(words) == 2 and not output.exists()
+    error = capsys.readouterr().err
+    assert f"{name} is not as it was written" in error and f"such as {saved(cut, 4)}" in error
+
+
+def test_a_run_does_not_start_from_the_damaged_weights_of_another(
+    cut: Path, again: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 10_000)
+    for step in (2, 4):
+        shutil.rmtree(saved(cut, step))
+    flip_a_bit(saved(cut, 6) / WEIGHTS)
+    start = {"output_dir": str(tmp_path / "next"), "student_config": {"init": str(cut)}}
+    with pytest.raises(ConfigError, match="rank_00000.safetensors is not as it was written"):
+        trainer_of(again | start)
+
+
 def test_an_export_without_the_teacher_names_it_and_leaves_nothing_half(tmp_path: Path, cut: Path) -> None:
     state, whole = saved(cut, 6) / "run_state.json", saved(cut, 6) / "manifest.json"
     facts, files = json.loads(state.read_text())["facts"], json.loads(whole.read_text())["files"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import WanTransformer3DModel
 
-from wandistiller.batch import Expert
+from wandistiller.batch import CRITIC, Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
@@ -17,6 +17,7 @@ from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import read_json
+from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
 
@@ -100,16 +101,19 @@ class Source(NamedTuple):
         return open_wan(self.facts["teacher_path"], weights=weights, revision=revision)
 
 
-def read_source(run_or_checkpoint: Path, averaged: bool | None = None) -> Source:
-    """Find and verify a checkpoint; no weights are read.
+def read_source(
+    run_or_checkpoint: Path, averaged: bool | None = None, share: tuple[int, int] = (0, 1)
+) -> Source:
+    """Find a checkpoint and verify the checksums of all that is read from it.
 
     Args:
         run_or_checkpoint: an output folder (its newest checkpoint is taken) or one checkpoint folder.
         averaged: the moving average of the weights, or the last ones; None: the average where there is one.
+        share: rank and ranks, that verify large files together; the caller gathers what they find.
     Raises:
         ConfigError: no checkpoint there, a damaged one, or no average in it.
     """
-    folder = _checkpoint(run_or_checkpoint)
+    folder = _checkpoint(run_or_checkpoint, share)
     state = loading.read_state(folder)
     facts = state["facts"]
     if averaged and "ema" not in facts:
@@ -168,7 +172,7 @@ def without_places(value: Any, key: str = "") -> Any:
 
 
 @readable()
-def _checkpoint(folder: Path) -> Path:
+def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
     run = (stage_folders(folder) or [folder])[-1]
     checkpoint = folder if (folder / loading.STATE).is_file() else find(run, "auto")
     if checkpoint is None or not (checkpoint / loading.STATE).is_file():
@@ -176,6 +180,9 @@ def _checkpoint(folder: Path) -> Path:
             f"{folder}: no checkpoint there. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
-    if problems := manifest.verify(checkpoint):
-        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint.")
+    set_activity(f"verifying {checkpoint}")
+    if problems := manifest.verify(checkpoint, share=share, but=f"{CRITIC}/"):
+        others = [str(other) for other in manifest.steps(checkpoint.parent) if other != checkpoint]
+        named = f", such as {others[0]}" if others else ""
+        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint{named}.")
     return checkpoint

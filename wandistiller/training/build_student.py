@@ -122,7 +122,7 @@ def _network(job: Job, expert: Expert, cut: WidthSlicer | None) -> nn.Module:
     if not job.start:
         return start_model(job.student, config, job.folder, expert, job.run.seed, cut)
     with collectives.raise_on_all_ranks():
-        source = read_source(job.start.folder)
+        source = read_source(job.start.folder, share=(collectives.rank(), collectives.world_size()))
     return source.finished(expert.value, torch.float32).requires_grad_(True)
 
 
