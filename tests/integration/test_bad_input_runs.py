@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bad_inputs import ENGINE, RECIPE, Case, Outcome, faults, outcome
 from bad_weights import TRANSFORMER, WEIGHTS, linked
 from checkpointed import exported
@@ -160,10 +161,11 @@ def unfinite(number: float) -> Callable[[Path], None]:
 SHORT = {"height": SIDE, "width": SIDE, "rollout_steps": 1, "cache_dir": "{here}/../cache"}
 OF_T = SHORT | {"teacher_path": "{here}/t"}
 IN_FILE = "t/transformer/...holds numbers that are not finite in float32. Fetch this file again"
-OUTPUTS = "t/text_encoder: its outputs are not finite. Fetch its weights again."
+NOT_FINITE = "holds numbers that are not finite. Fetch the folder again."
 FINITE = [
     Case("teacher", (IN_FILE,), recipe=OF_T),
-    Case("text encoder", (OUTPUTS,), recipe=OF_T),
+    Case("text encoder", (f"t/text_encoder: tensor `...{NOT_FINITE}",), recipe=OF_T),
+    Case("vae", (f"t/vae: tensor `...{NOT_FINITE}",), recipe=OF_T),
     Case("student's folder", (IN_FILE,), {"student.json": {"init": "{here}/t"}}, SHORT),
 ]
 
@@ -171,7 +173,7 @@ FINITE = [
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("case", "number"),
-    list(zip(FINITE, map(float, ("nan", "nan", "inf")), strict=True)),
+    list(zip(FINITE, map(float, ("nan", "nan", "nan", "inf")), strict=True)),
     ids=[case.name for case in FINITE],
 )
 def test_weights_that_are_not_finite_are_named(case: Case, number: float, tmp_path: Path, wan1: Path) -> None:
@@ -183,13 +185,26 @@ def test_weights_that_are_not_finite_are_named(case: Case, number: float, tmp_pa
     assert wrong == [], found.printed
 
 
+def zeroed(file: Path) -> None:
+    """Leave a hole in a file, as an unfinished download does: its largest tensor, or all of a teacher."""
+    state = load_file(file)
+    names = state if file.parent.name == "transformer" else [max(state, key=lambda key: state[key].numel())]
+    save_file(state | {name: torch.zeros_like(state[name]) for name in names}, file)
+
+
+ZEROS = "tensor(s) hold nothing but zeros: `...A download left holes in it"
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_a_vae_that_is_not_finite_is_named(
-    media: tuple[Path, dict[str, str]], tmp_path: Path, wan1: Path
-) -> None:
-    unfinite(float("nan"))(linked(wan1, tmp_path / "t", without=WEIGHTS["vae"]))
-    with pytest.raises(ConfigError, match="t/vae: its outputs are not finite. Fetch its weights again."):
-        prepare(read_job(a_run(tmp_path, tmp_path / "t", data_path=str(media[0])), 1))
+@pytest.mark.parametrize("part", ["teacher", "text encoder", "vae"])
+def test_weights_of_zeros_are_named_before_training(part: str, tmp_path: Path, wan1: Path) -> None:
+    here, folder = tmp_path / "case", part.replace(" ", "_").replace("teacher", "transformer")
+    case = Case(part, (f"t/{folder}: ...{ZEROS}",), recipe=OF_T | {"cache_dir": "{here}/../own"})
+    words = case.write(here, wan1)
+    zeroed(linked(wan1, here / "t", without=WEIGHTS.get(part, TRANSFORMER)))
+    found = outcome(words, here)
+    wrong = [fault for fault in faults(case, found, here, wan1) if not fault.startswith("wrote")]
+    assert wrong == [], found.printed
 
 
 def dry_run(case: Case, here: Path, wan: Path) -> Outcome:

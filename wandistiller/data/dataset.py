@@ -240,8 +240,6 @@ class _Index:
         text = beside(media)
         if not is_text(name):
             return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
-        if not media.is_file():
-            return self._add_problem(f"{media}: {_kind_of(media)}. Take it out, or mend it.")
         if text.is_file() and text.stat().st_size > LONGEST_LINE:
             return self._add_problem(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
         try:

@@ -1,6 +1,7 @@
 """Builds the frozen teacher: its experts loaded to their placement, behind one method, `velocity(batch)`."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import merge_text_padding
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.weight_reader import WeightReader, zero_problems
 
 
 def build_teacher(
@@ -38,12 +39,24 @@ def build_teacher(
     here = owner is None or collectives.rank() == owner
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
     experts = placement.load_all(folder, readers, ds) if here else {}
-    if problems := collectives.gather_problems([p for reader in readers.values() for p in reader.faults]):
+    problems = collectives.gather_problems([p for reader in readers.values() for p in reader.faults])
+    if problems := problems + _zero_problems(list(readers.values())):
         raise ConfigError(*problems)
     teacher = None
     if here:
         teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding, owner is None)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers)
+
+
+def _zero_problems(readers: list[WeightReader]) -> list[str]:
+    """List matrices of which no rank saw a number other than 0, as each may have read a part. Collective."""
+    seen: dict[Path, tuple[set[str], set[str]]] = {}
+    for of_rank in collectives.gather_objects([(r.folder, r.read_names, r.nonzero) for r in readers]):
+        for folder, names, nonzero in of_rank:
+            all_names, all_nonzero = seen.setdefault(folder, (set(), set()))
+            all_names |= {name for name in names if name.endswith(".weight") and "norm" not in name}
+            all_nonzero |= nonzero
+    return [p for folder, (names, nonzero) in seen.items() for p in zero_problems(folder, names - nonzero)]
 
 
 def unquantized_teacher(

@@ -3,6 +3,7 @@
 All ranks take the same calibration samples and so agree; results of the teacher's owner are broadcast.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
 from wandistiller.student.blocks import add_heads, add_projections
-from wandistiller.student.calibration import calibration_batches, measure, start_error
+from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
     StudentConfig,
@@ -33,6 +34,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
@@ -218,12 +220,23 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     if teacher:
         teacher, batches = without_guidance(teacher), calibration_of(job, data)
         error = start_error(batches, teacher.velocity, student.velocity, data.measured, job.identity)
+        require_finite_start(job, error)
         numbers["relative_velocity_error"] = error.relative()
         numbers["relative_velocity_error_by_sigma"] = error.by_sigma()
         text = "start     relative velocity error before training %.4f (1 is an output of zeros)"
         collectives.log0(text, error.relative())
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", numbers)
+
+
+def require_finite_start(job: Job, error: VelocityError) -> None:
+    """Raise a ConfigError if the error before training, equal on all ranks, is not finite."""
+    if not math.isfinite(error.relative()):
+        raise ConfigError(
+            f"{job.folder.path}: the velocity error before training is not finite: the teacher's outputs are "
+            "zero, or its or the student's are not finite. Fetch the teacher again, or look at its pictures: "
+            "wandistiller sample."
+        )
 
 
 def calibration_of(job: Job, data: CachedData) -> list[Batch]:

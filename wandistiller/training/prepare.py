@@ -27,6 +27,7 @@ from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.logging import set_activity
+from wandistiller.wan.loading import load_vae
 from wandistiller.wan.sampling import denoise
 
 Skipped = dict[str, str]
@@ -53,6 +54,10 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
             "do not see the same files. Start again."
         )
     sequence.share(job.run.context_parallel)
+    set_activity("checking the VAE")
+    with collectives.raise_on_all_ranks():
+        if collectives.rank() == 0:  # pictures need it after hours
+            load_vae(job.folder.path / "vae")
     set_activity("reading the cache")
     device = collectives.device()
     text = TextCache(job.cache, job.folder.path, device)

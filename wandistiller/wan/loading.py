@@ -10,21 +10,32 @@ from transformers import UMT5Config, UMT5EncoderModel
 from wandistiller.utils.files import read_json
 from wandistiller.wan.known import known_text_config, load_tokenizer, scheduler_class, unused
 from wandistiller.wan.vae import FittingVae
+from wandistiller.wan.weight_reader import require_sound
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5EncoderModel:
-    """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`."""
+    """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`.
+
+    Raises:
+        ConfigError: weights that cannot be right.
+    """
     config = UMT5Config.from_dict(known_text_config(read_json(folder / "config.json")))
     more |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    return UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **more).eval()
+    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **more).eval()
+    require_sound(model, folder)
+    return model
 
 
 def load_vae(folder: Path) -> FittingVae:
     """Load the VAE in `folder` from its safetensors, in float32; of a batch it takes one sample at a time.
 
     An image of 480x832 takes 2.6 GiB to decode, 81 frames 7.6; in tiles, where that is not free, 1.8.
+
+    Raises:
+        ConfigError: weights that cannot be right.
     """
     vae = FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    require_sound(vae, folder)
     vae.enable_slicing()
     return vae
 

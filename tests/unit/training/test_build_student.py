@@ -1,9 +1,11 @@
 """Calibration before training: independent of ranks and placement, kept across a resume."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.flow import keyed_normal
-from wandistiller.student.calibration import VelocityError
+from wandistiller.student.calibration import VelocityError, start_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
 from wandistiller.teacher.base import (
     Guidance,
@@ -27,7 +29,9 @@ from wandistiller.teacher.base import (
     local_modules,
     without_guidance,
 )
+from wandistiller.training.build_student import require_finite_start
 from wandistiller.training.step_result import by_sigma
+from wandistiller.utils.errors import ConfigError
 
 STUDENT = {
     "num_layers": 2,
@@ -232,6 +236,16 @@ def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -
     begun(folder, wan2, "alone", 1, REPLICATED, steps=2)
     assert (alone / "lineage.json").read_text() == before
     assert len((alone / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
+    job, silent = SimpleNamespace(identity={}, folder=SimpleNamespace(path="t")), torch.zeros_like
+    teacher = SimpleNamespace(velocity=lambda b: silent(b.x_t_BCFHW))
+    error = start_error(batches(), teacher.velocity, teacher.velocity, Measured(None), job.identity)
+    assert not math.isfinite(error.relative())
+    with pytest.raises(ConfigError, match="t: the velocity error before training is not finite"):
+        require_finite_start(job, error)
 
 
 def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
