@@ -132,7 +132,7 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
 
 def test_a_student_of_few_steps_says_how_to_sample_it_and_sample_does(few: Path, tmp_path: Path) -> None:
     card = " ".join((few / "student" / "README.md").read_text().split())
-    assert "2 steps only, by Euler's method from the noise levels 1, 0.8" in card
+    assert "2 steps, by Euler's method from the noise levels 1, 0.8" in card
     assert "num_inference_steps=2" in card and "sigma) from 0.93" in card
     sampled = ["sample", "--model", few / "student", "--prompts", "a red circle", "--output"]
     size = ["--height", "32", "--width", "32"]

@@ -94,7 +94,7 @@ class Monitors:
     def show(self, step: int, file: Path) -> None:
         """Put a picture into those that take any: TensorBoard and W&B."""
         if self._all.tb_monitor:  # rank 0 has it
-            image_HWC = np.asarray(Image.open(file).convert("RGB"))
+            image_HWC = np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))
             self._all.tb_monitor.summary_writer.add_image("Samples", image_HWC, step, dataformats="HWC")
             self._all.tb_monitor.flush()
         if self._all.wandb_monitor:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.sampling import few_step_config, few_steps
 
 HUB = "https://huggingface.co"
 HERE = "THIS_FOLDER"
@@ -36,8 +38,21 @@ steps of {objective}. """
 )
 FEW_STEPS = """
 
-It samples in {steps} step{plural} only, {sampler} from the noise level{plural} {levels}: keep their \
+It samples in {steps} step{plural}, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
+FIXED_STEPS = """ It is trained for no other number, and diffusers would take wrong noise levels."""
+FEWER_STEPS = """
+
+It can sample in fewer steps too. Its scheduler then needs other settings, without which diffusers takes
+wrong noise levels and, for one step, gives NaN. `wandistiller sample --steps N` sets them; in diffusers,
+before the call:
+
+| steps | call first |
+|---|---|
+{rows}"""
+FEWER_ROW = (
+    "| {steps} | `pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {settings})`{more} |"
+)
 GLOBAL_NOISE = """
 Between steps diffusers takes noise from torch's own generator: for the same picture again call
 `torch.manual_seed` too."""
@@ -68,7 +83,27 @@ def few_steps_sentence(facts: dict[str, Any]) -> str:
     text = FEW_STEPS.format(
         steps=len(levels), plural="s" * (len(levels) > 1), levels=listed, sampler=sampler_in_words(facts)
     )
-    return text + GLOBAL_NOISE * (facts.get("sampler") == RENOISE and len(levels) > 1)
+    if len(levels) == 1 or facts.get("sampler") != RENOISE:
+        return text + FIXED_STEPS
+    return text + GLOBAL_NOISE + FEWER_STEPS.format(rows="\n".join(_fewer_rows(facts)))
+
+
+def _fewer_rows(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield a row for each number of steps below a student's own: the calls that set its noise levels."""
+    boundary = facts["boundary"] if has_boundary(facts) else None
+    for steps in range(1, len(facts["few_steps"])):
+        settings = ", ".join(f"{key}={value!r}" for key, value in fewer_steps(facts["shift"], steps).items())
+        more = ""
+        if boundary is not None:
+            handover = few_steps(facts["shift"], steps, boundary).boundary
+            more = f"; `pipe.register_to_config(boundary_ratio={handover:.6g})`"
+        yield FEWER_ROW.format(steps=steps, settings=settings, more=more)
+
+
+def fewer_steps(shift: float, steps: int) -> dict[str, float | None]:
+    """Return the settings by which the scheduler of a few-step student takes `steps` of its path."""
+    config = few_step_config(shift, steps)
+    return {key: config.get(key) for key in ("shift", "shift_terminal")}
 
 
 def joined(files: list[str]) -> str:

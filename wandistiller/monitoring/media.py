@@ -39,7 +39,7 @@ def shown(picture: Path, *, plays_at_once: bool = True) -> str:
 
 def _size(picture: Path) -> str:
     """Fill the page with it, up to twice its width; on a phone it may be 44rem wide, or 0.6 of its width."""
-    with Image.open(picture) as opened:
+    with Image.open(picture, formats=["PNG"]) as opened:
         width = opened.width
     return f"width: min(max(100%, min(44rem, {round(0.6 * width)}px)), {2 * width}px)"
 

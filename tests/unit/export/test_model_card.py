@@ -17,7 +17,9 @@ from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
+from wandistiller.flow import RENOISE
 from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.sampling import few_step_scheduler, few_steps
 
 ID = "org/wan-finetuned"
 
@@ -206,3 +208,30 @@ def test_what_is_published_names_no_place_on_the_machine() -> None:
         "nvme": [{"nvme_path": "me"}],
     }
     assert without_places({"teacher_path": ID}) == {"teacher_path": ID}
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
+@pytest.mark.parametrize("own", [2, 4, 8])
+def test_with_the_card_s_settings_diffusers_takes_the_levels_of_sample_in_every_number_of_steps(
+    shift: float, own: int
+) -> None:
+    exported = few_step_scheduler(shift, own, RENOISE)
+    for steps in range(1, own):
+        scheduler = exported.from_config(exported.config, **model_card.fewer_steps(shift, steps))
+        scheduler.set_timesteps(steps)
+        assert scheduler.sigmas[:-1].tolist() == list(few_steps(shift, steps, None).sigmas)
+        trained = [shift * u / (1 + (shift - 1) * u) for u in (1 - k / steps for k in range(steps))]
+        assert scheduler.sigmas[:-1].tolist() == pytest.approx(trained, abs=0.002)
+
+
+@pytest.mark.parametrize("boundary", [None, 0.875])
+def test_the_card_of_a_renoise_student_has_a_call_for_every_smaller_number_of_steps(
+    teacher: WanFolder, boundary: float | None
+) -> None:
+    few = {"few_steps": [1.0, 0.9375, 0.8333, 0.625], "sampler": RENOISE, "shift": 5.0, "boundary": boundary}
+    names = {"experts": ["transformer", "transformer_2"]} if boundary else {}
+    text = model_card.few_steps_sentence(facts(teacher) | few | names)
+    rows = [line for line in text.splitlines() if line.startswith(("| 1 ", "| 2 ", "| 3 "))]
+    assert len(rows) == 3 and "shift=1.0, shift_terminal=None)" in rows[0]
+    assert all(("boundary_ratio=" in row) == bool(boundary) for row in rows)
+    assert "no other number" in model_card.few_steps_sentence(facts(teacher) | few | {"sampler": "euler"})
