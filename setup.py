@@ -56,6 +56,7 @@ setup(
             "ruff",
             "peft>=0.21",
             "av>=18",
+            "imageio",  # for diffusers' own writer of videos, which cards name
             "imageio-ffmpeg",  # a whole ffmpeg, which judges how videos are read
             "tensorboard",
             "wandb",

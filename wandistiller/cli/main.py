@@ -25,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = vars(parser().parse_args(argv))
     flags.pop(IGNORED, None)
     command = flags.pop("command")
+    if wrong := launchers.environment_problems(os.environ):
+        print("\n".join(f"error: {problem}" for problem in wrong), file=sys.stderr)
+        return process.WRONG_INPUT
     if too_little := process.too_little_memory():
         print(too_little, file=sys.stderr)
         return process.OUT_OF_MEMORY

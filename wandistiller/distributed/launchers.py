@@ -1,10 +1,12 @@
 """Rank variables of srun and Open MPI's mpirun, translated into those that torchrun and deepspeed set."""
 
+import errno
 import os
 import re
+import socket
 import sys
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from wandistiller.utils.errors import ConfigError
@@ -17,6 +19,71 @@ LAUNCHERS = {  # their names for these four; the outer launcher last: mpirun use
 MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}  # both set RANK themselves
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", *(n[3] for n in LAUNCHERS.values()))
 PORTS = range(20000, 30000)  # below those that Linux hands out: ip-sysctl.rst, ip_local_port_range
+
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
+"""Variables that are whole numbers from 0 on."""
+COUNTED = {"LOCAL_SIZE", "MPI_LOCALNRANKS", *(name for names in LAUNCHERS.values() for name in names)}
+"""Variables that begin with one."""
+SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+LAST_PORT = 65_535
+
+
+def environment_problems(env: Mapping[str, str]) -> list[str]:
+    """List what is wrong with the variables that launchers set, with the addresses in them, and the port."""
+    remedy = "Launchers set it; if a script does, write one there, or unset it."
+    problems = [
+        f"environment: {name} is {env[name]!r}, which is no whole number. {remedy}"
+        for names, shape in ((NUMBERS, r"\d{1,9}"), (sorted(COUNTED), r"\d{1,9}(\D.*)?"))
+        for name in names
+        if name in env and not re.fullmatch(shape, env[name], re.ASCII)
+    ]
+    if problems:
+        return problems
+    numbers = {name: int(env[name]) for name in NUMBERS if name in env}
+    for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if place in numbers and numbers[place] >= numbers.get(size, numbers[place] + 1):
+            problems.append(
+                f"environment: {place} is {env[place]}, but {size} is {env[size]}. Ranks count from 0: start "
+                f"{env[size]} processes with {place} 0 to {max(0, numbers[size] - 1)}."
+            )
+    if "RANK" in env and (
+        lost := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    ):
+        problems.append(
+            f"environment: RANK is set, but {' and '.join(lost)} is not. Start with deepspeed, torchrun, "
+            "srun or mpirun, or unset RANK for one process."
+        )
+    if not 0 < numbers.get("MASTER_PORT", 1) <= LAST_PORT:
+        problems.append(f"environment: MASTER_PORT is {env['MASTER_PORT']}. Write 1 to {LAST_PORT}.")
+    return problems or (_address_problems(env) if numbers.get("WORLD_SIZE", 1) > 1 and "RANK" in env else [])
+
+
+def _address_problems(env: Mapping[str, str]) -> list[str]:
+    """List the problem of an address that is not known here, or of a port that is not free on rank 0."""
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return [
+            f"environment: MASTER_ADDR is {host!r}, which this machine does not know: {reason}. Give the "
+            "first node's name or address: deepspeed --master_addr HOST, torchrun --rdzv_endpoint HOST:PORT."
+        ]
+    if int(env["RANK"]) or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself has the port
+        return []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return []
+            return [
+                f"port {port} of this machine, where the ranks are to meet, is in use, perhaps by another "
+                f"run. Give this one a port of its own: deepspeed --master_port {port + 1}, or MASTER_PORT."
+            ]
+    return []
 
 
 def set_rank_variables(env: MutableMapping[str, str]) -> None:
@@ -58,7 +125,8 @@ def started_by(env: MutableMapping[str, str]) -> str:
 
 def share_cores(env: MutableMapping[str, str], cores: int) -> None:
     """Set OMP_NUM_THREADS, if unset, to this rank's share of the node's cores; before torch is imported."""
-    ranks = next((int(_first_number(env[name])) for name in LOCAL_SIZES if name in env), 1)
+    given = (re.match(r"\d{1,9}", env.get(name, "")) for name in LOCAL_SIZES)
+    ranks = next((int(number[0]) for number in given if number), 1)
     if ranks > 1:
         env.setdefault("OMP_NUM_THREADS", env.get("SLURM_CPUS_PER_TASK", str(max(1, cores // ranks))))
 

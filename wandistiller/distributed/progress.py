@@ -114,7 +114,7 @@ def break_silence() -> threading.Event:
     Returns:
         An event that ends the thread.
     """
-    ended = threading.Event()
+    ended, current.spoke = threading.Event(), time.monotonic()
     if rank() == 0:
         threading.Thread(target=_speak, args=[ended], daemon=True).start()
     return ended

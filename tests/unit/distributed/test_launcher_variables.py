@@ -1,0 +1,88 @@
+"""Variables of launchers that are wrong: one line each, at once, and no traceback."""
+
+import random
+import socket
+
+import pytest
+
+from wandistiller.cli.main import main
+from wandistiller.distributed.launchers import (
+    COUNTED,
+    NUMBERS,
+    environment_problems,
+    set_rank_variables,
+    share_cores,
+)
+
+RIGHT = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+JUNK = ["", " ", "x", "-1", "1.0", "1e3", "0x1", "9" * 30, "two", "²", "1 2", "\n", "None"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_junk_in_a_launcher_s_variable_is_named(name: str) -> None:
+    for value in JUNK:
+        (problem,) = environment_problems(RIGHT | {name: value})
+        assert problem.startswith(f"environment: {name} is {value!r}, which is no whole number.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2. Ranks count from 0"),
+        ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK is 4, but LOCAL_WORLD_SIZE is 4"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000. Write 1 to 65535."),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0. Write 1 to 65535."),
+        (
+            {"MASTER_ADDR": "no.such.host.invalid"},
+            "MASTER_ADDR is 'no.such.host.invalid', which this machine does not",
+        ),
+    ],
+)
+def test_ranks_ports_and_addresses_that_cannot_be_are_named(changes: dict[str, str], words: str) -> None:
+    (problem,) = environment_problems(RIGHT | changes)
+    assert words in problem
+
+
+def test_a_rank_without_its_world_is_named() -> None:
+    (problem,) = environment_problems({"RANK": "0"})
+    assert "WORLD_SIZE and MASTER_ADDR and MASTER_PORT is not" in problem
+
+
+def test_a_port_in_use_is_named_on_rank_0_with_the_flag_for_another_but_not_under_torchrun() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        env = RIGHT | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}
+        (problem,) = environment_problems(env)
+        assert f"port {port} of this machine" in problem and f"--master_port {port + 1}" in problem
+        assert environment_problems(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == []
+        assert environment_problems(env | {"RANK": "1"}) == []
+    assert environment_problems(env) == []
+
+
+def test_a_command_says_it_on_stderr_and_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (RIGHT | {"RANK": "two"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("error: environment: RANK is 'two'")
+
+
+def test_any_values_of_these_variables_are_named_or_taken() -> None:
+    random_ = random.Random(0)
+    names = [*NUMBERS, *sorted(COUNTED), "MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"]
+    values = [*JUNK, "0", "1", "2", "4(x2),3", "8", "29501", "localhost", "gpu[07-09]"]
+    for _ in range(500):
+        env = {name: random_.choice(values) for name in random_.sample(names, random_.randint(1, 8))}
+        share_cores(dict(env), 4)
+        if not (problems := environment_problems(env)) and "SLURM_STEP_NODELIST" in env:
+            set_rank_variables(env)
+        assert all(problem.startswith(("environment: ", "port ")) for problem in problems)
