@@ -40,8 +40,10 @@ EMBEDDED = {
     "tiny-video": clips.seen_prompts,
     "tiny-video:held_out": clips.held_out_prompts,
 }
-MOST_LOOKED_UP = 1000
+MOST_LOOKED_UP = 100_000
 """Names in a column that is not used that are looked for at most: they may be of another machine."""
+LONGEST_NAME = 255
+"""Characters of a text that may be a file's name."""
 SHOWN = 20
 """Greatest number of problems that are listed; the others are counted."""
 
@@ -201,8 +203,10 @@ class _Index:
         """Add every medium with its .txt, and every line of the other .txt files."""
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = sorted(filter(is_data, subfolders))
-            unfinished = {name.split(".")[0] for name in names if name.lower().endswith(PARTIAL)}
-            names = sorted(filter(is_data, names))
+            # NAME.part is what there is of NAME; aria2 writes NAME itself, beside its NAME.aria2
+            partial = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PARTIAL)}
+            unfinished = {unicodedata.normalize("NFC", os.path.splitext(name)[0]) for name in partial}
+            names = sorted(name for name in names if is_data(name) and name not in partial)
             inside = os.path.relpath(folder, self._root)
             self._add_names(Path(folder), inside, names, unfinished)
 
@@ -212,7 +216,7 @@ class _Index:
         Args:
             inside: the folder's path in the data.
             names: sorted.
-            unfinished: beginnings of the names of files that are still being written.
+            unfinished: names, without ending, of files that are still being written.
         """
         endings = {os.path.splitext(n)[1] for n in names}
         media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
@@ -318,7 +322,7 @@ class _Index:
                 and self._looked_up[column] < MOST_LOOKED_UP
             ):
                 self._looked_up[column] += 1
-                if in_any_form(path.parent / text).is_file():
+                if len(text) <= LONGEST_NAME and in_any_form(path.parent / text).is_file():
                     raise ValueError(
                         f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
                         "video or file, or take it out."

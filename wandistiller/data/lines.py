@@ -8,7 +8,7 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import ftfy
 
@@ -74,7 +74,8 @@ def parse_json(line: str) -> tuple[str, str | None, list[tuple[str, str]]]:
         entry = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-    prompts = [entry.get(key) for key in PROMPT_COLUMNS] if isinstance(entry, dict) else []
+    entry = {key.strip().lower(): value for key, value in entry.items()} if isinstance(entry, dict) else {}
+    prompts = [entry.get(key) for key in PROMPT_COLUMNS]
     prompt = next((text for text in prompts if isinstance(text, str) and has_prompt(text)), None)
     if prompt is None:
         raise ValueError(
@@ -84,8 +85,17 @@ def parse_json(line: str) -> tuple[str, str | None, list[tuple[str, str]]]:
     if wrong := [key for key, name in media if not isinstance(name, str)]:
         raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
     used = {*PROMPT_COLUMNS, *MEDIA_COLUMNS}
-    others = [(key, text) for key, text in entry.items() if isinstance(text, str) and key not in used]
+    others = [(key, text) for key, value in entry.items() if key not in used for text in _texts(value)]
     return prompt.strip(), _one_medium(media), others
+
+
+def _texts(value: Any) -> list[str]:
+    """List the texts in a JSON value."""
+    if isinstance(value, list | dict):
+        return [
+            text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)
+        ]
+    return [value] if isinstance(value, str) else []
 
 
 def _one_medium(media: list[tuple[str, str]]) -> str | None:

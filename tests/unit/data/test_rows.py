@@ -6,6 +6,7 @@ import os
 import random
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,12 +114,26 @@ def test_hidden_files_and_what_systems_leave_behind_are_no_data(tmp_path: Path) 
     assert list(read_dataset(str(tmp_path))) == [PromptItem("new", tmp_path / "a.png")]
 
 
-def test_the_caption_of_an_unfinished_download_is_no_prompt(tmp_path: Path) -> None:
-    touched(tmp_path, "a.mp4.part", "b.png")
-    for name in ("a.txt", "b.txt"):
+@pytest.mark.parametrize("names", [["my.clip.mp4.part"], ["my.clip.mp4", "my.clip.mp4.aria2"]])
+def test_an_unfinished_download_and_its_caption_are_no_data(tmp_path: Path, names: list[str]) -> None:
+    touched(tmp_path, *names, "b.png")
+    for name in ("my.clip.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     items = read_dataset(str(tmp_path))
-    assert [item.media.name for item in items] == ["b.png"] and [f.name for f in items.unknown] == ["a.txt"]
+    assert [item.media.name for item in items] == ["b.png"]
+    assert [file.name for file in items.unknown] == ["my.clip.txt"]
+
+
+@pytest.mark.parametrize("value", ["a.mp4", ["a.mp4"], {"path": "a.mp4"}])
+def test_a_file_inside_an_unknown_key_is_named_too(tmp_path: Path, value: Any) -> None:
+    touched(tmp_path, "a.mp4")
+    with pytest.raises(ConfigError, match="`vidoe` names a.mp4, which is there, but is not used"):
+        read_dataset(str(table(tmp_path / "t.jsonl", [{"Prompt": "a", "vidoe": value}])))
+
+
+def test_a_long_text_that_ends_like_a_file_is_a_text(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "note": "y" * 5000 + ".mp4"}]
+    assert len(read_dataset(str(table(tmp_path / "t.csv", rows)))) == 1
 
 
 def test_a_thumbnail_beside_a_clip_is_left_out_of_a_run_of_videos_alone(tmp_path: Path) -> None:
