@@ -148,7 +148,7 @@ TEXTS: dict[str, tuple[str | bytes, str]] = {
     "blank": (" \n ", "not valid JSON: ...The file is empty; write one JSON object"),
     "a list": ("[]", "holds a list. Write one JSON object"),
     "a number": ("3", "holds a int. Write one JSON object"),
-    "null": ("null", "holds a NoneType. Write one JSON object"),
+    "null": ("null", "holds null. Write one JSON object"),
     "a string": ('"x"', "holds a str. Write one JSON object"),
     "a comment": ('{"a": 1 // one\n}', "not valid JSON: ...line 1 column 9...no comments"),
     "a trailing comma": ('{"a": 1,\n}', "not valid JSON: ...no comma after the last value"),

@@ -226,7 +226,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {DEEP}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds a {type(value).__name__}. Write one JSON object, {{...}}.")
+        found = "null" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(f"{path}: holds {found}. Write one JSON object, {{...}}.")
     if problems := impossible_values(path, value):
         raise ConfigError(*problems)
     return value
