@@ -12,9 +12,12 @@ shift nor the guidance of this student:
 | node | set |
 |---|---|
 """
-NODES = "| ModelSamplingSD3, after {loader} | shift {shift} |\n"
-ONE_SAMPLER = "| KSampler | steps {steps}, cfg 1, sampler {sampler}, scheduler simple |\n"
+ONE_SAMPLER = """\
+| ModelSamplingSD3, after {loader} | shift {shift} |
+| KSampler | steps {steps}{fewer}, cfg 1, sampler {sampler}, scheduler simple |
+"""
 TWO_SAMPLERS = """\
+| two ModelSamplingSD3, one after each {loader} | shift {shift} |
 | both KSamplerAdvanced | steps {steps}, cfg 1, sampler {sampler}, scheduler simple |
 | the first, with the high-noise model | add_noise enable, start_at_step 0, end_at_step {split}, \
 return_with_leftover_noise enable |
@@ -35,10 +38,12 @@ def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
     latent = (
         "EmptyHunyuanLatentVideo" if facts["transformer"]["in_channels"] == 16 else "Wan22ImageToVideoLatent"
     )
-    text = COMFY + NODES + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
-    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": ""}
+    text = COMFY + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
+    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.get("few_steps"):
-        more["sampler"] = "lcm" if facts.get("sampler") == RENOISE else "euler"
+        renoise = facts.get("sampler") == RENOISE
+        more["sampler"] = "lcm" if renoise else "euler"
+        more["fewer"] = " or fewer" * (renoise and facts["steps"] > 1)  # it shifts any number by itself
     elif has_boundary(facts):
         splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40) if steps != facts["steps"]}
         more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))

@@ -161,7 +161,8 @@ def test_cards_of_two_experts_name_boundary_shift_and_the_step_where_the_experts
     assert "end_at_step 26, return_with_leftover_noise enable" in text and "3 of 4, 6 of 8, 13 of 20" in text
     write_adapter_card(tmp_path, source, "", "Rank 4", files, comfy="w.card")
     text = (tmp_path / "README.md").read_text()
-    assert "end_at_step 26" in text and "ModelSamplingSD3, after LoraLoaderModelOnly" in text
+    assert "end_at_step 26" in text
+    assert "two ModelSamplingSD3, one after each LoraLoaderModelOnly | shift 12.0" in text
     assert 'load_lora_weights(".", weight_name="high.safetensors")' in text and "THIS_FOLDER" not in text
 
 
