@@ -8,12 +8,17 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+
+LONGEST = 900
+"""Seconds after which a rank is ended: a hang fails one test, not the whole suite."""
 
 
 class Rank(NamedTuple):
@@ -48,6 +53,7 @@ def fork(words: list[str], cwd: Path, ranks: list[Rank]) -> list[int]:
 def _become(words: list[str], cwd: str, rank: Rank) -> None:
     """Be that rank to the end."""
     code = 1
+    signal.alarm(LONGEST)
     try:
         for file, stream in ((rank.out, 1), (rank.err, 2)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

@@ -2,10 +2,11 @@
 
 import random
 import socket
+import sys
 
 import pytest
+from ranks import run
 
-from wandistiller.cli.main import main
 from wandistiller.distributed.launchers import (
     COUNTED,
     NUMBERS,
@@ -67,13 +68,10 @@ def test_a_port_in_use_is_named_on_rank_0_with_the_flag_for_another_but_not_unde
     assert environment_problems(env) == []
 
 
-def test_a_command_says_it_on_stderr_and_ends_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (RIGHT | {"RANK": "two"}).items():
-        monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 2
-    assert capsys.readouterr().err.startswith("error: environment: RANK is 'two'")
+def test_a_command_says_it_on_stderr_and_ends_with_2() -> None:
+    done = run([sys.executable, "-m", "wandistiller", "doctor"], code=2, **RIGHT | {"RANK": "two"})
+    assert done.stderr.startswith("error: environment: RANK is 'two'")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_any_values_of_these_variables_are_named_or_taken() -> None:
