@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-
 LONGEST = 900
 """Seconds after which a rank is ended: a hang fails one test, not the whole suite."""
 

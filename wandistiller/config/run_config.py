@@ -19,6 +19,7 @@ DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
+Minutes = Annotated[float, Gt(0), Le(10**9)]
 Scale = Annotated[float, Ge(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
@@ -147,8 +148,10 @@ class RunConfig:
     )
     rollout_path: bool = size(False, "store the states of the teacher's path too")
     save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
+    save_minutes: Minutes = output(20.0, "minutes between checkpoints, if these steps take longer")
     keep_checkpoints: Count = output(3, "newest checkpoints kept")
     sample_every: Count = output(500, "optimizer steps between pictures; the last always has one")
+    sample_minutes: Minutes = output(20.0, "minutes between pictures, if these steps take longer")
     sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
     sample_dir: str | None = output(None, "folder of those pictures; default OUTPUT/samples")
     sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")

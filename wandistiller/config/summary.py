@@ -17,6 +17,10 @@ def summary(job: Job) -> list[str]:
     precision = " ".join([dtype_name(job.teacher_ds), *blocks])
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
+    unused = [
+        f"          column `{column}` is not used: {name}, which is not beside the table, and the like"
+        for column, name in job.items.unused.items()
+    ]
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
@@ -28,6 +32,7 @@ def summary(job: Job) -> list[str]:
         f"{dtype_name(job.student_ds)}",
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
+        *unused,
         *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",

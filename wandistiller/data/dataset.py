@@ -5,7 +5,7 @@ import os
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -76,6 +76,7 @@ class PromptDataset(Sequence[PromptItem]):
         hashes: Sequence[int],
         unknown: Sequence[Path] = (),
         thumbnails: int = 0,
+        unused: Mapping[str, str] | None = None,
     ):
         """Keep the rows that differ.
 
@@ -85,8 +86,9 @@ class PromptDataset(Sequence[PromptItem]):
             hashes: 64-bit hash of each row's content.
             unknown: files that have a prompt beside them and an ending that is not known.
             thumbnails: number of pictures beside videos that were left out.
+            unused: columns that name media which are not there, and are not used, with such a name.
         """
-        self.unknown, self.thumbnails = unknown, thumbnails
+        self.unknown, self.thumbnails, self.unused = unknown, thumbnails, unused or {}
         self._read, hashes_N = read, np.asarray(hashes, dtype=np.uint64)
         self._rows = np.sort(np.unique(hashes_N, return_index=True)[1])
         self.duplicates = len(hashes_N) - len(self._rows)
@@ -163,8 +165,8 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
             f"with a prompt beside them. Known endings: {known}."
         )
     if not index.hashes:
-        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line.")
-    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails)
+        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line{_tables_in(path)}.")
+    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 
 class _Index:
@@ -179,6 +181,7 @@ class _Index:
         self._tables: dict[int, Table] = {}
         self._looked_up: Counter[str] = Counter()
         """Names in each column that is not used that were looked for."""
+        self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
         self.problems: list[str] = []
         """The first SHOWN of them; `wrong` counts all."""
@@ -201,8 +204,13 @@ class _Index:
 
     def add_folder(self) -> None:
         """Add every medium with its .txt, and every line of the other .txt files."""
-        for folder, subfolders, names in os.walk(self._root):
-            subfolders[:] = sorted(filter(is_data, subfolders))
+        seen = {os.path.realpath(self._root)}  # links may lead back
+        for folder, subfolders, names in os.walk(self._root, followlinks=True):
+            inner = {
+                os.path.realpath(os.path.join(folder, n)): n for n in sorted(subfolders)[::-1] if is_data(n)
+            }
+            subfolders[:] = sorted(name for place, name in inner.items() if place not in seen)
+            seen.update(inner)
             # NAME.part is what there is of NAME; aria2 writes NAME itself, beside its NAME.aria2
             partial = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PARTIAL)}
             unfinished = {unicodedata.normalize("NFC", os.path.splitext(name)[0]) for name in partial}
@@ -251,7 +259,9 @@ class _Index:
         except UnicodeDecodeError as error:
             return self._add_problem(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
         if not has_prompt(prompt):
-            return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it.")
+            tables = (media.parent / f"metadata{ending}" for ending in LISTS[1:])
+            there = "".join(f", or give --data_path {table}" for table in tables if table.is_file())
+            return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it{there}.")
         self._add_file(name)
         self._add(-1, prompt, name)
 
@@ -322,6 +332,7 @@ class _Index:
                 and self._looked_up[column] < MOST_LOOKED_UP
             ):
                 self._looked_up[column] += 1
+                self.unused.setdefault(column, text[:LONGEST_NAME])
                 if len(text) <= LONGEST_NAME and in_any_form(path.parent / text).is_file():
                     raise ValueError(
                         f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
@@ -348,6 +359,12 @@ class _Index:
 
 def _has(names: list[str], stem: str, endings: list[str]) -> bool:
     return any(holds(names, stem + ending) for ending in endings)
+
+
+def _tables_in(path: Path) -> str:
+    """Return a remedy that names the first table in a folder, if there is one; tables are given by name."""
+    tables = sorted(t for t in path.iterdir() if t.suffix.lower() in LISTS[1:]) if path.is_dir() else []
+    return f", or give --data_path {tables[0]}" if tables else ""
 
 
 def _kind_of(path: Path) -> str:

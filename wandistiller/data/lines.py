@@ -33,9 +33,9 @@ MEDIA_COLUMNS = (
 """The same for media, of which a row has one."""
 LEFT_OUT = set(
     """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
-    Thumbs.db ehthumbs.db desktop.ini""".split()
-) | {"System Volume Information"}
-"""Files and folders that systems leave behind; so are those whose names begin with a dot or ~$."""
+    Thumbs.db ehthumbs.db desktop.ini""".lower().split()
+) | {"system volume information"}
+"""Files and folders that systems leave behind, in small letters; so are those that begin with a dot or ~$."""
 PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
 """Endings of files that are still being written."""
 
@@ -61,7 +61,8 @@ def prompt_problems(where: str, key: str, prompts: list[str], *, none: bool = Fa
 
 def is_data(name: str) -> bool:
     """Return whether a file or folder of this name is a user's, neither hidden nor left behind."""
-    return not (name.startswith((".", "~$")) or name in LEFT_OUT or name.lower().endswith(PARTIAL))
+    small = name.lower()
+    return not (name.startswith((".", "~$")) or small in LEFT_OUT or small.endswith(PARTIAL))
 
 
 def parse_json(line: str) -> tuple[str, str | None, list[tuple[str, str]]]:
@@ -170,7 +171,12 @@ class Table:
         Raises:
             ValueError: with the reason.
         """
-        number = len(fields)
+        number, columns = len(fields), len(self._names)
+        if number > columns and any(field.strip() for field in fields[columns:]):
+            raise ValueError(
+                f"{number} fields, but the header has {columns}. Put a text with commas or tabs in double "
+                "quotes, or add the column's name."
+            )
         prompts = (fields[i].strip() for i in self._prompts if i < number)
         if (prompt := next(filter(has_prompt, prompts), None)) is None:
             raise ValueError("no prompt. Fill its column, or take the line out.")
@@ -191,10 +197,15 @@ def in_any_form(path: Path) -> Path:
 
     Macs write a letter and its accent as two characters, other systems as one.
     """
-    if path.name.isascii() or path.exists():
+    if str(path).isascii() or path.exists():
         return path
-    forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
-    return next((form for form in forms if form.exists()), path)
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:  # each folder may be of another system
+        forms = (found / unicodedata.normalize(form, part) for form in ("NFC", "NFD"))
+        found = next((form for form in (found / part, *forms) if form.exists()), None)
+        if found is None:
+            return path
+    return found
 
 
 def caption(media: Path) -> str:

@@ -1,6 +1,7 @@
 """The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,12 +101,18 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the prompts of one file, folder or embedded set."""
-    one = Path(words[0])
-    if len(words) == 1 and (words[0] in EMBEDDED or one.suffix.lower() in LISTS or one.is_dir()):
+    if len(words) == 1 and (words[0] in EMBEDDED or _names_a_file(words[0])):
         return [item.prompt for item in read_dataset(words[0])]
     if problems := prompt_problems("command line", "prompts", words):
         raise ConfigError(*problems)
     return words
+
+
+def _names_a_file(word: str) -> bool:
+    """Return whether a text is meant as a path, be it there or not."""
+    like_one = "/" in word and not any(letter.isspace() for letter in word)
+    # not Path.exists, which raises OSError of a long text (Python 3.11)
+    return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
 
 
 def set_steps(

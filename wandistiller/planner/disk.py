@@ -63,7 +63,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     run, network = job.run, student_network(job)
     experts, trained = len(job.student_experts), len(job.trained_experts)
     each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
-    kept = min(-(-run.max_steps // run.save_every), run.keep_checkpoints + 1)
+    kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = count_parameters(job.student_transformer)
     student = experts * 2 * weights + trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel

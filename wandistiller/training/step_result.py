@@ -36,10 +36,21 @@ class MicroStepResult(NamedTuple):
     """Numbers_B by name that show whether training goes well; the same names on every rank."""
 
 
+class Over(NamedTuple):
+    """What is due by this rank's clock."""
+
+    save: bool = False
+    draw: bool = False
+
+
+NOT_YET = Over()
+
+
 class RankReport(NamedTuple):
     """The state of one rank after a step."""
 
     stop_requested: bool
+    over: Over
     seconds: Seconds
     memory: Usage
 
@@ -86,6 +97,11 @@ class StepResult:
         """True if any rank received a request to stop."""
         return any(rank.stop_requested for rank in self.ranks)
 
+    @property
+    def over(self) -> Over:
+        """What is due by the clock of rank 0, so that all ranks agree."""
+        return self.ranks[0].over
+
 
 def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
     """Mean loss of the samples in each band, by its ends; bands without samples are left out."""
@@ -98,6 +114,7 @@ def reduce_over_ranks(
     micro_steps: list[MicroStepResult],
     names: Sequence[str],
     total: Callable[[Tensor | list[float]], Tensor | float],
+    over: Over = NOT_YET,
 ) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
 
@@ -106,12 +123,13 @@ def reduce_over_ranks(
     Args:
         names: of the rows of loss_TB.
         total: the weighted sum of their losses.
+        over: what is due by this rank's clock.
 
     Raises:
         RuntimeError: the ranks used different experts.
     """
     expert, watched = micro_steps[-1].expert, list(micro_steps[0].watched)
-    value_KN, sigma_N, ranks = _gathered(micro_steps, expert)
+    value_KN, sigma_N, ranks = _gathered(micro_steps, expert, over)
     means, terms = [value_N.double().mean().item() for value_N in value_KN], len(names)
     return StepResult(
         loss=total(means[:terms]),
@@ -124,7 +142,7 @@ def reduce_over_ranks(
 
 
 def _gathered(
-    micro_steps: list[MicroStepResult], expert: Expert
+    micro_steps: list[MicroStepResult], expert: Expert, over: Over
 ) -> tuple[list[Tensor], Tensor, list[RankReport]]:
     """Return loss_N of each term, then what is watched; sigma_N; each rank's state. Collective."""
     world = collectives.world_size()
@@ -136,7 +154,8 @@ def _gathered(
         ]
     )
     seconds = Seconds(current.seconds.get(READING, 0.0), sum(current.seconds.values()))
-    about = [list(Expert).index(expert), float(stopping.reason is not None), *seconds, *memory_usage.read()]
+    stop = stopping.reason is not None
+    about = [list(Expert).index(expert), *map(float, (stop, *over)), *seconds, *memory_usage.read()]
     own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
     all_ranks = collectives.gather_tensor(own).view(world, -1)
     values_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
@@ -146,8 +165,8 @@ def _gathered(
         raise RuntimeError(f"The ranks used different experts: {experts}. Please report this.")
     *value_KN, sigma_N = values_RMKB.permute(2, 1, 0, 3).flatten(1)
     ranks = [
-        RankReport(bool(stop), Seconds(data, step), Usage(*map(int, memory)))
-        for _, stop, data, step, *memory in about_R
+        RankReport(bool(stop), Over(bool(save), bool(draw)), Seconds(data, step), Usage(*map(int, memory)))
+        for _, stop, save, draw, data, step, *memory in about_R
     ]
     return value_KN, sigma_N, ranks
 

@@ -23,10 +23,11 @@ from wandistiller.planner.teacher_memory import swept
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.ahead import ReadAhead
+from wandistiller.training.interval import Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.step_result import StepResult, mean_of, reduce_over_ranks
+from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
 from wandistiller.training.turns import TURNS, Turn
 from wandistiller.utils.logging import begin_step, set_activity
 
@@ -62,6 +63,9 @@ class Trainer:
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
+        self.saves, self.draws = Interval(job.run.save_minutes), Interval(job.run.sample_minutes)
+        self._draw_after = 0
+        """Steps done when pictures are due by the clock; known a step before, as the teacher works ahead."""
 
     @within("train")
     def train(self) -> None:
@@ -81,7 +85,10 @@ class Trainer:
                 result = self.train_step(step)
             self.monitor.record(step + 1, result)
             last = step + 1 == run.max_steps
-            saved = last or result.stop_requested or (step + 1) % run.save_every == 0
+            due = (step + 1) % run.save_every == 0 or result.over.save
+            saved = last or result.stop_requested or due
+            if result.over.draw and not self._draws(step + 1):
+                self._draw_after = step + 2
             if saved:
                 self.save(step + 1, wait=result.stop_requested)
             if result.stop_requested:
@@ -112,7 +119,8 @@ class Trainer:
         following = None if self._draws(step + 1) else number + len(self.turns)
         micro_steps = turn.micro_steps(number, self.reads, following)
         set_activity(f"finishing step {step + 1}")
-        result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total), turn.learner
+        over = Over(self.saves.over(), self.draws.over())
+        result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total, over), turn.learner
         if not math.isfinite(result.loss) or learner.lost_update(result.expert):
             self.nonfinite.handle(step, turn, number, micro_steps)
         learner.advance_schedules(result.expert)  # they follow the run, not the expert's own turns
@@ -124,7 +132,7 @@ class Trainer:
 
     def _draws(self, done: int) -> bool:
         """Return whether pictures are due after `done` steps, as they are after the last."""
-        return done % self.job.run.sample_every == 0 or done == self.job.run.max_steps
+        return done % self.job.run.sample_every == 0 or done in (self._draw_after, self.job.run.max_steps)
 
     def draw_if_due(self, done: int, *, again: bool = True) -> bool:
         """Draw the grid of `done` steps if it is due and, unless `again`, missing; return whether it drew."""
@@ -132,7 +140,7 @@ class Trainer:
         if not self._draws(done) or not again and collectives.broadcast_object(file.is_file()):
             return False
         set_activity(f"drawing pictures after step {done}")
-        with within("draw"):
+        with within("draw"), self.draws.doing():
             rows, stats = self.pictures.draw(done)
             collectives.log0("drew %s", file)
             self.monitor.record_pictures(done, rows, stats, file)
@@ -155,9 +163,10 @@ class Trainer:
         if job.start:
             run["student_config"] = run["student_config"] | {"init": job.start.name}
         state = {"identity": job.identity, "facts": job.provenance, "run": run, "skipped_steps": skipped}
-        folder = self.checkpointer.save(self.learners, done, state)
-        if wait:
-            self.checkpointer.finish()
+        with self.saves.doing():
+            folder = self.checkpointer.save(self.learners, done, state)
+            if wait:
+                self.checkpointer.finish()
         return folder
 
     @within("load")

@@ -100,7 +100,7 @@ def test_every_row_of_a_table_has_its_medium_or_the_table_is_refused(tmp_path: P
 
 
 def test_hidden_files_and_what_systems_leave_behind_are_no_data(tmp_path: Path) -> None:
-    touched(tmp_path, "a.png", "._a.png", ".DS_Store", "Thumbs.db", "desktop.ini", "~$a.txt")
+    touched(tmp_path, "a.png", "._a.png", ".DS_Store", "THUMBS.DB", "Desktop.ini", "~$a.txt")
     left = [
         ".ipynb_checkpoints/a-checkpoint.txt",
         "@eaDir/a.png/b.jpg",
@@ -190,3 +190,54 @@ def test_what_is_no_file_is_named_or_passed_over_and_never_waited_for(
 def test_prompts_may_be_given_as_a_folder(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     assert read_prompts([str(tmp_path)]) == ["one", "two"]
+
+
+def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
+    long = "a red circle, " * 400
+    assert read_prompts([long]) == [long]
+    assert read_prompts(["a dog and/or a cat"]) == ["a dog and/or a cat"]
+    for path in ("nowhere/prompts", "prompts.txt", "/dev/zero"):
+        with pytest.raises(ConfigError, match=path):
+            read_prompts([path])
+
+
+def test_a_field_without_a_column_is_named_as_its_text_would_be_lost(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("prompt\na red, round ball\n")
+    with pytest.raises(ConfigError, match=r"line 2: 2 fields, but the header has 1. Put a text with commas"):
+        read_dataset(str(file))
+    file.write_text("prompt\na red ball,,\n")
+    assert list(read_dataset(str(file))) == [PromptItem("a red ball")]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_column_of_media_that_are_not_there_and_not_used_is_remembered(tmp_path: Path, ending: str) -> None:
+    rows = [{"prompt": f"{n}", "src": f"{n}.mp4", "note": "see fig.1"} for n in range(3)]
+    assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"src": "0.mp4"}
+
+
+def test_a_table_in_a_folder_of_media_without_captions_is_named(tmp_path: Path) -> None:
+    touched(tmp_path, "a.png")
+    table(tmp_path / "metadata.csv", [{"file_name": "a.png", "text": "a prompt"}])
+    with pytest.raises(ConfigError, match=f"no prompt.*or give --data_path {tmp_path}/metadata.csv"):
+        read_dataset(str(tmp_path))
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ConfigError, match=f"no prompt in it.*or give --data_path {tmp_path}/metadata.csv"):
+        read_dataset(str(tmp_path))
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    touched(tmp_path, "real/a.png", "data/x")
+    (tmp_path / "real/a.txt").write_text("a prompt")
+    for link in ("one", "two"):
+        (tmp_path / "data" / link).symlink_to(tmp_path / "real")
+    (tmp_path / "real/back").symlink_to(tmp_path / "data")
+    (item,) = read_dataset(str(tmp_path / "data"))
+    assert item == PromptItem("a prompt", tmp_path / "data/one/a.png")
+
+
+def test_each_folder_of_a_path_may_be_written_by_another_system(tmp_path: Path) -> None:
+    folder, name = unicodedata.normalize("NFD", "ö"), unicodedata.normalize("NFC", "é")
+    (file,) = touched(tmp_path, f"{folder}/{name}.png")
+    row = {"prompt": "a", "image": f"{unicodedata.normalize('NFC', folder)}/{name}.png"}
+    assert list(read_dataset(str(table(tmp_path / "t.csv", [row])))) == [PromptItem("a", file)]
