@@ -8,8 +8,8 @@ Writes a pipeline with random weights in the published shapes of transformer and
 encoder has one layer. Then: prepare, three steps, of which the second is stopped and resumed, export, and two
 steps of sampling by diffusers alone. FOLDER keeps the pipeline; the run in it is made anew.
 
-`products` is the time that the step's matrix products and attention take at the rate of one large product, which
-is measured before and after the run.
+`products` is the time that the step's matrix products and attention take at the rate of one large product,
+which is measured before and after the run.
 """
 
 import argparse
@@ -199,7 +199,8 @@ def main() -> None:
     instant = {key: 1e8 for key in ("pcie", "link", "network", "memory", "disk")}
     rates = Rates(tflops=rate * os.cpu_count(), cpu_tflops=1e8, **instant)
     products = StepTime(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).floor()
-    print(f"step: {seconds:.1f} s, {seconds / products:.2f} of its products at {1000 * rate:.0f} GFLOP/s a core")
+    share, rate = seconds / products, 1000 * rate
+    print(f"step: {seconds:.1f} s, {share:.2f} of its products at {rate:.0f} GFLOP/s a core")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
 )
 VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
+MEDIA = IMAGES | VIDEOS
 EMBEDDED = {
     "tiny": shapes.seen_prompts,
     "tiny:held_out": shapes.held_out_prompts,
@@ -159,7 +160,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
     if not index.hashes and index.unknown:
-        known = ", ".join(sorted(IMAGES | VIDEOS))
+        known = ", ".join(sorted(MEDIA))
         raise ConfigError(
             f"{data_path}: no file in it can be read: {index.unknown[0]} and {len(index.unknown) - 1} more "
             f"with a prompt beside them. Known endings: {known}."
@@ -227,9 +228,9 @@ class _Index:
             unfinished: names, without ending, of files that are still being written.
         """
         endings = {os.path.splitext(n)[1] for n in names}
-        media = [e for e in endings if e.lower() in IMAGES | VIDEOS]
+        media = [e for e in endings if e.lower() in MEDIA]
         videos = [e for e in media if e.lower() in VIDEOS]
-        unknown = sorted(e for e in endings if e.lower() not in IMAGES | VIDEOS | NO_MEDIA)
+        unknown = sorted(e for e in endings if e.lower() not in MEDIA | NO_MEDIA)
         composed = sorted(unicodedata.normalize("NFC", n) for n in names)
         for name in names:
             stem, ending = os.path.splitext(name)
@@ -326,19 +327,21 @@ class _Index:
         if medium and not in_any_form(path.parent / medium).is_file():
             raise ValueError(f"no such file: {path.parent / medium}. Fix the name.")
         for column, text in others:
-            if (
-                "." in text[-6:]
-                and _ending(text) in IMAGES | VIDEOS
-                and self._looked_up[column] < MOST_LOOKED_UP
-            ):
-                self._looked_up[column] += 1
+            if "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
-                if len(text) <= LONGEST_NAME and in_any_form(path.parent / text).is_file():
-                    raise ValueError(
-                        f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
-                        "video or file, or take it out."
-                    )
+                self._require_no_file(column, text, path)
         self._add(offset, prompt, medium)
+
+    def _require_no_file(self, column: str, text: str, path: Path) -> None:
+        """Raise ValueError if a text that is not used names a file beside the table."""
+        if "://" in text or len(text) > LONGEST_NAME or self._looked_up[column] >= MOST_LOOKED_UP:
+            return
+        self._looked_up[column] += 1
+        if in_any_form(path.parent / text).is_file():
+            raise ValueError(
+                f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
+                "file, or take it out."
+            )
 
     def _add_file(self, name: str) -> None:
         self._names += os.fsencode(name)

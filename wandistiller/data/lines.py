@@ -181,7 +181,7 @@ class Table:
         if (prompt := next(filter(has_prompt, prompts), None)) is None:
             raise ValueError("no prompt. Fill its column, or take the line out.")
         names = [(self._names[i], fields[i].strip()) for i in self._media if i < number]
-        others = [(self._names[i], fields[i].strip()) for i in self._others if i < number]
+        others = [(self._names[i], fields[i].strip()) for i in self._others if i < number and fields[i]]
         return prompt, _one_medium([named for named in names if named[1]]), others
 
 
