@@ -7,9 +7,10 @@ import traceback
 
 from torch.distributed import DistError
 
-from wandistiller.cli.process import FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
+from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
+from wandistiller.distributed.shutdown import stopping
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
 from wandistiller.planner.machine import Machine, machine_now, memory_line
 from wandistiller.planner.oom_advice import advice
@@ -48,6 +49,8 @@ class Failures:
             for_launcher = f"exit code {code}; the lines above that begin with `error:` say why"
         elif isinstance(error, Interrupted):
             code, text = error.exit_code, f"{error}, {current.activity}"
+            if stopping.listens:  # all that was finished before the build is kept
+                code, text = AGAIN, f"{text}; the same command goes on from there"
             printed = text if first else ""
         elif is_out_of_memory(error):
             code, (text, spent) = OUT_OF_MEMORY, self._memory(error)

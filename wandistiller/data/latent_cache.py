@@ -180,7 +180,6 @@ class LatentCache:
         name, calls = "latents from the teacher", number_of_turns(files) * self._rollouts.steps
         progress = Progress(name, calls, "call")
         for _, keys, counts in collective_turns(name, files, progress):
-            collectives.raise_if_stop_requested("while the teacher was sampling; finished samples are kept")
             tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
             if counts:
                 self._made.write(tensors, {key: samples[key].item.prompt for key in keys})

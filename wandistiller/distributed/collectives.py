@@ -21,7 +21,7 @@ from wandistiller.distributed import gpus
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils.errors import ConfigError, Problems
-from wandistiller.utils.logging import log, log_to_file, set_activity, setup_logging
+from wandistiller.utils.logging import current, log, log_to_file, set_activity, setup_logging
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of the backends, which cannot tell a long phase of another rank from a hang; the watchdog can."""
@@ -178,14 +178,23 @@ def destroy() -> None:
         watchdog = Watchdog()
 
 
-def raise_if_stop_requested(when: str) -> None:
-    """End the run here if any rank received a request to stop. Collective.
+def is_stop_requested() -> bool:
+    """Return whether any rank received a request to stop, on every rank. Collective, if there are others."""
+    asked = stopping.reason is not None
+    return asked if world_size() == 1 else all_reduce_sum(float(asked)) > 0
+
+
+def raise_if_stop_requested(when: str = "") -> None:
+    """End the run here if any rank received a request to stop. Collective, if there are others.
+
+    Args:
+        when: words for the message; left out: what this rank does.
 
     Raises:
         Stopped: on all ranks.
     """
-    if any(gather_objects(stopping.reason)):
-        raise Stopped(when)
+    if is_stop_requested():
+        raise Stopped(when or f"in: {current.activity} (what was finished is kept)")
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:

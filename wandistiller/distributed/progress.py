@@ -82,6 +82,7 @@ class Progress:
             self._bar.close()
         now = time.monotonic()
         took, is_due = now - self._started, now >= self._next_line
+        current.due = now + took / self.done
         if self._is_logged and (is_due or self.done == self._total and took >= self._first_line):
             self._next_line = now + LINE_SECONDS
             left = took / self.done * (self._total - self.done)

@@ -1,17 +1,24 @@
 """Graceful shutdown: at a signal, at the file OUTPUT/STOP, or when the launcher has ended."""
 
+import logging
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from wandistiller.utils import interrupts
+from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Slurm's `--signal=USR1@120` sends SIGUSR1 before a pre-emption or the end of the time limit."""
 SAME_REQUEST_SECONDS = 3.0
-"""Launchers forward a signal that every process already got; only a later one means "stop now"."""
+"""Launchers forward a signal that every process already got; only a later one is another request."""
+ENDS_AT = 3
+"""Number of requests by one signal at which a process ends without saving."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run")
 LAUNCHERS = ("deepspeed", *TORCHRUN, "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
 STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
@@ -28,11 +35,16 @@ class ShutdownListener:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._since = 0.0
         self._stop_file: Path | None = None
         self._launchers: list[tuple[int, str]] = []
         self._handlers: dict[signal.Signals, Any] = {}
         """The process's own, to be restored."""
+        self._wakeup = -1
+        """Where the C level writes the number of each signal, at once."""
+        self._requests: Counter[int] = Counter()
+        """Signal -> how often it was a request, which its repetition by a launcher is not."""
+        self._last: dict[int, float] = {}
+        """Signal -> time of its last request."""
 
     def remember_launchers(self) -> None:
         """Find the launchers of this process, to notice when they end; call it before anything takes time."""
@@ -43,8 +55,13 @@ class ShutdownListener:
         if lost or not self._launchers and STARTED_BY & os.environ.keys():
             self.request_stop("the end of its launcher")
 
+    @property
+    def listens(self) -> bool:
+        """True while a signal is a request to this run, which can be continued."""
+        return bool(self._handlers)
+
     def install(self, stop_file: Path | None) -> None:
-        """Listen from here on; a second signal ends the process at once.
+        """Listen from here on; the third signal ends the process at once.
 
         Args:
             stop_file: a file whose appearance is a request; None on ranks that need not poll it.
@@ -53,26 +70,60 @@ class ShutdownListener:
         if stop_file:
             stop_file.unlink(missing_ok=True)  # meant for an earlier run
         if threading.current_thread() is threading.main_thread():
+            heard, self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup, False)
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            # the main thread may be in a matrix product or a collective for minutes
+            threading.Thread(target=self._listen, args=[heard], daemon=True).start()
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    self._handlers[number] = signal.signal(number, self._on_signal)
+                    self._handlers[number] = signal.signal(number, _leave_to_the_thread)
 
     def release(self) -> None:
         """Restore the process's own signal handlers and forget all requests: the run has ended."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if self._wakeup >= 0:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)  # which ends the thread
         self.reason, self._stop_file, self._launchers, self._handlers = None, None, [], {}
+        self._wakeup, self._requests, self._last = -1, Counter(), {}
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.reason and time.monotonic() - self._since > SAME_REQUEST_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.request_stop(signal.Signals(number).name)
+    def _listen(self, heard: int) -> None:
+        """Count the requests by signals as they come, whatever the main thread does."""
+        while numbers := os.read(heard, 1024):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._on_signal(signal.Signals(number))
+        os.close(heard)
 
-    def request_stop(self, reason: str) -> None:
-        """Stop at the end of the step in flight."""
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if now - self._last.get(number, -SAME_REQUEST_SECONDS) < SAME_REQUEST_SECONDS:
+            return
+        self._last[number] = now
+        self._requests[number] += 1
+        count = self._requests[number]
+        if count == 1:
+            self.request_stop(number.name, "; twice more ends it now, without saving")
+        elif count < ENDS_AT:
+            _say(f"{number.name}: once more ends it now, without saving")
+        else:
+            _say(f"ended by {number.name}, without saving")
+            interrupts.end_compilers()
+            os._exit(128 + number)
+
+    def request_stop(self, reason: str, more: str = "") -> None:
+        """Stop at the end of the step in flight, or of the call of a network; say so, and when.
+
+        Args:
+            more: words at the end of the line.
+        """
         if not self.reason:
-            self.reason, self._since = reason, time.monotonic()
+            self.reason = reason
+            _say(f"{reason}: stopping after {_in_flight()}{more}")
+            if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
+                interrupts.interrupt_build()
 
     def poll(self) -> None:
         """Check the requests that send no signal: the stop file, and launchers that have ended."""
@@ -82,6 +133,26 @@ class ShutdownListener:
         for pid, command in self._launchers:
             if _command_line(pid) != command:
                 self.request_stop(f"the end of its launcher (process {pid})")
+
+
+def _leave_to_the_thread(number: int, _: FrameType | None) -> None:
+    """Do nothing: `ShutdownListener._listen` has the signal already."""
+
+
+def _in_flight() -> str:
+    """Describe the part of the work that is not interrupted, with the time that it still takes, if known."""
+    in_step = current.activity.startswith(IN_EVERY_STEP)
+    what = f"step {current.step} and its checkpoint" if in_step else f"what runs now ({current.activity})"
+    left = current.due - time.monotonic()
+    return f"{what}, about {left:.0f} s" if left > 0 else what
+
+
+def _say(text: str) -> None:
+    """Log a line on the first rank of each node; on the others to their files alone."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.log(logging.WARNING, "%s", text)
+    else:
+        log_to_file(text)
 
 
 stopping = ShutdownListener()

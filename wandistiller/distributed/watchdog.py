@@ -20,14 +20,17 @@ from typing import Any, NamedTuple
 from torch.distributed import TCPStore
 
 from wandistiller.distributed.shutdown import process_stat, stopping
-from wandistiller.utils.logging import current, log_to_file, set_activity
+from wandistiller.utils import interrupts
+from wandistiller.utils.logging import current, log, log_to_file, set_activity
 
 HANG_SECONDS = 1800.0
 """Time without progress on any rank after which a run counts as hung; the recipe key `timeout` changes it."""
 POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 2.0
 LOST_SECONDS = 60.0
-"""Time without a heartbeat from a rank's process after which it counts as dead."""
+"""Time without a heartbeat from a rank's process after which it is named."""
+GONE_SECONDS = 180.0
+"""The same after which it counts as dead: one that was suspended for less goes on."""
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end by themselves after one has failed."""
 FAULT, AGAIN = 1, 75
@@ -52,8 +55,12 @@ class Watchdog:
         """Polls since the store, which is on rank 0, last answered."""
         self._ended, self._left = threading.Event(), threading.Event()
         self._own_notice: SimpleQueue[FailureNotice] = SimpleQueue()
+        self._awake, self._polled = 0.0, time.monotonic()
+        """Seconds in which this process was not suspended, and when they were last counted."""
         self._seen: dict[int, tuple[float, float]] = {}
-        """Rank -> times of its last heartbeat and of its last progress."""
+        """Rank -> times of its last heartbeat and of its last progress, by `_awake`."""
+        self._silent: set[int] = set()
+        """Ranks that were named because of their silence."""
         self._beats: dict[int, dict[str, Any]] = {}
         """Rank -> its last heartbeat."""
         self.failure_context: Callable[[FailureNotice], str] = lambda notice: (
@@ -126,13 +133,14 @@ class Watchdog:
                 continue
             # polls, not seconds: a process that was itself suspended has received nothing for long either
             self._unanswered += 1
-            if self._unanswered * POLL_SECONDS > LOST_SECONDS:
+            if self._unanswered * POLL_SECONDS > GONE_SECONDS:
                 self._end(self._lost(0))
 
     def _watch(self) -> None:
         """Exchange heartbeats. Calls to the store wait for ever if rank 0's host has vanished."""
         beaten = 0.0
         while not self._ended.wait(POLL_SECONDS):
+            self._count_time()
             try:
                 if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
                     beaten = time.monotonic()
@@ -145,6 +153,12 @@ class Watchdog:
             if notice and not self._ended.wait(GRACE_SECONDS):
                 self._end(notice)
 
+    def _count_time(self) -> None:
+        """Advance the clock by which other ranks are judged; it stands still while this one is suspended."""
+        now = time.monotonic()
+        self._awake += min(now - self._polled, POLL_SECONDS + HEARTBEAT_SECONDS)
+        self._polled = now
+
     def _write_heartbeat(self) -> None:
         beat = {
             "activity": current.activity,
@@ -152,6 +166,7 @@ class Watchdog:
             "pid": os.getpid(),
             "host": platform.node(),
             "at": time.monotonic(),
+            "stops": stopping.reason,
         }
         self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
@@ -161,11 +176,19 @@ class Watchdog:
             if not self._store.check([f"beat/{rank}"]):
                 continue
             beat, last = json.loads(self._store.get(f"beat/{rank}")), self._beats.get(rank)
-            now = time.monotonic()
+            now = self._awake
             if last is None or beat["at"] != last["at"]:
+                self._heard_again(rank)
                 advanced = last is None or beat["progress"] != last["progress"]
                 self._seen[rank] = (now, now if advanced else self._seen[rank][1])
                 self._beats[rank] = beat
+            if beat["stops"]:  # so that a word comes from here if another rank alone was asked
+                stopping.request_stop(beat["stops"])
+
+    def _heard_again(self, rank: int) -> None:
+        if rank in self._silent:
+            self._silent.remove(rank)
+            log.warning("Rank %d is back; the run goes on.", rank)
 
     def _first_notice(self) -> FailureNotice | None:
         if self._store.add("left", 0) and self._store.check(["notice/1"]):
@@ -176,10 +199,14 @@ class Watchdog:
         """On rank 0, find a rank without heartbeats, or the one least far when no rank makes progress."""
         if self.rank or len(self._seen) < self.world:
             return None
-        now = time.monotonic()
+        now = self._awake
         for rank, (heartbeat, _) in self._seen.items():
-            if now - heartbeat > LOST_SECONDS:
+            if now - heartbeat > GONE_SECONDS:
                 return self._publish(self._lost(rank))
+            if now - heartbeat > LOST_SECONDS and rank not in self._silent:
+                self._silent.add(rank)
+                text = "Rank %d has been silent for %.0f s: is it suspended? After %.0f s the run ends."
+                log.warning(text, rank, now - heartbeat, GONE_SECONDS)
         if any(now - progress <= self.timeout for _, progress in self._seen.values()):
             return None
         behind = min(self._beats, key=lambda r: self._beats[r]["progress"])
@@ -209,6 +236,7 @@ class Watchdog:
         print(text, file=sys.stderr, flush=True)
         log_to_file(text)
         tell_torchrun(text)
+        interrupts.end_compilers()
         os._exit(notice.code)
 
     def message(self, notice: FailureNotice) -> str:
@@ -221,7 +249,7 @@ class Watchdog:
 
 def open_store(rank: int, world: int, host: str, port: int) -> TCPStore:
     """Open the store, which rank 0 has; there a `port` of 0 takes any free one."""
-    return TCPStore(host, port, world, rank == 0, timedelta(seconds=LOST_SECONDS), wait_for_workers=False)
+    return TCPStore(host, port, world, rank == 0, timedelta(seconds=GONE_SECONDS), wait_for_workers=False)
 
 
 def tell_torchrun(text: str) -> None:

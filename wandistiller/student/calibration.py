@@ -15,6 +15,7 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.shutdown import Stopped
 from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.utils.files import digest
@@ -100,6 +101,9 @@ def measure(
     Args:
         measured: where the sums of a long measurement are kept under `name` by rank `owner`, whose results
             alone are whole where a run goes on from them.
+
+    Raises:
+        Stopped: on all ranks, after a call, if `measured` is given and any rank received a request to stop.
     """
     is_owner, sums, done = collectives.rank() == owner, _Sums(), 0
     if measured:
@@ -113,9 +117,12 @@ def measure(
         progress = Progress("activations of the teacher", len(calls) - done, "call")
         for number, call in enumerate(calls[done:], done + 1):
             progress.counting(call)()
-            if measured and is_owner and time.monotonic() - saved > SAVE_SECONDS:
+            stops = measured and collectives.is_stop_requested()
+            if measured and is_owner and (stops or time.monotonic() - saved > SAVE_SECONDS):
                 measured.write(name, sums.tensors(number))
                 saved = time.monotonic()
+            if stops:
+                raise Stopped("while the teacher was measured (finished calls are kept)")
     return sums.statistics() if sums.vectors else None
 
 
@@ -210,9 +217,14 @@ def error_rows(batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> Tensor:
 def velocity_error(
     batches: list[Batch], targets: Iterable[Tensor], velocity: Callable[[Batch], Tensor]
 ) -> VelocityError:
-    """Measure the predicted velocities v_BCFHW against the teacher's, `targets`. Collective if either is."""
+    """Measure the predicted velocities v_BCFHW against the teacher's, `targets`. Collective.
+
+    Raises:
+        Stopped: on all ranks, before a call, if any of them received a request to stop.
+    """
     error = VelocityError()
     for batch, target_BCFHW in zip(batches, targets, strict=True):
+        collectives.raise_if_stop_requested()
         heartbeat()
         error.add(batch, velocity(batch), target_BCFHW)
     return error
@@ -226,7 +238,7 @@ def start_error(
     measured: Measured,
     identity: Any,
 ) -> VelocityError:
-    """Measure the student before training, and keep the errors. Collective if either network is.
+    """Measure the student before training, and keep the errors. Collective.
 
     Args:
         identity: all that the student's weights depend on, for JSON.
@@ -235,6 +247,7 @@ def start_error(
     progress = Progress("velocity error at the start", 2 * len(batches), "call")
     teacher, student = progress.counting(teacher), progress.counting(student)
     for i, batch in enumerate(batches):
+        collectives.raise_if_stop_requested()
         before = progress.done
         name = digest("start", same, identity, i)
         error.add_rows(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))

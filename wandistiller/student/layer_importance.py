@@ -36,7 +36,10 @@ def importance(
     numbers = blocks_left(layers, keep)
     progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call")
     velocity, same = progress.counting(teacher.velocity), batches_digest(batches)
-    targets = [velocity(b) for b in batches]
+    targets = []
+    for batch in batches:
+        collectives.raise_if_stop_requested()
+        targets.append(velocity(batch))
 
     def error_without(blocks: set[int]) -> Tensor:
         with _skipped(teacher, blocks):

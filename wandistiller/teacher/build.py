@@ -1,5 +1,6 @@
 """Builds the frozen teacher: its experts loaded to their placement, behind one method, `velocity(batch)`."""
 
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.distributed.shutdown import Stopped
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.from_files import read_by_block
 from wandistiller.teacher.placements.base import Placement, dtype_of
@@ -31,6 +33,7 @@ def build_teacher(
 
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.
+        Stopped: on every rank, if any of them received a request to stop.
     """
     placement, peers = read_placement(ds), collectives.node_peers()
     if problems := collectives.gather_problems(placement.owner_problems(peers)):
@@ -38,7 +41,11 @@ def build_teacher(
     owner = placement.owner(peers)
     here = owner is None or collectives.rank() == owner
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
-    experts = placement.load_all(folder, readers, ds) if here else {}
+    experts = {}
+    with suppress(Stopped) if owner is not None else nullcontext():  # raised on all ranks below
+        experts = placement.load_all(folder, readers, ds) if here else {}
+    if owner is not None:
+        collectives.raise_if_stop_requested("while the teacher was loaded")
     problems = collectives.gather_problems([p for reader in readers.values() for p in reader.faults])
     if problems := problems + _zero_problems(list(readers.values())):
         raise ConfigError(*problems)

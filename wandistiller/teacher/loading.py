@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.engine.zero_memory import block_name
 from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
@@ -23,6 +24,8 @@ from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
 T = TypeVar("T")
+LOOK_EVERY = 8
+"""Tensors that are loaded between two looks for a request to stop, of 1.1 GiB in Wan 14B at most."""
 ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of a kernel may depend
 
 
@@ -32,14 +35,17 @@ def load_whole(
     dtype: torch.dtype,
     device: torch.device,
     weights: Weights = None,
+    *,
+    alone: bool = False,
 ) -> WanTransformer3DModel:
     """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained.
 
     Args:
         weights: format of the blocks' linear layers, which are then quantised one by one.
+        alone: the other ranks do not load it; without it collective.
     """
     model = meta_transformer(config)
-    for name, form in _one_by_one(forms_of(model, dtype, weights), reader):
+    for name, form in one_by_one(forms_of(model, dtype, weights), reader, alone=alone):
         pieces = [torch.empty_like(piece, device=device) for piece in form.pieces]
         form.read(reader, name, pieces, ALONE, device)
         set_parameter(model, name, form.assembled(pieces))
@@ -64,7 +70,7 @@ def load_sharded(
     """
     model, home = meta_transformer(config), InitWithoutBroadcast(ds, dtype, peers)
     arena = _host_arena(model, ds, dtype, home.dp_world_size)
-    for name, meta in _one_by_one(dict(parameters_of(model, dtype)), reader):
+    for name, meta in one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
             # memory of its own is given back to the system at once, and untouched pages take none
             value, own = Arena(_aligned(meta)).take(meta), home.part(meta)
@@ -96,7 +102,7 @@ def load_shared(
     model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
     forms = forms_of(model, dtype, weights, len(peers))
     arena = Arena(sum(_aligned(piece) for form in forms.values() for piece in form.pieces), peers)
-    for name, form in _one_by_one(forms, reader):
+    for name, form in one_by_one(forms, reader):
         pieces = [arena.take(piece) for piece in form.pieces]
         form.read(reader, name, pieces, share, torch.device("cpu"))
         set_parameter(model, name, form.assembled(pieces))
@@ -131,7 +137,7 @@ def load_streamed(
         arena.pin()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
-    for name, form in _one_by_one(forms, reader):
+    for name, form in one_by_one(forms, reader):
         if name in places:
             block, offsets = block_name(name), places[name]
             form.read(reader, name, _pieces(stored[block], offsets, form.pieces), share, device)
@@ -152,10 +158,23 @@ def _pieces(flat: Tensor, offsets: list[int], likes: list[Tensor]) -> list[Tenso
     return [flat[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for offset, t in places]
 
 
-def _one_by_one(parameters: dict[str, T], reader: WeightReader) -> Iterator[tuple[str, T]]:
-    """Yield items of `parameters`, with a log of the progress: a large teacher takes minutes."""
+def one_by_one(
+    parameters: dict[str, T], reader: WeightReader, *, alone: bool = False
+) -> Iterator[tuple[str, T]]:
+    """Yield items of `parameters`, with a log of the progress: a large teacher takes minutes.
+
+    Args:
+        alone: only this rank loads, and looks for a request to stop; else all do so together.
+
+    Raises:
+        Stopped: between two items, on all ranks that load.
+    """
     progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
-    for item in parameters.items():
+    for number, item in enumerate(parameters.items()):
+        if alone and stopping.reason:
+            raise Stopped("while the teacher was loaded")
+        if not alone and number % LOOK_EVERY == 0:
+            collectives.raise_if_stop_requested("while the teacher was loaded")
         yield item
         progress.advance()
 

@@ -136,7 +136,9 @@ class PictureDrawer:
         for part in parts:
             x0_BCFHW = make(part, 0, progress)
             stats.append(sample_stats(x0_BCFHW, make(part, 1, progress) if twice else None))
-            looks += [self._look(vae.decode(x0_CFHW[None])[0]) for x0_CFHW in x0_BCFHW]
+            for x0_CFHW in x0_BCFHW:
+                collectives.raise_if_stop_requested()
+                looks.append(self._look(vae.decode(x0_CFHW[None])[0]))
         *row, stats_PK = (
             sequence.of_each_replica(own)[: len(prompts)].cpu()
             for own in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))

@@ -4,6 +4,7 @@ import gc
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from wandistiller.batch import CRITIC, STUDENT, Batch
 from wandistiller.checkpoint.checkpointer import Checkpointer
@@ -78,6 +79,7 @@ class Trainer:
         run, start = self.job.run, self.resume()
         self.monitor.start(start)
         self._memory_profile.warn_if_past(start)
+        collectives.raise_if_stop_requested(f"before step {start + 1}")
         if start:
             self.draw_if_due(start, again=False)
         for step in range(start, run.max_steps):
@@ -91,15 +93,28 @@ class Trainer:
                 self._draw_after = step + 2
             if saved:
                 self.save(step + 1, wait=result.stop_requested)
-            if result.stop_requested:
-                stage = f" of stage {self.job.stage}" if self.job.stage else ""
-                raise Stopped(f"after step {step + 1} of {run.max_steps}{stage}")
-            if self.draw_if_due(step + 1) or saved:
+            drawn, stops = False, result.stop_requested
+            try:
+                drawn = not stops and self.draw_if_due(step + 1)
+            except Stopped:
+                stops = True
+            if stops:
+                self._leave(step + 1, saved)
+            if drawn or saved:
                 self.monitor.record_phases()
             if (step + 1) % GC_EVERY == 0:
                 gc.collect()
                 memory_usage.trim()
         self.checkpointer.finish()
+
+    def _leave(self, done: int, saved: bool) -> NoReturn:
+        """Raise Stopped after `done` steps, with the checkpoint of them on the disk."""
+        if saved:
+            self.checkpointer.finish()
+        else:
+            self.save(done, wait=True)
+        stage = f" of stage {self.job.stage}" if self.job.stage else ""
+        raise Stopped(f"after step {done} of {self.job.run.max_steps}{stage}")
 
     def train_step(self, step: int) -> StepResult:
         """Make one step, counted from 0: the critic's updates, if there is one, and then the student's.

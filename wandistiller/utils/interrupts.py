@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,15 +38,61 @@ def default_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+_before_build: list[set[int]] = []
+"""The processes that this one had started before the build that runs, if one does."""
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` at these signals in here, so that a compiler does not delay the end by minutes."""
+    """Raise `Interrupted` at these signals in here, where compilers may run, and end those with it."""
     before = raise_on_signals()
+    _before_build.append(set(_descendants()))
     try:
         yield
     finally:
+        _before_build.pop()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt_build() -> None:
+    """Raise `Interrupted` in the main thread if a build runs there, for a request that sends no signal."""
+    if _before_build:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_compilers() -> None:
+    """Kill what the build in `interruptible` has started, if one runs.
+
+    All are stopped first, so that none starts another; ninja's own children have process groups of their own,
+    and outlive it.
+    """
+    if not _before_build:
+        return
+    earlier, stopped = _before_build[-1], set()
+    while new := set(_descendants()) - earlier - stopped:
+        stopped |= new
+        _send(new, signal.SIGSTOP)
+    _send(stopped, signal.SIGKILL)
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _descendants() -> list[int]:
+    """List the processes that this one, or one of those, has started."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = children.get(os.getpid(), [])
+    for pid in found:
+        found += children.get(pid, [])
+    return found
 
 
 @cache
@@ -57,6 +104,7 @@ def _stderr() -> int:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = Interrupted(number)
+    end_compilers()  # before Python kills the first of them alone
     while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os.write(_stderr(), f"{interrupted}\n".encode())

@@ -101,6 +101,8 @@ class Status:
     step: int = 0
     """The training step that runs, counted from 1."""
     step_began: float = 0.0
+    due: float = 0.0
+    """When the step, or the unit of work, that runs is expected to end; 0 if that is not known."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each activity of the step that runs."""
 
@@ -114,6 +116,7 @@ def set_activity(name: str) -> None:
     heartbeat()
     log.debug("doing: %s", name)
     if not name.startswith(IN_EVERY_STEP):
+        current.due = 0.0
         log_to_file(f"doing: {name}")
 
 
@@ -124,7 +127,9 @@ def heartbeat() -> None:
 
 def begin_step(step: int) -> None:
     """Begin training step `step`, counted from 1, with no time spent in it."""
-    current.step, current.step_began, current.seconds = step, time.monotonic(), {}
+    now, before = time.monotonic(), sum(current.seconds.values())
+    current.due = now + before if before else 0.0
+    current.step, current.step_began, current.seconds = step, now, {}
 
 
 @contextmanager

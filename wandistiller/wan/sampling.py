@@ -8,6 +8,7 @@ from diffusers import SchedulerMixin
 from torch import Tensor
 
 from wandistiller.batch import Batch
+from wandistiller.distributed import collectives
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import heartbeat
@@ -77,20 +78,25 @@ def denoise(
     few: FewSteps | None = None,
     fresh: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
-    """Sample with the pipeline's scheduler, or as a student of few steps. All ranks must take equally many.
+    """Sample with the pipeline's scheduler, or as a student of few steps. Collective.
 
     Args:
         velocity: v_BCFHW of a teacher or student.
         noise_BCFHW: the starting point, standard normal.
         few: the sampler of a few-step student, in place of `steps` of the pipeline's.
         fresh: new noise_BCFHW after a call, counted from 0, for a sampler that takes it.
+
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
+
+    Raises:
+        Stopped: on all ranks, between two calls of the network, if any of them received a request to stop.
     """
     x_t_BCFHW, states = noise_BCFHW, []
 
     def predict(sigma: float, boundary: float | None) -> Tensor:
-        heartbeat()  # one call for a video may take minutes
+        collectives.raise_if_stop_requested()  # one call for a video may take minutes
+        heartbeat()
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
         batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
         with torch.no_grad():

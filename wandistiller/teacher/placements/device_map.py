@@ -15,6 +15,7 @@ from torch import nn
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.teacher.loading import one_by_one
 from wandistiller.teacher.placements.base import OnOneRank, dtype_of
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import names_part
@@ -88,7 +89,7 @@ class DeviceMap(OnOneRank):
         model, index = meta_transformer(config), {}
         devices = self._devices(model, config, dtype, share=len(folder.configs))
         main = device.index if device.type == "cuda" else "cpu"
-        for name, p in list(model.named_parameters()):
+        for name, p in one_by_one(dict(model.named_parameters()), reader, alone=True):
             own_dtype = parameter_dtype(name, dtype)
             where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)
             if where == "disk":

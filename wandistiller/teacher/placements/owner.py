@@ -17,4 +17,4 @@ class Owner(OnOneRank):
 
     def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
         config, device = folder.configs[expert], collectives.device()
-        return load_whole(reader, config, dtype_of(ds), device, self.weights)
+        return load_whole(reader, config, dtype_of(ds), device, self.weights, alone=True)

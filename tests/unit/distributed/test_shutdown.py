@@ -1,0 +1,157 @@
+"""Requests to stop: one line at once, the third ends the process, and no compiler is left behind."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live import live
+
+from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.shutdown import ShutdownListener
+from wandistiller.utils.logging import activity, begin_step, current, set_activity
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+PRESS_THREE_TIMES = """
+import os, signal, time
+from wandistiller.distributed import shutdown
+from wandistiller.utils.logging import set_activity, setup_logging
+setup_logging("info")
+shutdown.SAME_REQUEST_SECONDS = 0
+set_activity("loading the teacher")
+shutdown.stopping.install(None)
+for _ in range(3):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+time.sleep(900)
+"""
+COMPILE = """
+import subprocess, sys, threading
+from wandistiller.distributed.shutdown import stopping
+from wandistiller.utils import interrupts
+interrupts.raise_on_signals()
+try:
+    with interrupts.interruptible():
+        for reason in sys.argv[2:]:
+            threading.Timer(0.5, stopping.request_stop, [reason]).start()
+        subprocess.run([sys.executable, "-m", "ninja"], cwd=sys.argv[1], stdout=subprocess.PIPE, check=True)
+except interrupts.Interrupted as interrupted:
+    sys.exit(interrupted.exit_code)
+"""
+
+
+@pytest.fixture
+def listener() -> Iterator[ShutdownListener]:
+    listening = ShutdownListener()
+    listening.install(None)
+    yield listening
+    listening.release()
+
+
+def until(condition: Callable[[], object]) -> None:
+    patience = time.monotonic() + 60
+    while not condition() and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert condition()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines for the terminal."""
+    return [record.getMessage() for record in caplog.records if record.name == "wandistiller"]
+
+
+def ask(listening: ShutdownListener, number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    until(lambda: listening.reason)
+
+
+def test_a_signal_is_answered_by_a_thread_as_the_main_one_may_compute(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_activity("loading the teacher")
+    ask(listener, signal.SIGUSR1)
+    until(lambda: said(caplog))
+    text = "what runs now (loading the teacher); twice more ends it now, without saving"
+    assert said(caplog) == [f"SIGUSR1: stopping after {text}"]
+    assert caplog.records[-1].thread != threading.main_thread().ident
+
+
+def test_a_signal_that_a_launcher_forwards_is_no_second_request(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # a terminal's, torchrun's, deepspeed's
+        ask(listener, number)
+        time.sleep(0.1)
+    assert len(said(caplog)) == 1 and listener.reason == "SIGINT"
+
+
+def test_the_line_names_the_step_and_the_time_that_the_last_one_took(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin_step(11)
+    current.seconds = {"the teacher's forward pass": 40.0, "the optimizer's step": 2.9}
+    begin_step(12)
+    with activity("the student's backward pass"):
+        listener.request_stop("OUTPUT/STOP")
+    assert said(caplog) == ["OUTPUT/STOP: stopping after step 12 and its checkpoint, about 43 s"]
+
+
+def test_the_line_has_the_time_of_a_call_once_one_was_made(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Progress("pictures of the student", 4, first_line=1e9)
+    task._started -= 30.4
+    task.advance()
+    listener.request_stop("OUTPUT/STOP")
+    assert said(caplog)[-1].endswith("after what runs now (pictures of the student), about 30 s")
+
+
+def test_no_time_is_named_that_belongs_to_work_before(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    Progress("pictures of the student", 4, first_line=1e9).advance()
+    set_activity("loading the teacher")
+    listener.request_stop("OUTPUT/STOP")
+    assert said(caplog)[-1].endswith("after what runs now (loading the teacher)")
+
+
+def test_a_node_s_other_ranks_say_nothing(
+    listener: ShutdownListener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    caplog.set_level(logging.INFO)
+    listener.request_stop("SIGTERM")
+    assert said(caplog) == [] and listener.reason == "SIGTERM"
+
+
+def test_the_third_request_ends_the_process_with_the_exit_code_of_a_shell(tmp_path: Path) -> None:
+    with live([sys.executable, "-c", PRESS_THREE_TIMES], tmp_path / "log") as run:
+        assert run.end() == 128 + signal.SIGINT
+        assert run.output().splitlines() == [
+            "SIGINT: stopping after what runs now (loading the teacher); "
+            "twice more ends it now, without saving",
+            "SIGINT: once more ends it now, without saving",
+            "ended by SIGINT, without saving",
+        ]
+
+
+def test_a_signal_ends_ninja_and_the_compilers_that_it_has_started(tmp_path: Path) -> None:
+    rule = "rule compile\n  command = sleep 9999\nbuild a.o: compile\nbuild b.o: compile\n"
+    (tmp_path / "build.ninja").write_text(rule)
+    with live([sys.executable, "-c", COMPILE, str(tmp_path)], tmp_path / "log") as run:
+        until(lambda: sum(words.startswith("sleep") for words in run.processes().values()) == 2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(60) == 128 + signal.SIGTERM
+        assert run.processes() == {}
+
+
+def test_a_request_without_a_signal_ends_a_build_too(tmp_path: Path) -> None:
+    (tmp_path / "build.ninja").write_text("rule compile\n  command = sleep 9999\nbuild a.o: compile\n")
+    with live([sys.executable, "-c", COMPILE, str(tmp_path), "STOP"], tmp_path / "log") as run:
+        assert run.process.wait(60) == 128 + signal.SIGTERM
+        assert run.processes() == {}
