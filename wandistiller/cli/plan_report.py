@@ -6,12 +6,11 @@ from wandistiller.config.job import Job
 from wandistiller.config.summary import summary
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.transfers import Transfer
-from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, demands
 from wandistiller.planner.peak_memory import activations, plan
-from wandistiller.planner.phase_peak import PhasePeak, most
+from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.teacher_json import read_placement
@@ -72,7 +71,7 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
             lines.append(_row("at its peak", map(taken, peaks)))
             if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
                 lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
-    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
+    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands([], machine)]
     why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
     return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
 
@@ -140,7 +139,7 @@ def _verdict(
     job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
 ) -> list[str]:
     """State for each kind of memory that the run needs whether it fits."""
-    *memory, one = demands(most(phases), machine)
+    *memory, one = demands(moments(phases), machine)
     swapped = machine.ranks_on_node * most(phases).disk
     disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
     needed = [d for d in (*memory, *disks) if d.need]
