@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from wandistiller.cli.failures import Failures
+from wandistiller.cli.plan_report import other_lines
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.stages import read_jobs, read_runs, whole_output
@@ -12,6 +13,8 @@ from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.planner.disk import fetch_problems, log_disk_use
+from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.planner.machine import machine_now
 from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import HELPS, Shortages, shortages
 from wandistiller.utils.determinism import make_deterministic
@@ -82,8 +85,10 @@ def _dry_run(stages: list[Job], command: str) -> None:
         ConfigError: a folder without all weights, less disk than the plan needs, which at a real start is a
             warning, or so little memory that a real start is refused.
     """
+    machine = machine_now()
+    rates = default_rates(machine.device_size, machine.device_name)
     for job in stages:
-        for line in summary(job):
+        for line in [*summary(job), *other_lines(job, machine, rates)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():
