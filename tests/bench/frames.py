@@ -38,7 +38,7 @@ def cell(folder: Path, machine: Machine, height: int, width: int, frames: int) -
     if not best:
         return "does not fit"
     ranks = f", {n} ranks" if (n := best.job.run.context_parallel) > 1 else ""
-    gib = (best.takes.device + best.takes.transient) / GIB
+    gib = max(b.device + b.transient for b in best.takes) / GIB
     return f"{gib:.1f}: {best.student}, {best.teacher}{ranks}"
 
 

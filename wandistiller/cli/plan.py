@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wandistiller.cli.plan_report import report
+from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.stages import STAGES, in_stages, read_jobs, runs_of
@@ -79,9 +79,9 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
         job = replace(job, previous=before)
         text, before, best[job.stage] = _of_run(job, machine, rates, here, own, keeps)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
-        total += before.run.max_steps * StepTime(before, machine, rates).floor() / 3600
+        total += before.run.max_steps * StepTime(before, machine, rates).floor()
     if len(jobs) > 1:
-        lines.append(f"all {len(jobs)} stages: at least {total:.1f} h for their steps")
+        lines.append(f"all {len(jobs)} stages: at least {duration(total)} for their steps")
     if file := own["recommend"]:
         given = {"output_dir": f"runs/{Path(file).stem}"} | values | flags
         lines += _recommend(file, runs, given, best, machine)

@@ -6,12 +6,12 @@ from wandistiller.config.job import Job
 from wandistiller.config.summary import summary
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.transfers import Transfer
-from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, demands
+from wandistiller.planner.other_work import before_the_steps, pictures
 from wandistiller.planner.peak_memory import activations, plan
-from wandistiller.planner.phase_peak import PhasePeak, most
+from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.teacher_json import read_placement
@@ -49,6 +49,13 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
     ]
 
 
+def duration(seconds: float) -> str:
+    """Hours, minutes or seconds, whichever says it in a short number."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.2g} s"
+
+
 def _machine(m: Machine) -> list[str]:
     gpus = "no GPU"
     if m.device_free is not None:
@@ -72,7 +79,7 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
             lines.append(_row("at its peak", map(taken, peaks)))
             if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
                 lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
-    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands(Bytes(), machine)]
+    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands([], machine)]
     why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
     return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
 
@@ -121,26 +128,42 @@ def _transfer(one: Transfer, rates: Rates) -> str:
 def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:
     """Estimates of the time and cost of all steps and of the cache, and the data they need."""
     run, costs = job.run, StepTime(job, machine, rates)
-    steps, cache = run.max_steps * costs.floor() / 3600, costs.rollouts() / 3600
+    steps, cache = run.max_steps * costs.floor(), costs.rollouts()
+    beside = sum(work.seconds for work in before_the_steps(job, machine, rates))
+    teacher, student, times = pictures(job, machine, rates)
     samples, available = job.updates * job.batch.total, job.epoch
     lines = [
-        f"the whole run, an estimate: at least {steps:.1f} h for {run.max_steps} steps"
-        + (f", and {cache:.1f} h for the teacher's rollouts if the cache is empty" if cache else ""),
+        f"the whole run, an estimate: at least {duration(steps)} for {run.max_steps} steps"
+        + (f", and {duration(cache)} for the teacher's rollouts if the cache is empty" if cache else ""),
+        *other_lines(job, machine, rates),
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {samples / available:.1f} times",
         f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",
     ]
     if price is not None:
-        hours = (steps + cache) * (machine.ranks if machine.device_free is not None else 0)
+        seconds = steps + beside + teacher + times * student
+        hours = seconds / 3600 * (machine.ranks if machine.device_free is not None else 0)
         lines.append(f"it costs at least {hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}")
     return lines
+
+
+def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
+    """Least times of the work beside the steps, each kind of it."""
+    works, lines = before_the_steps(job, machine, rates), []
+    if works:
+        parts = ", ".join(f"{duration(work.seconds)} for {work.what}" for work in works)
+        whole = duration(sum(work.seconds for work in works))
+        lines.append(f"before step 1, with an empty cache: at least {whole}; {parts}")
+    teacher, student, times = pictures(job, machine, rates)
+    once = f"{duration(teacher)} for the teacher's, once, and " if teacher else ""
+    return [*lines, f"pictures: at least {once}{duration(student)} for the student's, {times} time(s)"]
 
 
 def _verdict(
     job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
 ) -> list[str]:
     """State for each kind of memory that the run needs whether it fits."""
-    *memory, one = demands(most(phases), machine)
+    *memory, one = demands(moments(phases), machine)
     swapped = machine.ranks_on_node * most(phases).disk
     disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
     needed = [d for d in (*memory, *disks) if d.need]

@@ -4,15 +4,19 @@ import logging
 from typing import Any
 
 from wandistiller.cli.failures import Failures
+from wandistiller.cli.plan_report import other_lines
 from wandistiller.config.job import Job
+from wandistiller.config.run_config import RunConfig
 from wandistiller.config.stages import read_jobs, read_runs, whole_output
 from wandistiller.config.summary import summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.planner.disk import fetch_problems, log_disk_use
+from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.planner.machine import machine_now
 from wandistiller.planner.resolve_auto import resolved
-from wandistiller.planner.shortage import shortages
+from wandistiller.planner.shortage import HELPS, Shortages, shortages
 from wandistiller.utils.determinism import make_deterministic
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import lock, sweep
@@ -20,7 +24,7 @@ from wandistiller.utils.logging import add_log_file, setup_logging
 from wandistiller.wan.pipeline import require_weights
 
 ELSEWHERE = (
-    "What helps: `wandistiller plan` says what takes how much; if the run is for another machine, "
+    "`wandistiller plan` says what takes how much; if the run is for another machine, "
     "describe it there (`--gpus`, `--gpu_memory`, `--host_memory`, `--disk`)."
 )
 
@@ -34,13 +38,17 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         stages = resolved(stages)
     if of_all.dry_run:
-        _dry_run(stages)
+        _dry_run(stages, command)
         return
     first, output = collectives.rank() == 0, whole_output(stages)
     with collectives.raise_on_all_ranks():
         for folder in {job.folder.path: job.folder for job in stages}.values():
             require_weights(folder)
-    for line in collectives.gather_problems(shortages(stages)):
+    short = shortages(stages, preparing=command == "prepare")
+    with collectives.raise_on_all_ranks():
+        if refused := _refused(short, of_all):
+            raise ConfigError(*refused)
+    for line in collectives.gather_problems([line for lines in short for line in lines]):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
         places = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
@@ -65,15 +73,22 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
         held.close()
 
 
-def _dry_run(stages: list[Job]) -> None:
+def _refused(short: Shortages, run: RunConfig) -> list[str]:
+    """Return the memory for whose lack the run does not start, if nobody insists on it, and what helps."""
+    return [*short.far, HELPS] if short.far and not run.despite_plan else []
+
+
+def _dry_run(stages: list[Job], command: str) -> None:
     """Log the runs and check what can be known before them. Collective.
 
     Raises:
-        ConfigError: a folder without all weights, or less memory or disk than the plan needs. At a real start
-            the latter is a warning, because it is an estimate.
+        ConfigError: a folder without all weights, less disk than the plan needs, which at a real start is a
+            warning, or so little memory that a real start is refused.
     """
+    machine = machine_now()
+    rates = default_rates(machine.device_size, machine.device_name)
     for job in stages:
-        for line in summary(job):
+        for line in [*summary(job), *other_lines(job, machine, rates)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():
@@ -83,8 +98,12 @@ def _dry_run(stages: list[Job]) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     require_weights(job.folder)
-        if short := shortages(stages):
-            problems = [*problems, *short, ELSEWHERE]
+        short = shortages(stages, preparing=command == "prepare")
+        refused = _refused(short, stages[0].run)
+        if lacking := [*refused, *short.of_disk]:
+            problems += [*lacking, ELSEWHERE]
         if problems:
             raise ConfigError(*dict.fromkeys(problems))
+    for line in collectives.gather_problems([*short.far, *short.of_memory]):
+        collectives.log0("%s", line, level=logging.WARNING)
     collectives.log0("dry run: nothing was loaded or written")

@@ -277,7 +277,7 @@ class Job:
             "student_config": student,
             "critic_deepspeed_config": self.own_critic_ds,
         }
-        return {k: v for k, v in given.items() if v is not None and k != "dry_run"}
+        return {k: v for k, v in given.items() if v is not None and k not in ("dry_run", "despite_plan")}
 
     def write_resolved(self) -> None:
         """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""

@@ -13,7 +13,10 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 
 STAGES, NAME = "stages", "name"
-OF_ALL = ("output_dir", "cache_dir", "sample_dir", "resume", "dry_run", "log_level", "timeout")
+OF_ALL = (
+    *("output_dir", "cache_dir", "sample_dir"),
+    *("resume", "dry_run", "despite_plan", "log_level", "timeout"),
+)
 """Settings that hold for the whole recipe."""
 SAME = (
     *EITHER,

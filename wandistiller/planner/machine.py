@@ -1,5 +1,6 @@
 """Free memory and disk of a machine, and what a run needs of each."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -139,14 +140,24 @@ class Demand(NamedTuple):
         return f"{self.free / GIB:.1f} GiB {self.where} ({self.reserve / GIB:.1f} of them kept in reserve)"
 
 
-def demands(rank: Bytes, machine: Machine) -> list[Demand]:
-    """Demands for each kind of memory of `machine` by ranks that take `rank` each, as `plan` computes it."""
-    here, demanded = machine.ranks_on_node, []
+def demands(moments: Iterable[Bytes], machine: Machine) -> list[Demand]:
+    """Demands for each kind of memory of `machine`, of each the most at one moment.
+
+    Args:
+        moments: what each rank takes at the moments of a run, as `phase_peak.moments` lists them.
+    """
+    moments, here, demanded = list(moments), machine.ranks_on_node, []
+
+    def most(of: Callable[[Bytes], int]) -> int:
+        return max(map(of, moments), default=0)
+
     if machine.device_free is not None:
-        demanded.append(Demand("on each GPU", rank.device + rank.transient, machine.device_free, PIECES))
-    disk = rank.disk and here * rank.disk + machine.files
+        on_gpu = most(lambda rank: rank.device + rank.transient)
+        demanded.append(Demand("on each GPU", on_gpu, machine.device_free, PIECES))
+    swapped = here * most(lambda rank: rank.disk)
+    disk = swapped and swapped + machine.files
     return [
         *demanded,
-        Demand("of CPU memory", here * rank.host + rank.node, machine.host_free, SYSTEM),
+        Demand("of CPU memory", most(lambda rank: here * rank.host + rank.node), machine.host_free, SYSTEM),
         Demand("of disk", disk, machine.disk_free, SYSTEM),
     ]

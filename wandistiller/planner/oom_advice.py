@@ -12,7 +12,7 @@ from wandistiller.engine.ds_config import dtype_name
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import most
+from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.resolve_auto import choices
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
@@ -43,10 +43,10 @@ def needed(job: Job, spent: Spent, machine: Machine, preparing: bool) -> int:
     """
     phases = plan(job, machine)
     load_and_train = {name: phases[name] for name in ("load", "train")}
-    rank = phases["prepare"].at("rollouts") if preparing else most(load_and_train)
+    ranks = [phases["prepare"].at("rollouts")] if preparing else moments(load_and_train)
     if spent is Spent.DEVICE:
-        return rank.device + rank.transient
-    return rank.host + rank.node // machine.ranks_on_node
+        return max(rank.device + rank.transient for rank in ranks)
+    return max(rank.host + rank.node // machine.ranks_on_node for rank in ranks)
 
 
 def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iterator[str]:

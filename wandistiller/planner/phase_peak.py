@@ -37,6 +37,11 @@ class PhasePeak:
         return {use: kind(self.kept.get(use, Bytes()) + largest.get(use, Bytes())) for use in uses}
 
 
+def moments(phases: dict[str, PhasePeak]) -> list[Bytes]:
+    """Memory at each moment of the phases: during each alternative, beside what its phase keeps."""
+    return [p.at(alternative) for p in phases.values() for alternative in p.alternatives or ("",)]
+
+
 def total(parts: Parts) -> Bytes:
     """The sum of all parts."""
     return sum(parts.values(), Bytes())

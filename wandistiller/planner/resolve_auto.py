@@ -23,7 +23,7 @@ from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.hardware_rates import Rates, default_rates
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import most
+from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.sharings import sharings
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import branches
@@ -60,7 +60,8 @@ class Choice(NamedTuple):
     teacher: str
     """Name of the file in ds_configs/teacher/."""
     job: Job
-    takes: Bytes
+    takes: list[Bytes]
+    """Of a rank at each moment."""
     seconds: float
     order: tuple[int, int, int]
     """The ranks of a sample, its place among the students' and the teachers' JSONs; the first are the
@@ -169,7 +170,7 @@ def _choice(
 ) -> Choice:
     """Return the combination at the first of the sizes that fits, or else at the last."""
     for each in sizes:
-        takes, seconds = most(plan(each, machine)), StepTime(each, machine, rates).floor()
+        takes, seconds = moments(plan(each, machine)), StepTime(each, machine, rates).floor()
         choice = Choice(student, teacher, each, takes, seconds, order)
         if all(d.is_met for d in choice.demands(machine)):
             return choice

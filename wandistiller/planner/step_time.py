@@ -119,7 +119,7 @@ class StepTime:
 
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
-        j, call = self.job, self._call()
+        j, call = self.job, self.teacher_call()
         if not j.needs_latents:
             return 0.0
         samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
@@ -132,7 +132,7 @@ class StepTime:
 
     def _teacher(self) -> list[StageTime]:
         """The calls of a step; of those that go through the blocks together the weights move once."""
-        o, steps, call = self.job.objective, self.job.batch.accumulation, self._call()
+        o, steps, call = self.job.objective, self.job.batch.accumulation, self.teacher_call()
         kinds, sweeps = o.asks_at_noised + o.calls_at_generated, ceil(steps / swept(self.job))
         if sweeps == steps:
             return [call._replace(times=steps * max(1, kinds))]
@@ -141,18 +141,29 @@ class StepTime:
         name, tflop = "the teacher's sweep", each * call.tflop
         return [StageTime(name, kinds * sweeps, tflop, call.tflops, call.moves, exchanged)]
 
-    def _call(self) -> StageTime:
-        """One call of the teacher; those of an owner wait for each other."""
+    def student_call(self, samples: int) -> float:
+        """Seconds of arithmetic of a forward pass of the student."""
+        config = self.job.student_transformer
+        tflop = samples / self.sharers * self._mean(lambda latent: forward_flops(config, latent)) / 1e12
+        return tflop / self.rates.tflops
+
+    def teacher_call(self, of: int = 0, *, guided: bool = True) -> StageTime:
+        """One call of the teacher; those of an owner wait for each other.
+
+        Args:
+            of: samples; 0: those of a micro-step.
+        """
         j, t, tflops = self.job, self.topology, self.rates.tflops
-        placement, both, config = read_placement(j.teacher_ds), branches(j), j.folder.config
-        sharers, samples = sharers_of_a_call(j), both * j.batch.micro
+        placement, both, config = read_placement(j.teacher_ds), branches(j) if guided else 1, j.folder.config
+        of = of or j.batch.micro
+        sharers, samples = sharers_of_a_call(j), both * of
         tflop = samples / sharers * self._mean(lambda shape: forward_flops(config, shape)) / 1e12
         moves = self._streamed() * min(placement.guidance_passes, both)
         if placement.on_one_rank:
             tflop *= max(1, t.ranks_on_node // self.sharers)  # once for those that share a sample
             states, text = int(2 * self._mean(prod)), TEXT_TOKENS * config["text_dim"]
             if others := t.ranks_on_node - 1:
-                nbytes = 4 * j.batch.micro * (states + text) * others  # float32
+                nbytes = 4 * of * (states + text) * others  # float32
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
@@ -263,6 +274,6 @@ class StepTime:
         """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""
         if not self.job.objective.needs_teacher or not self._streamed():
             return None
-        call = self._call()
+        call = self.teacher_call()
         each = call.computing() / self.job.batch.micro * swept(self.job)  # a sample of each of them
         return max(1, ceil(call.moving(self.rates) / each))

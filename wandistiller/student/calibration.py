@@ -154,6 +154,11 @@ TOKENS, FEWEST, MOST = 2**15, 16, 64
 BANDS = 4
 
 
+def number_of_samples(tokens: int) -> int:
+    """Return the number of calibration samples of so many patches each."""
+    return min(MOST, max(FEWEST, TOKENS // tokens))
+
+
 def calibration_batches(
     data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int
 ) -> list[Batch]:
@@ -164,7 +169,7 @@ def calibration_batches(
             `MOST` samples can.
         batch_size: samples of a batch.
     """
-    count = min(MOST, max(FEWEST, TOKENS // tokens))
+    count = number_of_samples(tokens)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
     batches = []
     for expert in Expert:

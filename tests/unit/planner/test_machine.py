@@ -139,11 +139,11 @@ def test_two_ranks_of_one_machine_measure_the_same_and_count_each_other(tmp_path
 def test_ranks_of_a_node_share_its_memory_and_each_has_a_gpu() -> None:
     gpus = Machine(24 * GIB, 128 * GIB, 512 * GIB, 4, 2)
     rank = Bytes(device=GIB, transient=2 * GIB, host=5 * GIB, node=7 * GIB, disk=GIB)
-    device, host, disk = demands(rank, gpus)
+    device, host, disk = demands([rank], gpus)
     assert (device.need, host.need, disk.need) == (3 * GIB, 17 * GIB, 2 * GIB)
 
 
 @pytest.mark.parametrize(("free", "reserve"), [(100 * GIB, 10 * GIB), (10 * GIB, 2 * GIB), (4 * GIB, GIB)])
 def test_a_tenth_of_cpu_memory_is_kept_but_at_least_2_gib_or_a_quarter(free: int, reserve: int) -> None:
-    host, _ = demands(Bytes(host=GIB), Machine(None, free, GIB, 1, 1))
+    host, _ = demands([Bytes(host=GIB)], Machine(None, free, GIB, 1, 1))
     assert host.reserve == reserve and host.over == GIB - (free - reserve)

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 from pages import VIDEOS
-from planned import EIGHT_80, published_job
+from planned import EIGHT_80, gpus, published_job
 from published_wan import PUBLISHED
 from ranks import ROOT
 
 from wandistiller.cli.main import main
+from wandistiller.config.shorthands import merged
+from wandistiller.config.validate import read_job
+from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
+from wandistiller.planner.resolve_auto import choices
 from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -52,6 +56,21 @@ def test_a_shipped_recipe_fits_its_machine(
     output = capsys.readouterr().err
     batch = 8 if name.endswith("_video") else 64
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CPU_MEMORY if "few_step" not in name])
+def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_plan_finds(
+    published: Path, name: str
+) -> None:
+    """By 3 % at most, on the recipe's machine."""
+    count, each = map(int, name.split("_")[0].split("x"))
+    machine, given = gpus(count, each, CPU_MEMORY[name]), read_json(FOLDER / f"{name}.json")
+    places = {"data_path": f"{published}/prompts.txt", "output_dir": f"{published}/out"}
+    places["teacher_path"] = f"{published}/{given['teacher_path']}"
+    rates, run = default_rates(machine.device_free), read_job(merged(given | places, {}, name), count)
+    fastest = choices(run, on_its_disk(machine, run, None), rates)[0]
+    assert StepTime(run, machine, rates).floor() < 1.03 * fastest.seconds, str(fastest)
 
 
 def test_every_shipped_recipe_is_checked() -> None:

@@ -13,7 +13,7 @@ from planned import published_job as job
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands
 from wandistiller.planner.peak_memory import CONTEXT, FREED, MIB, plan
-from wandistiller.planner.phase_peak import PhasePeak, most
+from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, room_of_a_rank
@@ -29,6 +29,18 @@ def test_a_phase_takes_what_it_keeps_and_the_largest_turn() -> None:
     assert phase.peak() == Bytes(device=9, host=8)
     assert phase.parts(lambda b: b.device + b.transient) == {"a": 3, "x": 5, "y": 1}
     assert phase.parts(lambda b: b.host) == {"a": 1, "z": 7}
+
+
+def test_a_node_needs_the_most_of_one_moment_not_the_sum_of_several_moments_peaks() -> None:
+    """Three ranks: 2 + 3 x 1 at first, then 3 x 3 of their own, then 6 of the node and 3 x 1."""
+    phases = {
+        "prepare": PhasePeak({"libraries": Bytes(host=1)}, {"file": {"a": Bytes(node=2)}}),
+        "train": PhasePeak(
+            {"libraries": Bytes(host=1)}, {"own": {"b": Bytes(host=2)}, "shared": {"c": Bytes(node=6)}}
+        ),
+    }
+    of_cpu, _ = demands(moments(phases), Machine(None, GIB, GIB, 3, 3))
+    assert of_cpu.need == 9 and 3 * most(phases).host + most(phases).node == 15
 
 
 def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
@@ -160,10 +172,10 @@ def test_an_owner_s_teacher_takes_cpu_memory_once_a_node(published: Path) -> Non
     takes = {}
     for name in ("owner", "host_cpu"):
         run = job(published, ON_CPU, teacher_deepspeed_config=f"ds_configs/teacher/{name}.json")
-        takes[name] = plan(run, ON_CPU)["train"].peak()
-    need = {name: demands(b, ON_CPU)[0].need for name, b in takes.items()}
-    assert need["owner"] == need["host_cpu"] == 2 * takes["owner"].host + takes["owner"].node
-    assert takes["owner"].node > 2 * sum(numels(run.folder.config).values())
+        takes[name] = plan(run, ON_CPU)["train"]
+    need = {name: demands(moments({"train": phase}), ON_CPU)[0].need for name, phase in takes.items()}
+    assert need["owner"] == need["host_cpu"] == 2 * takes["owner"].peak().host + takes["owner"].peak().node
+    assert takes["owner"].peak().node > 2 * sum(numels(run.folder.config).values())
 
 
 def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(published: Path) -> None:

@@ -1,5 +1,6 @@
 """The output of `wandistiller plan`."""
 
+import re
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -54,16 +55,27 @@ def test_activations_are_given_with_and_without_checkpointing_whatever_the_json_
     assert line in output(MACHINE_24, "--deepspeed_config", file)
 
 
+def in_seconds(text: str) -> float:
+    """The duration that a text begins with."""
+    number, unit = text.split()[:2]
+    return float(number) * {"h": 3600, "min": 60, "s": 1}[unit.rstrip(";,")]
+
+
 def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Callable[..., str]) -> None:
     """Two GPUs, 36,000 steps of 16 samples, 8 prompts with 2 rollouts each."""
     flags = "--price_per_gpu_hour 2.5 --max_steps 36000 --rollouts_per_prompt 2".split()
     text = output("--gpus 2 --gpu_memory 80 --host_memory 500", *flags, wan="Wan2.1-T2V-1.3B")
-    before = ("a step takes at least ", "an estimate: at least ", " steps, and ", "it costs at least ")
-    seconds, hours, cache, cost = (float(text.partition(b)[2].split()[0].rstrip(":")) for b in before)
-    assert hours == pytest.approx(10 * seconds, abs=0.06)
+    before = ("a step takes at least ", "an estimate: at least ", "empty cache: at least ")
+    seconds, hours, early = (in_seconds(text.partition(b)[2]) for b in before)
+    assert hours == pytest.approx(36_000 * seconds, abs=200)
+    once, each, times = re.search(
+        r"pictures: at least (.*) for .*, and (.*) for .*, (\d+) time", text
+    ).groups()
+    cost = float(text.partition("it costs at least ")[2].split(":")[0])
     assert "trains on 576000 samples; the data have 16, so each is seen 36000.0 times" in text
     assert "for each to be seen only once, bring 288000 prompts" in text
-    assert cost == pytest.approx((hours + cache) * 2 * 2.5, abs=0.6)
+    whole = hours + early + in_seconds(once) + int(times) * in_seconds(each)
+    assert int(times) == 72 and cost == pytest.approx(whole / 3600 * 2 * 2.5, rel=0.01)
 
 
 def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., str]) -> None:

@@ -14,7 +14,7 @@ from wandistiller.engine.transfers import Topology, Transfer, exchange_transfers
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine, demands
 from wandistiller.planner.peak_memory import NCCL, plan
-from wandistiller.planner.phase_peak import most
+from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.resolve_auto import choices, chosen
 from wandistiller.planner.sharings import sharings
 from wandistiller.planner.step_time import StageTime, StepTime
@@ -46,14 +46,14 @@ def test_81_frames_of_every_published_wan_fit_eight_gpus_of_80_gb(
 ) -> None:
     placed = {"teacher_deepspeed_config": f"ds_configs/teacher/{teacher}.json"}
     run = video(published, sharers, wan=wan, **placed, **size)
-    assert all(demand.is_met for demand in demands(most(plan(run, EIGHT_80)), EIGHT_80))
+    assert all(demand.is_met for demand in demands(moments(plan(run, EIGHT_80)), EIGHT_80))
 
 
 def test_a_14b_and_its_half_beside_it_need_several_ranks_a_clip(published: Path) -> None:
     taken = []
     for sharers in (1, 8):
         run = video(published, sharers, teacher_device_strategy="gpu")
-        taken.append([d.is_met for d in demands(most(plan(run, EIGHT_80)), EIGHT_80)])
+        taken.append([d.is_met for d in demands(moments(plan(run, EIGHT_80)), EIGHT_80)])
     assert taken == [[False, True, True], [True, True, True]]
 
 

@@ -1,12 +1,19 @@
 """What a dry run finds missing on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planned import ONE_24, published_job
 from ranks import write_json
 
 from wandistiller.cli.main import main
 from wandistiller.engine.ds_overrides import MICRO, TOTAL
+from wandistiller.planner import shortage
+from wandistiller.planner.machine import demands
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.phase_peak import moments
+from wandistiller.planner.shortage import shortages
 from wandistiller.utils.files import read_json
 
 MANY = "--keep_checkpoints 1000000 --save_every 1 --max_steps 1000000".split()
@@ -30,14 +37,47 @@ def test_a_dry_run_names_missing_weights_and_too_small_a_disk_at_once(
     assert "nothing was loaded" not in text and not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_ends_with_an_error_if_its_plan_takes_more_memory_than_is_free(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+@pytest.fixture
+def large(tmp_path: Path) -> list[str]:
+    """A run of the embedded teacher whose plan needs hundreds of times the memory of any machine."""
     ds = read_json("ds_configs/student/zero2.json") | {TOTAL: 8 * 10**6, MICRO: 10**6}
     file = write_json(tmp_path / "large.json", ds)
     flags = f"--teacher_path tiny --data_path tiny --output_dir {tmp_path}/run --deepspeed_config {file}"
-    assert main(["train", *flags.split(), "--dry_run"]) == 2
+    return flags.split()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["real", "dry"])
+def test_a_run_that_needs_far_more_memory_than_is_free_is_refused_with_a_remedy_and_nothing_written(
+    large: list[str], dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["train", *large, *dry]) == 2
+    text = capsys.readouterr().err
+    assert "of CPU memory by its plan, and " in text and "--teacher_device_strategy auto" in text
+    assert "`--despite_plan` starts the run nevertheless" in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("quiet_logging")
+def test_who_insists_on_such_a_run_is_warned_alone(large: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", *large, "--dry_run", "--despite_plan"]) == 0
     assert "of CPU memory by its plan, and " in capsys.readouterr().err
+
+
+def test_preparing_needs_nothing_of_what_training_takes(large: list[str]) -> None:
+    assert main(["prepare", *large, "--dry_run"]) == 0
+
+
+def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
+    published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = published_job(published, ONE_24, "Wan2.1-T2V-1.3B")
+    needs = demands(moments(plan(run, ONE_24)), ONE_24)[0].need
+    found = {}
+    for times in (0.99, 1.01, 1.19, 1.21):
+        machine = replace(ONE_24, device_free=int(needs / times))
+        monkeypatch.setattr(shortage, "machine_now", lambda machine=machine: machine)
+        short = shortages([run])
+        found[times] = len(short.far), len(short.of_memory)
+    assert found == {0.99: (0, 0), 1.01: (0, 1), 1.19: (0, 1), 1.21: (1, 0)}
 
 
 def test_a_recommendation_overwrites_no_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

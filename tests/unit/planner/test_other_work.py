@@ -1,0 +1,74 @@
+"""Times of rollouts, measurements and pictures of published Wans, against sums done by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import EIGHT_80, ONE_24, RATES
+from planned import published_job as job
+
+from wandistiller.cli.plan_report import duration, other_lines
+from wandistiller.planner.other_work import before_the_steps, pictures
+from wandistiller.wan.flops import forward_flops
+
+IMPORTANT = {"student_config": {"num_layers": 20, "keep_layers": "importance"}}
+NARROW = {"student_config": {"num_attention_heads": 0.5}}
+GPU = {"teacher_device_strategy": "gpu"}
+"""A teacher whose calls wait for nothing."""
+
+
+def call(run: Any) -> float:
+    """Seconds of the teacher's call on one image without guidance."""
+    return forward_flops(run.folder.config, (16, 1, 60, 104)) / 1e12 / RATES.tflops
+
+
+def seconds(run: Any) -> dict[str, float]:
+    return {work.what: work.seconds for work in before_the_steps(run, ONE_24, RATES)}
+
+
+def test_importance_is_the_teacher_without_each_block_left_on_21_images(published: Path) -> None:
+    """30 to 20 layers: 2^15 / 1560 patches are 21 images; rounds of blocks left by `blocks_left`."""
+    run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **IMPORTANT, **GPU)
+    found = seconds(run)["the importance of blocks"] / (21 * call(run))
+    # more than one call for each of the 30 blocks less itself, less than as if nothing were skipped
+    assert 30 * 29 / 30 < found < 1 + 30 + 29 + 28 + 27 + 26 + 25 + 24 + 23 + 22 + 21
+
+
+@pytest.mark.parametrize(("more", "has"), [({}, False), (NARROW, True)])
+def test_only_a_narrower_student_needs_activations_of_the_teacher(
+    published: Path, more: dict[str, Any], *, has: bool
+) -> None:
+    run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **more, **GPU)
+    found = seconds(run)
+    assert ("activations of the teacher" in found) is has
+    if has:
+        assert found["activations of the teacher"] == pytest.approx(21 * call(run))
+
+
+def test_the_error_before_training_is_a_call_of_teacher_and_student_for_each_image(published: Path) -> None:
+    run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **GPU)
+    own = forward_flops(run.student_transformer, (16, 1, 60, 104)) / 1e12 / RATES.tflops
+    assert seconds(run)["the error before training"] == pytest.approx(21 * (call(run) + own))
+
+
+def test_pictures_are_guided_calls_of_the_teacher_once_and_the_student_s_each_time(published: Path) -> None:
+    more = {"sample_prompts": list("abcdefghij"), "sample_steps": 30, "max_steps": 1200, "sample_every": 500}
+    run = job(published, EIGHT_80, "Wan2.1-T2V-1.3B", **more, **GPU)
+    teacher, student, times = pictures(run, EIGHT_80, RATES)
+    own = forward_flops(run.student_transformer, (16, 1, 60, 104)) / 1e12 / RATES.tflops
+    assert times == 3  # after 500, 1000 and 1200 steps; 10 prompts on 8 ranks are 2 on each
+    assert (teacher, student) == pytest.approx((30 * 2 * 2 * call(run), 30 * 2 * own))
+
+
+def test_the_parts_before_step_1_are_named_with_their_times(published: Path) -> None:
+    run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **IMPORTANT, **GPU)
+    early, drawn = other_lines(run, ONE_24, RATES)
+    assert early.startswith("before step 1, with an empty cache: at least ")
+    assert " for the teacher's rollouts, " in early and " for the importance of blocks, " in early
+    assert drawn.startswith("pictures: at least ") and "0.0 h" not in early + drawn
+
+
+def test_a_duration_is_in_the_unit_that_shows_it() -> None:
+    assert [duration(s) for s in (0.3, 61, 90, 3000, 5400, 360_000)] == [
+        *("0.3 s", "61 s", "2 min", "50 min", "1.5 h", "100.0 h")
+    ]

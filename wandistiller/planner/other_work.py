@@ -1,0 +1,86 @@
+"""Least time of a run's work beside its steps: rollouts, measurements before step 1, pictures."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+from wandistiller.batch import Expert
+from wandistiller.config.job import Job
+from wandistiller.flow import expert_at
+from wandistiller.planner.hardware_rates import Rates
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.step_time import StepTime
+from wandistiller.student.calibration import number_of_samples
+from wandistiller.student.config import IMPORTANCE, source_experts
+from wandistiller.student.layer_importance import blocks_left
+
+
+class Work(NamedTuple):
+    """One kind of work."""
+
+    what: str
+    seconds: float
+
+
+def before_the_steps(job: Job, machine: Machine, rates: Rates) -> list[Work]:
+    """Work of networks before step 1, with an empty cache; encoding, which takes less, is not in it."""
+    early = _OtherWork(job, machine, rates)
+    works = [Work("the teacher's rollouts", early.step.rollouts())]
+    if not job.resume_from and job.needs_latents:
+        works += early.measurements()
+    return [work for work in works if work.seconds]
+
+
+def pictures(job: Job, machine: Machine, rates: Rates) -> tuple[float, float, int]:
+    """Seconds of the teacher's pictures, which are drawn once, of the student's, and how often those are."""
+    drawn = _OtherWork(job, machine, rates).drawn()
+    return *drawn, ceil(job.run.max_steps / job.run.sample_every)
+
+
+class _OtherWork:
+    def __init__(self, job: Job, machine: Machine, rates: Rates):
+        self.job, self.rates, self.step = job, rates, StepTime(job, machine, rates)
+
+    def measurements(self) -> Iterator[Work]:
+        """Calls on the calibration samples, which all ranks make alike, without guidance."""
+        j, samples = self.job, self._calibration()
+        made_of = {e: source_experts(j.student, j.folder, e) for e in j.student_experts}
+        if j.needs_measuring and j.student.keep_layers == IMPORTANCE:
+            used = {source for sources in made_of.values() for source in sources}
+            layers = j.folder.config["num_layers"]
+            left = blocks_left(layers, j.student_transformer["num_layers"])
+            # without a block, and without those dropped before, which compute nothing
+            rounds = 1 + sum(n * (n - 1) / layers for n in left)
+            yield Work("the importance of blocks", rounds * self._calls(samples, *used))
+        if j.needs_measuring and j.is_cut:
+            seconds = sum(self._calls(samples, *sources) for sources in made_of.values())
+            yield Work("activations of the teacher", seconds * j.run.context_parallel)  # of whole samples
+        if j.objective.needs_teacher or j.needs_measuring:
+            student = self.step.student_call(1) * samples.total()
+            yield Work("the error before training", self._calls(samples, *samples) + student)
+
+    def _calibration(self) -> Counter[Expert]:
+        """Calibration samples of each expert."""
+        j, run = self.job, self.job.run
+        count = number_of_samples(j.folder.tokens(run.height, run.width, run.num_frames))
+        sigmas = (j.schedule.shifted((i + 0.5) / count) for i in range(count))
+        return Counter(expert_at(sigma, j.schedule.boundary) for sigma in sigmas)
+
+    def _calls(self, samples: Counter[Expert], *experts: Expert) -> float:
+        """Seconds of the teacher's calls on the samples of some experts."""
+        return sum(self._teacher(samples[expert], self.job.run.prepare_batch) for expert in experts)
+
+    def _teacher(self, samples: int, at_once: int, *, guided: bool = False) -> float:
+        """Seconds of the teacher's calls on so many samples, `at_once` in each."""
+        sizes = [at_once] * (samples // at_once) + [samples % at_once] * (samples % at_once > 0)
+        return sum(self.step.teacher_call(n, guided=guided).seconds(self.rates) for n in sizes)
+
+    def drawn(self) -> tuple[float, float]:
+        """Seconds of the pictures of the teacher, and of the student once; ranks share the prompts."""
+        j, run = self.job, self.job.run
+        own = ceil(len(run.sample_prompts or ()) / j.batch.ranks) * (2 if j.schedule.few else 1)
+        calls = len(j.drawn.sigmas) if j.drawn else run.sample_steps
+        has_teacher = j.objective.needs_teacher
+        teacher = run.sample_steps * self._teacher(own, j.batch.micro, guided=True) if has_teacher else 0.0
+        return teacher, calls * own * self.step.student_call(1)
