@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, readable
 
+PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
+"""Endings of files that are still being written."""
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -169,7 +171,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:  # another file system, or one without links
             shutil.copyfile(src, dst)
 
-    shutil.copytree(source, target, copy_function=place)
+    shutil.copytree(source, target, copy_function=place, ignore_dangling_symlinks=True)
 
 
 def flush(path: Path) -> None:
@@ -191,6 +193,17 @@ def shipped(path: str) -> Path:
     if not here.exists() and here.parts[:1] == ("ds_configs",):
         return SHIPPED.joinpath(*here.parts[1:])
     return here
+
+
+def in_its_place(raw: bytes) -> str | None:
+    """Say what a download may leave in place of a file, from its first bytes; None: nothing that is known."""
+    if raw.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file that it stands for"
+    if raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return (
+            "a web page, as of a sign-in, an error, or a hub's /blob/ address where /resolve/ is the file's"
+        )
+    return None
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -219,6 +232,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}. Save it as UTF-8.") from None
     except json.JSONDecodeError as error:
+        if what := in_its_place(raw):
+            raise ConfigError(f"{path}: it is {what}. Fetch this file again.") from None
         remedy = "Fix that place; JSON has double quotes, no comments, and no comma after the last value."
         if not text.strip():
             remedy = "The file is empty; write one JSON object, {...}."
