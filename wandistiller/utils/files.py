@@ -135,6 +135,11 @@ def digest(*parts: object) -> str:
 
 def fingerprint(folders: Iterable[Path]) -> str:
     """Hash the files in `folders` by name, size, first and last MiB, without reading tens of GB."""
+    return digest(ends_of_files(folders))
+
+
+def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
+    """List the files in `folders`: FOLDER/NAME, size, and the hash of their first and last MiB."""
     parts = []
     for folder in folders:
         for file in sorted(f for f in folder.rglob("*") if f.is_file()):
@@ -144,7 +149,7 @@ def fingerprint(folders: Iterable[Path]) -> str:
                 stream.seek(max(0, size - (1 << 20)))
                 ends = hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
             parts.append((f"{folder.name}/{file.relative_to(folder)}", size, ends))
-    return digest(parts)
+    return parts
 
 
 def file_fingerprint(path: Path) -> str:
