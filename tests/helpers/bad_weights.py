@@ -51,15 +51,15 @@ def on_tensors(change: Callable[[State, str], Any]) -> Callable[[Path], Any]:
     return rewrite
 
 
-HEADER_END = "its header should end at byte ...Fetch this file again."
-GAP = "its tensors overlap or leave a gap at byte ...Fetch this file again."
-NO_FILE = "it is not a safetensors file. Fetch this file again."
-NO_KIND = "its header lacks the type, shape or position of `...`. Fetch this file again."
+HEADER_END = "its header should end at byte ...Fetch this file again"
+GAP = "its tensors overlap or leave a gap at byte ...Fetch this file again"
+NO_FILE = "it is not a safetensors file. Fetch this file again"
+NO_KIND = "its header lacks the type, shape or position of `...`. Fetch this file again"
 BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ("empty", lambda raw: b"", "its header should end at byte 8, but the file has 0. Fetch this file again."),
-    ("header cut off", lambda raw: raw[:50], "but the file has 50. Fetch this file again."),
-    ("cut off", lambda raw: raw[:-100], "it is cut off: its tensors end at byte ...Fetch this file again."),
-    ("too long", lambda raw: raw + b"x", "it is too long: its tensors end at byte ...Fetch this file again."),
+    ("empty", lambda raw: b"", "its header should end at byte 8, but the file has 0. Fetch this file again"),
+    ("header cut off", lambda raw: raw[:50], "but the file has 50. Fetch this file again"),
+    ("cut off", lambda raw: raw[:-100], "it is cut off: its tensors end at byte ...Fetch this file again"),
+    ("too long", lambda raw: raw + b"x", "it is too long: its tensors end at byte ...Fetch this file again"),
     (
         "absurd length",
         lambda raw: b"\xff" * 8 + raw[8:],
@@ -68,7 +68,7 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("header of no bytes", lambda raw: bytes(8) + raw[8:], NO_FILE),
     ("header a list", lambda raw: packed(b"[]"), NO_FILE),
     ("header of brackets", lambda raw: packed(b"[" * 100_000), NO_FILE),
-    ("a web page", lambda raw: b"<!DOCTYPE html>" + raw, HEADER_END),
+    ("a web page", lambda raw: b"<!DOCTYPE html>" + raw, "it is a web page...Fetch this file again"),
     ("integers", entry(dtype="I64"), "it holds numbers of type I64; known are F64"),
     ("unknown kind", entry(dtype="F7"), "it holds numbers of type F7; known are F64"),
     ("no kind", entry(dtype=None), NO_KIND),
@@ -76,8 +76,8 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("shape text", entry(shape="64"), NO_KIND),
     ("no place", entry(data_offsets=None), NO_KIND),
     ("one offset", entry(data_offsets=[0]), NO_KIND),
-    ("huge shape", entry(shape=[10**18]), f"match its shape [{10**18}] and type F32. Fetch this file again."),
-    ("half precision", entry(dtype="F16"), "and type F16. Fetch this file again."),
+    ("huge shape", entry(shape=[10**18]), f"match its shape [{10**18}] and type F32. Fetch this file again"),
+    ("half precision", entry(dtype="F16"), "and type F16. Fetch this file again"),
     ("overlapping", lambda raw: overlapping(raw), GAP),
 ]
 TENSORS: list[tuple[str, Callable[[State, str], Any], str]] = [

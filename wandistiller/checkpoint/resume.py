@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.checkpoint import manifest
+from wandistiller.checkpoint.difference import in_words
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.distributed import collectives
 from wandistiller.utils.errors import ConfigError
@@ -68,25 +69,27 @@ def latest_valid(output: Path, resume: str) -> Path | None:
     return None
 
 
-def changed_keys(folder: Path, identity: dict[str, Any], allowed: list[str]) -> set[str]:
-    """Return the keys in which a checkpoint's run differs from this one.
+def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> set[str]:
+    """Return the keys of the identity in which a checkpoint's run differs from this one.
 
     Args:
+        recorded: what this run records in its checkpoints: {"identity", "facts", "run", "files"}.
         allowed: keys that may differ.
 
     Raises:
         ConfigError: with every other difference.
     """
-    saved = read_state(folder)["identity"]
+    state = read_state(folder)
+    saved, identity = state["identity"], recorded["identity"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
     if wrong := sorted(differ - set(allowed)):
-        raise ConfigError(*(_difference(folder, k, saved.get(k), identity.get(k)) for k in wrong))
+        raise ConfigError(*(_difference(folder, key, in_words(key, state, recorded)) for key in wrong))
     return differ
 
 
-def _difference(folder: Path, key: str, saved: object, now: object) -> str:
+def _difference(folder: Path, key: str, words: str) -> str:
     remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
     return (
-        f"{folder}: holds a run with another {key}: {saved!r}, now {now!r}. "
+        f"{folder}: holds a run with another {key}: {words}. "
         f"Give another --output_dir, --resume never to start anew{remedy}."
     )

@@ -22,7 +22,7 @@ from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, fingerprint, write_json
+from wandistiller.utils.files import digest, ends_of_files, fingerprint, write_json
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_steps
 
@@ -198,6 +198,22 @@ class Job:
             **quantized_facts(self.teacher_ds),
             **self.tuning,
         }
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What every checkpoint has of its run: identity, facts, settings, and the files of its teacher."""
+        # without folders, so that it stays true when the run is moved
+        run = {key: value for key, value in self.resolved.items() if not key.endswith("_dir")}
+        if self.start:
+            run["student_config"] = run["student_config"] | {"init": self.start.name}
+        files = {"teacher": self._teacher_files}
+        return {"identity": self.identity, "facts": self.provenance, "run": run, "files": files}
+
+    @cached_property
+    def _teacher_files(self) -> dict[str, str]:
+        """Digest of each file that the teacher's identity is made of; {} of a hub id, which has a commit."""
+        folders = () if self.folder.revision else (self.folder.path / e.value for e in self.folder.configs)
+        return {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
 
     @property
     def _critic(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def resumed(job: Job) -> Job:
     recorded = read_state(job.resume_from)["facts"].get("keep_layers")
     if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
         job = job.with_layers(recorded)
-    resume.changed_keys(job.resume_from, job.identity, job.run.allow_changed or [])
+    resume.changed_keys(job.resume_from, job.recorded, job.run.allow_changed or [])
     if problems := _network_problems(job):
         raise ConfigError(*problems)
     return job

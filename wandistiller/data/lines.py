@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import ftfy
 
 from wandistiller.utils.errors import problem
+from wandistiller.utils.files import PARTIAL
 
 LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
@@ -36,8 +37,6 @@ LEFT_OUT = set(
     Thumbs.db ehthumbs.db desktop.ini""".lower().split()
 ) | {"system volume information"}
 """Files and folders that systems leave behind, in small letters; so are those that begin with a dot or ~$."""
-PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
-"""Endings of files that are still being written."""
 
 
 def clean(prompt: str) -> str:

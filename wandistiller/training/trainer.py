@@ -173,11 +173,7 @@ class Trainer:
             self.checkpointer.finish()
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
         job, skipped = self.job, self.nonfinite.skipped
-        # without folders, so that it stays true when the run is moved
-        run = {key: value for key, value in job.resolved.items() if not key.endswith("_dir")}
-        if job.start:
-            run["student_config"] = run["student_config"] | {"init": job.start.name}
-        state = {"identity": job.identity, "facts": job.provenance, "run": run, "skipped_steps": skipped}
+        state = {**job.recorded, "skipped_steps": skipped}
         with self.saves.doing():
             folder = self.checkpointer.save(self.learners, done, state)
             if wait:
@@ -191,7 +187,7 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(self.learners, folder, changed_keys(folder, self.job.identity, allowed))
+        start = load(self.learners, folder, changed_keys(folder, self.job.recorded, allowed))
         self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:

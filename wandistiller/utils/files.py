@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, readable
 
+PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
+"""Endings of files that are still being written."""
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -133,6 +135,11 @@ def digest(*parts: object) -> str:
 
 def fingerprint(folders: Iterable[Path]) -> str:
     """Hash the files in `folders` by name, size, first and last MiB, without reading tens of GB."""
+    return digest(ends_of_files(folders))
+
+
+def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
+    """List the files in `folders`: FOLDER/NAME, size, and the hash of their first and last MiB."""
     parts = []
     for folder in folders:
         for file in sorted(f for f in folder.rglob("*") if f.is_file()):
@@ -142,7 +149,7 @@ def fingerprint(folders: Iterable[Path]) -> str:
                 stream.seek(max(0, size - (1 << 20)))
                 ends = hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
             parts.append((f"{folder.name}/{file.relative_to(folder)}", size, ends))
-    return digest(parts)
+    return parts
 
 
 def file_fingerprint(path: Path) -> str:
@@ -169,7 +176,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:  # another file system, or one without links
             shutil.copyfile(src, dst)
 
-    shutil.copytree(source, target, copy_function=place)
+    shutil.copytree(source, target, copy_function=place, ignore_dangling_symlinks=True)
 
 
 def flush(path: Path) -> None:
@@ -191,6 +198,17 @@ def shipped(path: str) -> Path:
     if not here.exists() and here.parts[:1] == ("ds_configs",):
         return SHIPPED.joinpath(*here.parts[1:])
     return here
+
+
+def in_its_place(raw: bytes) -> str | None:
+    """Say what a download may leave in place of a file, from its first bytes; None: nothing that is known."""
+    if raw.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file that it stands for"
+    if raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return (
+            "a web page, as of a sign-in, an error, or a hub's /blob/ address where /resolve/ is the file's"
+        )
+    return None
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -219,6 +237,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}. Save it as UTF-8.") from None
     except json.JSONDecodeError as error:
+        if what := in_its_place(raw):
+            raise ConfigError(f"{path}: it is {what}. Fetch this file again.") from None
         remedy = "Fix that place; JSON has double quotes, no comments, and no comma after the last value."
         if not text.strip():
             remedy = "The file is empty; write one JSON object, {...}."

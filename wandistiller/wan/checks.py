@@ -14,6 +14,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
 from wandistiller.wan.components import text_config, text_encoder_of, vae_of
+from wandistiller.wan.damaged import cure, unfinished
 from wandistiller.wan.known import TEXT_CLASSES, load_tokenizer, refused_keys, tokenize
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
@@ -198,8 +199,13 @@ def part_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
 
 
 def _loaded_tokenizer_problems(folder: Path) -> list[str]:
-    where = folder / "tokenizer"
-    if not any((where / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+    where, names = folder / "tokenizer", ("tokenizer.json", "spiece.model")
+    if problems := unfinished(where, names):
+        return problems
+    files = [where / name for name in names if (where / name).is_file()]
+    if problems := [f"{file}: {what}" for file in files if (what := cure(file))]:
+        return problems
+    if not files:
         return [f"{where}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
         tokens = tokenize(load_tokenizer(where), "a red circle")

@@ -18,7 +18,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
-    *("model_index.json", "scheduler/*.json", "vae/config.json", "text_encoder/config.json"),
+    *("model_index.json", "scheduler/scheduler_config.json", "vae/config.json", "text_encoder/config.json"),
     *("transformer/config.json", "transformer_2/config.json", "README.md"),
     *(f"tokenizer/{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")),
 ]

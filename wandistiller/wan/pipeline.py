@@ -23,6 +23,7 @@ from wandistiller.wan.checks import (
     weight_problems,
 )
 from wandistiller.wan.components import text_config
+from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.known import index_problems, scheduler_class, tokenizer_problems
@@ -112,15 +113,17 @@ def require_weights(folder: WanFolder) -> None:
         ConfigError: names every part without a safetensors file, and every missing, truncated or misshapen
             tensor.
     """
-    remedy = "Give the whole pipeline."
+    empty: list[str] = []
+    problems: list[str] = []
     if folder.revision:
         fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
+        parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
+        empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
+        remedy = "Give the whole pipeline."
         if constants.HF_HUB_OFFLINE:
             offline = f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE)."
             remedy = f"{offline} {fetch_elsewhere(folder.name, folder.revision, weights=True)}"
-    parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
-    empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
-    problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
+        problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
@@ -147,6 +150,8 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     elif revision:
         remedy = "Only a hub id has revisions; leave it out."
         raise ConfigError(problem(name, "teacher_revision", revision, remedy))
+    if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
+        raise ConfigError(*problems)
     where, index = f"{name}/model_index.json", _read(path / "model_index.json", name)
     if (kind := index.get("_class_name")) != "WanPipeline":
         remedy = "Give a diffusers Wan text-to-video pipeline (WanPipeline)."

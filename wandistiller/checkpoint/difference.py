@@ -1,0 +1,86 @@
+"""In words: where the run of a checkpoint and this one differ. What identifies a run is partly hashes."""
+
+import json
+from typing import Any
+
+MADE_OF = {
+    "teacher": ("teacher_path", "teacher_revision"),
+    "student": ("student_config",),
+    "data": (
+        *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
+        *("rollout_path", "seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
+    ),
+}
+"""Keys of the identity that are hashes -> the settings behind them."""
+LISTED = {
+    "guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt"),
+    "critic": ("optimizer", "precision", "scheduler", "gradient_clipping"),
+}
+"""Keys of the identity that are lists -> what is in them."""
+OTHERWISE = {
+    "teacher": "its files are not as they were",
+    "student": "the one that it starts from was trained in another way, or lies in another place",
+    "data": "other prompts, or names of media",
+}
+NAMED = 5
+
+
+def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Say what of a key of the identity was other.
+
+    Args:
+        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run; of older
+            checkpoints without "files".
+    """
+    if key not in MADE_OF:
+        values = [state["identity"].get(key) for state in (saved, now)]
+        if key in LISTED and all(isinstance(value, list) for value in values):
+            values = [dict(zip(LISTED[key], value, strict=False)) for value in values]
+        return _changes({key: values[0]}, {key: values[1]}, key)
+    found = [
+        _changes(*({name: state.get("run", {}).get(name)} for state in (saved, now))) for name in MADE_OF[key]
+    ]
+    if key == "student":
+        before, after = (state["facts"].get("before", []) for state in (saved, now))
+        if before != after:
+            found.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
+    files = [state.get("files", {}).get(key) for state in (saved, now)]
+    if all(files) and (other := sorted(f for f in {**files[0], **files[1]} if _differ(f, *files))):
+        more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
+        found.append(f"not as they were: {', '.join(other[:NAMED])}{more}")
+    return "; ".join(filter(None, found)) or OTHERWISE[key]
+
+
+def _differ(name: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return before.get(name) != after.get(name)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> str:
+    """Return the settings that differ; of a nested object, the innermost.
+
+    Args:
+        known: one whose name the reader has already.
+    """
+    first, second = _leaves(before), _leaves(after)
+    listed = []
+    for name in {**first, **second}:
+        if _differ(name, first, second):
+            begin = "" if name == known else f"`{name}` was "
+            listed.append(f"{begin}{_text(first, name)}, now {_text(second, name)}")
+    more = [f"and {len(listed) - NAMED} more"] if len(listed) > NAMED else []
+    return ", ".join(listed[:NAMED] + more)
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested objects: {"params.lr": 0.1}; what is null is not given."""
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        whole = isinstance(inner, dict) and inner
+        found |= _leaves(inner, f"{prefix}{key}.") if whole else {f"{prefix}{key}": inner}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def _text(leaves: dict[str, Any], name: str) -> str:
+    if name not in leaves:
+        return "not given"
+    return json.dumps(leaves[name], ensure_ascii=False, default=str)
