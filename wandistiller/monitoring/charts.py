@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from wandistiller.utils.errors import ConfigError
 
-INCHES = (6.4, 2.8)
+INCHES = (4.8, 2.6)
+"""Small, so that the letters can be read on a phone, whose width a chart fills."""
 MOST_POINTS = 400
 """Points of a line; more are drawn as means of equal parts."""
 STYLE = {
@@ -76,7 +77,7 @@ def svg(chart: Chart) -> bytes:
             axes.set_yscale("log")
         elif min(values) >= 0:
             axes.set_ylim(bottom=0)
-        axes.set_title(f"{chart.title}, {chart.unit}", loc="left", fontweight="bold")
+        axes.set_title(f"{chart.title}\n{chart.unit}", loc="left", fontweight="bold")
         if chart.along:
             axes.set_xscale("log")
             axes.set_xlabel(chart.along)

@@ -19,7 +19,7 @@ def image(content: bytes, kind: str, name: str, style: str = "") -> str:
 
 def still(picture: Path) -> str:
     """Show a PNG."""
-    return wide(image(picture.read_bytes(), "png", picture.stem, _size(picture)))
+    return image(picture.read_bytes(), "png", picture.stem, _size(picture))
 
 
 def shown(picture: Path, *, plays_at_once: bool = True) -> str:
@@ -34,14 +34,13 @@ def shown(picture: Path, *, plays_at_once: bool = True) -> str:
     flags = f"controls{' autoplay' * plays_at_once} loop muted playsinline"
     poster, source = _data(picture.read_bytes(), "image/png"), _data(animation.read_bytes(), "video/mp4")
     name = f'aria-label="{escape(picture.stem)}" style="{_size(picture)}"'
-    return wide(f'<video {name} {flags} poster="{poster}" src="{source}"></video>')
+    return f'<video {name} {flags} poster="{poster}" src="{source}"></video>'
 
 
 def _size(picture: Path) -> str:
-    """Fill the page with it, up to twice its width; on a phone it may be 44rem wide, or 0.6 of its width."""
+    """Fill the page with it, up to twice its width."""
     with Image.open(picture, formats=["PNG"]) as opened:
-        width = opened.width
-    return f"width: min(max(100%, min(44rem, {round(0.6 * width)}px)), {2 * width}px)"
+        return f"width: min(100%, {2 * opened.width}px)"
 
 
 def _data(content: bytes, kind: str) -> str:

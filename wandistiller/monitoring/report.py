@@ -44,18 +44,33 @@ OF_SAMPLES = {
 }
 """Key of samples.jsonl -> title and unit."""
 NOT_CHARTED = {"step", "seconds", "skipped"}
+STACKED_FROM = 3
+"""Columns of a table that is too broad for a phone."""
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; }
-body { max-width: 75rem; margin: 0 auto; padding: 1rem; }
+:root { color-scheme: light dark; --ink: #1b1b1b; --page: #fff; --faint: #595959; --line: #ddd; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --page: #121212; --faint: #a3a3a3; --line: #3a3a3a; }
+  .charts img { filter: invert(.93) hue-rotate(180deg); }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); }
+body { max-width: 75rem; margin: 0 auto; padding: 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .headline { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin-bottom: 1.5rem; }
 .headline > div { max-width: 22rem; } .headline b { display: block; font-size: 2.2rem; line-height: 1.2; }
-.headline small { display: block; color: #555; overflow-wrap: anywhere; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.wide { overflow-x: auto; } .charts img { width: 100%; } .wide img { height: auto; }
-video { height: auto; object-fit: cover; object-position: top; }
-pre { font-size: .8rem; overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; }
+.headline small { display: block; color: var(--faint); overflow-wrap: anywhere; }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+img, video { height: auto; display: block; margin-bottom: .5rem; } .charts img { width: 100%; }
+video { object-fit: cover; object-position: top; }
+pre { font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); }
+td { overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  .stacked tr, .stacked th, .stacked td { display: block; border: 0; padding: .1rem 0; }
+  .stacked tr { border-bottom: 1px solid var(--line); padding: .3rem 0; }
+  .stacked tr:first-child th + th { display: none; }
+  .stacked td::before { content: attr(data-head) ": "; color: var(--faint); }
+}
 """
 
 
@@ -71,16 +86,18 @@ def report(output: Path) -> Path:
     runs = {run: _metrics(run) for run in stages or [output]}
     last = list(runs)[-1]
     body = [f"<h1>{name}</h1>", _headline(output, last, runs[last])]
+    if stages:
+        body += _evaluation(output)
     for run, lines in runs.items():
         if stages:
             number, _, stage = run.name.partition("_")
             body.append(f"<h1>Stage {number}: {escape(stage)}</h1>")
         body += _of_run(run, lines)
     if stages:
-        body += [*_evaluation(output), *_machine(output), *_settings(output)]
+        body += [*_machine(output), *_settings(output)]
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title><style>{STYLE}</style>\n" + "\n".join(body) + "</html>\n"
     )
     with atomic(file) as temporary:
@@ -89,14 +106,14 @@ def report(output: Path) -> Path:
 
 
 def _of_run(output: Path, lines: list[dict[str, Any]]) -> list[str]:
-    """Return the parts about one run, or one stage."""
+    """Return the parts about one run, or one stage: what is wrong, pictures and figures, then the rest."""
     charts = (image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
     return [
         _summary(output, lines),
         *_alarms(output, "Alarms", hints=False),
-        f'<div class="charts">{"".join(charts)}</div>',
         *_pictures(output),
         *_evaluation(output),
+        f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
         *_alarms(output, "Hints", hints=True),
         *_machine(output),
         _memory_by_phase(output),
@@ -209,17 +226,22 @@ def _pictures(output: Path) -> list[str]:
     if not (files := drawn(output)):
         return []
     spread = {files[round(i * (len(files) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)}
-    parts = []
-    for file in sorted(spread):
-        last = file == files[-1]
-        parts.append(f"<p>step {int(file.stem.partition('_')[2])}</p>{shown(file, plays_at_once=last)}")
-        if last and file.with_suffix(".mp4").is_file():  # and its frames one by one
-            parts.append(still(file))
+    last, *earlier = sorted(spread, reverse=True)
+    parts = [_at_step(last), shown(last)]
+    if last.with_suffix(".mp4").is_file():  # and its frames one by one
+        parts.append(still(last))
+    if earlier:
+        older = "".join(_at_step(file) + shown(file, plays_at_once=False) for file in earlier)
+        parts.append(f"<details><summary>earlier pictures</summary>{older}</details>")
     return ["<h2>Teacher above, student below</h2>", *parts]
 
 
+def _at_step(picture: Path) -> str:
+    return f"<p>step {int(picture.stem.partition('_')[2])}</p>"
+
+
 def _evaluation(output: Path) -> list[str]:
-    """Format the tables of evaluation.md, and its picture or, of clips, its animation."""
+    """Show the picture of an evaluation or, of clips, its animation, and the tables of evaluation.md."""
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
         return []
@@ -227,17 +249,17 @@ def _evaluation(output: Path) -> list[str]:
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
-            tables.append(f"{wide(_table(rows, head))}<br>")
+            tables.append(f"{_table(rows, head)}<br>")
         elif block.startswith("**"):  # a warning
             tables.append(f"<p>{escape(block.replace('*', ''))}</p>")
     pictures = [shown(picture)] if picture.is_file() else []
-    return ["<h2>Evaluation</h2>", *tables, *pictures]
+    return ["<h2>Evaluation</h2>", *pictures, *tables]
 
 
 def _machine(output: Path) -> list[str]:
     """Describe the machine on which the run was last started."""
     machine = read_if_exists(output / "resolved" / "machine.json")
-    return [f"<h2>Machine</h2>{wide(_table(environment.rows(machine)))}"] if machine else []
+    return [f"<h2>Machine</h2>{_table(environment.rows(machine))}"] if machine else []
 
 
 def _memory_by_phase(output: Path) -> str:
@@ -249,7 +271,7 @@ def _memory_by_phase(output: Path) -> str:
         for phase, kinds in memory.items()
     ]
     title = f"Memory by phase, GiB of the rank with most, {ranks} rank(s)"
-    return f"<h2>{title}</h2>{wide(_table(rows, ['phase', *(MEMORY[kind] for kind in shown)]))}"
+    return f"<h2>{title}</h2>{_table(rows, ['phase', *(MEMORY[kind] for kind in shown)])}"
 
 
 def _settings(output: Path) -> list[str]:
@@ -260,11 +282,16 @@ def _settings(output: Path) -> list[str]:
 
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Format a table whose rows begin with a name."""
+    """Format a table whose rows begin with a name; on a phone a broad one has its cells below each other."""
+    texts = [[escape(cell.strip()) for cell in cells] for cells in [head, *rows] if cells]
+    names = texts[0] if head else []
 
-    def row(tag: str, cells: Sequence[str]) -> str:
-        first, *others = (escape(cell.strip()) for cell in cells)
-        return f"<tr><th>{first}</th>{''.join(f'<{tag}>{other}</{tag}>' for other in others)}</tr>"
+    def row(cells: Sequence[str]) -> str:
+        of = [f' data-head="{name}"' for name in names] or [""] * len(cells)
+        others = (f"<td{which}>{cell}</td>" for which, cell in zip(of[1:], cells[1:], strict=False))
+        return f"<tr><th>{cells[0]}</th>{''.join(others)}</tr>"
 
-    lines = [row("th", head)] if head else []
-    return f"<table>{''.join(lines + [row('td', cells) for cells in rows])}</table>"
+    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"] if head else []
+    lines += [row(cells) for cells in texts[len(lines) :]]
+    kind = ' class="stacked"' if len(names) >= STACKED_FROM else ""
+    return wide(f"<table{kind}>{''.join(lines)}</table>")

@@ -2,6 +2,9 @@
 
 import base64
 import json
+import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +17,7 @@ from recipes import train
 
 from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
 from wandistiller.monitoring.metrics import read_lines
-from wandistiller.monitoring.report import report, run_charts
+from wandistiller.monitoring.report import STYLE, report, run_charts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.images import save_clips, save_grid
 
@@ -30,6 +33,7 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.images: list[str] = []
         self.videos: list[dict[str, str | None]] = []
+        self.around: dict[str, list[str]] = {"table": [], "img": [], "video": []}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -38,11 +42,13 @@ class Page(HTMLParser):
         self.fetched += [
             v for k, v in attrs if k in ("src", "href", "poster") and not (v or "").startswith("data:")
         ]
+        if tag in self.around:
+            self.around[tag].append(dict(attrs).get("style") or self.open[-1])
         if tag not in VOID:
-            self.open.append(tag)
+            self.open.append(f"{tag} {dict(attrs).get('class', '')}".strip())
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open.pop().split()[0] == tag
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +60,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
     return output
 
 
+@pytest.fixture(scope="module")
+def page(finished: Path) -> str:
+    return report(finished).read_text()
+
+
 CURVES = "loss|loss by sigma|loss of each term|gradient norm|learning rate|samples a second"
 WORDS = "4 done|1 &lt; 2|student_deepspeed.json|teacher_deepspeed.json|run &lt;1&gt;"
 HEAD = "<tr><th>phase</th><th>CPU memory</th><th>CPU memory at most</th></tr><tr><th>start</th>"
 
 
-def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(finished: Path) -> None:
-    text = report(finished).read_text()
-    page = Page(text)
-    assert page.open == []
-    assert page.fetched == [] and "http" not in text.partition("<pre>")[0] and "url(" not in text
-    assert {*CURVES.split("|"), "memory while training", "velocity error by sigma"} <= set(page.images)
-    assert page.images[-2:] == ["step_00000002", "step_00000004"]
-    assert [words for words in (*WORDS.split("|"), HEAD) if words not in text] == []
-    assert "notes" not in text
+def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(page: str) -> None:
+    read = Page(page)
+    assert read.open == []
+    assert read.fetched == [] and "http" not in page.partition("<pre>")[0] and "url(" not in page
+    assert {*CURVES.split("|"), "memory while training", "velocity error by sigma"} <= set(read.images)
+    assert read.images[:2] == ["step_00000004", "step_00000002"]
+    assert [words for words in (*WORDS.split("|"), HEAD) if words not in page] == []
+    assert "notes" not in page
 
 
 @pytest.fixture
@@ -101,7 +111,7 @@ def test_pictures_are_read_from_the_run_s_sample_dir(begun: Path, tmp_path: Path
     Image.new("RGB", (8, 8)).save(elsewhere / "step_00000001.png")
     (begun / "resolved").mkdir()
     write_json(begun / "resolved" / "run.json", {"sample_dir": str(elsewhere)})
-    assert Page(report(begun).read_text()).images[-1:] == ["step_00000001"]
+    assert Page(report(begun).read_text()).images[:1] == ["step_00000001"]
 
 
 def test_the_page_has_the_nodes_the_launcher_and_the_versions(begun: Path) -> None:
@@ -203,18 +213,83 @@ def test_the_page_plays_the_animation_of_an_evaluation_of_clips_and_shows_its_wa
 
 def test_clips_of_training_play_without_sound_inside_the_page_and_the_last_at_once(begun: Path) -> None:
     (begun / "samples").mkdir()
-    files = [drawn(begun / "samples" / f"step_{step:08d}") for step in (1, 2)]
+    files = [drawn(begun / "samples" / f"step_{step:08d}") for step in (2, 1)]
     page = Page(report(begun).read_text())
     assert [decoded(video["src"]) for video in page.videos] == [of[".mp4"] for of in files]
     assert [decoded(video["poster"]) for video in page.videos] == [of[".png"] for of in files]
-    assert ["autoplay" in video for video in page.videos] == [False, True]
+    assert ["autoplay" in video for video in page.videos] == [True, False]
     assert all({"controls", "loop", "muted", "playsinline"} <= video.keys() for video in page.videos)
-    assert page.images[-1:] == ["step_00000002"]  # its frames, one by one
+    assert page.images[:1] == ["step_00000002"]  # its frames, one by one
 
 
-def test_a_clip_fits_a_phone_down_to_0_6_of_its_width_and_fills_a_page_up_to_twice_that(begun: Path) -> None:
+def test_a_clip_fills_the_page_up_to_twice_its_width(begun: Path) -> None:
     (begun / "samples").mkdir()
     drawn(begun / "samples" / "step_00000001")
     (video,) = Page(report(begun).read_text()).videos
-    width = 90 + 128 + 6
-    assert video["style"] == f"width: min(max(100%, min(44rem, 134px)), {2 * width}px)"
+    assert video["style"] == f"width: min(100%, {2 * (90 + 128 + 6)}px)"
+
+
+def test_pictures_and_evaluation_stand_above_the_curves(page: str) -> None:
+    order = [
+        "step_00000004",
+        "earlier pictures",
+        "step_00000002",
+        ">Evaluation<",
+        'class="charts"',
+        ">Machine<",
+    ]
+    assert sorted(order, key=page.index) == order
+
+
+def test_nothing_is_wider_than_its_page_and_tables_scroll(page: str) -> None:
+    around = Page(page).around
+    assert set(around["table"]) == {"div wide"} and ".wide { overflow-x: auto; }" in STYLE
+    charts, pictures = ([one for one in around["img"] if ("min(" in one) is shown] for shown in (False, True))
+    assert set(charts) == {"div charts"} and ".charts img { width: 100%; }" in STYLE
+    assert pictures and all(re.fullmatch(r"width: min\(100%, \d+px\)", style) for style in pictures)
+    assert not re.search(r"[^-]width: [\d.]+(px|rem|em)", STYLE)
+
+
+def test_every_colour_of_the_page_has_one_for_dark_screens() -> None:
+    light, dark = re.findall(r":root \{(.*?)\}", STYLE)
+    names = re.findall(r"--\w+", light)
+    assert "color-scheme: light dark" in light and re.findall(r"--\w+", dark) == names
+    assert not re.search(r"#[0-9a-f]{3}", re.sub(r":root \{.*?\}", "", STYLE))
+    assert set(re.findall(r"var\((--\w+)\)", STYLE)) == set(names)
+
+
+WIDTHS = """<iframe id=page src="{page}" style="border: 0; width: {width}px; height: 900px"></iframe><script>
+page.onload = () => {{
+  const root = page.contentDocument.documentElement, boxes = [...root.querySelectorAll("body, body *")];
+  const right = Math.max(...boxes.map(box => box.getBoundingClientRect().right));
+  const paper = page.contentWindow.getComputedStyle(page.contentDocument.body).backgroundColor;
+  document.title = "measured " + Math.ceil(right) + " of " + root.clientWidth + " " + paper;
+}}</script>"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.slow  # Chromium takes seconds to start
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("scheme", "paper"), [(0, "rgb(18, 18, 18)"), (1, "rgb(255, 255, 255)")])
+def test_in_chromium_the_page_ends_at_the_right_of_the_screen_dark_and_light(
+    finished: Path, tmp_path: Path, width: int, scheme: int, paper: str
+) -> None:
+    output = shutil.copytree(finished, tmp_path / "run")
+    path = "/data/" + "a_folder_without_a_blank_" * 8
+    (output / "alarms.jsonl").write_text(json.dumps({"step": 1, "kind": "plateau", "alarm": path}) + "\n")
+    head = " | ".join(["on 64 prompts", *(f"student, {steps} steps" for steps in (1, 2, 4, 8))])
+    row = " | ".join(["squared error to the asked picture", *["0.00314 (0.00161 to 0.00464)"] * 4])
+    (output / "evaluation.md").write_text(f"# a\n\n| {head} |\n|---|\n| {row} |\n")
+    drawn(output / "evaluation")
+    frame = tmp_path / "frame.html"
+    frame.write_text(WIDTHS.format(page=report(output).as_uri(), width=width))
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    )
+    flags += " --disable-component-update --disable-sync --allow-file-access-from-files --dump-dom"
+    flags += f" --virtual-time-budget=5000 --blink-settings=preferredColorScheme={scheme}"
+    command = [str(CHROMIUM), *flags.split(), f"--user-data-dir={tmp_path / 'user'}", frame.as_uri()]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    right, of, found = re.search(r"measured (\d+) of (\d+) (rgb.*?\))", page).groups()
+    assert int(right) <= int(of) <= width and found == paper
