@@ -24,6 +24,8 @@ SRGB_PRIMARIES = {1, 2, 5, 6, 7}
 UNSPECIFIED, BT709 = 2, 1
 HD_HEIGHT, HD_WIDTH = 720, 1280
 """Size from which an unspecified matrix is that of BT.709, as players assume; smaller ones have BT.601's."""
+DOLBY_VISION = ("dvhe", "dvh1", "dav1", "dva1", "dvav")
+"""Names of sample entries; source: Dolby Vision Streams Within the ISO Base Media File Format, 2.1.2."""
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """FFmpeg's own decoders of these codecs leave alpha out."""
 SEEK_BACK = (0, 1, 5, 30)
@@ -82,6 +84,10 @@ class Video:
         self._stream = streams[0]
         self._stream.thread_type = "AUTO"
         self._decoder = self._stream.codec_context
+        # a base layer that is shown without Dolby's metadata names its transfer function
+        if self._decoder.codec_tag in DOLBY_VISION and self._decoder.color_trc == UNSPECIFIED:
+            self._container.close()
+            raise VideoError("is Dolby Vision without a base layer of its own; save it as SDR")
         self._has_own_decoder = self._stream.metadata.get("alpha_mode") == "1"
         # FFmpeg's time 0 is the beginning of the first stream, which may be sound
         begin = Fraction(self._container.start_time or 0, 10**6)

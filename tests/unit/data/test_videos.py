@@ -13,7 +13,7 @@ from grey_videos import by_ffmpeg, timed_video, video
 from PIL import Image
 
 from wandistiller.data.media import MediaError, Size, load_media
-from wandistiller.data.videos import number_of_frames, read_frames
+from wandistiller.data.videos import VideoError, number_of_frames, read_frames
 from wandistiller.utils.images import write_mp4
 
 BLUE = (0, 0, 255)
@@ -123,6 +123,27 @@ def test_sdr_keeps_its_numbers(tmp_path: Path) -> None:
 
 TO_P3 = np.array([[0.8225, 0.1774, 0.0], [0.0332, 0.9669, 0.0], [0.0171, 0.0724, 0.9108]])
 """Linear light of sRGB's primaries as that of P3's."""
+
+
+@pytest.mark.parametrize(("transfer", "is_read"), [(2, False), (PQ, True)])
+def test_dolby_vision_is_read_by_its_base_layer_or_named(
+    tmp_path: Path, transfer: int, is_read: bool
+) -> None:
+    file = tmp_path / "v.mp4"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx265", rate=30, options={"x265-params": "log-level=none"})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p10le"
+        stream.codec_context.color_trc = transfer
+        frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8))
+        frame.pts, frame.time_base = 0, Fraction(1, 30)
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    file.write_bytes(file.read_bytes().replace(b"hev1", b"dvh1"))
+    if is_read:
+        assert len(list(read_frames(file, 30))) == 1
+    else:
+        with pytest.raises(VideoError, match="Dolby Vision"):
+            next(read_frames(file, 30))
 
 
 def test_wide_primaries_become_those_of_srgb(tmp_path: Path) -> None:
