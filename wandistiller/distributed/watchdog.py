@@ -75,6 +75,7 @@ class Watchdog:
     def join(self, store: TCPStore) -> None:
         """Connect to the other ranks; `store` is this thread's own connection."""
         self._store = store
+        self._seen = dict.fromkeys(range(self.world), (self._awake, self._awake))  # one may be lost at once
         # both now: when memory has run out, no thread can be started
         for task in (self._watch, self._leave):
             threading.Thread(target=task, daemon=True).start()
@@ -197,7 +198,7 @@ class Watchdog:
 
     def _lost_or_hung(self) -> FailureNotice | None:
         """On rank 0, find a rank without heartbeats, or the one least far when no rank makes progress."""
-        if self.rank or len(self._seen) < self.world:
+        if self.rank:
             return None
         now = self._awake
         for rank, (heartbeat, _) in self._seen.items():

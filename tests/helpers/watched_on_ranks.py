@@ -1,0 +1,55 @@
+"""Ranks that are suspended, for test_watchdog.py; the watch's times are short."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from wandistiller.distributed import collectives, watchdog
+
+
+def _ready(lost: float, gone: float) -> list[int]:
+    """Shorten the watch's times; return the ranks' processes."""
+    watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
+    watchdog.LOST_SECONDS, watchdog.GONE_SECONDS = lost, gone
+    pids = collectives.gather_objects(os.getpid())
+    collectives.barrier()
+    time.sleep(1.2)  # all have been heard of, at the first and slower poll
+    return pids
+
+
+def _from_outside(act: Callable[[], None]) -> None:
+    """Act in another process, which outlives rank 0."""
+    if collectives.rank() == 0 and not os.fork():
+        act()
+        os._exit(0)
+
+
+def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[int]:
+    """Stop the processes of `ranks` and let them go on, one after the other; return what all then exchange."""
+    pids = _ready(lost, gone)
+
+    def act() -> None:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:  # each has heard the last of those before, and wakes before it can hear more
+                os.kill(pids[rank], number)
+                time.sleep(0.25)
+            time.sleep(seconds if number == signal.SIGSTOP else 0)
+
+    _from_outside(act)
+    time.sleep(seconds + 1)  # a verdict would end the process
+    return collectives.gather_objects(collectives.rank() + 10)
+
+
+def never_goes_on(lost: float, gone: float) -> None:
+    """Stop the process of rank 1 for ever; it is killed once rank 0 has ended."""
+    pids = _ready(lost, gone)
+
+    def act() -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        while os.getppid() == pids[0]:
+            time.sleep(0.1)
+        os.kill(pids[1], signal.SIGKILL)
+
+    _from_outside(act)
+    collectives.barrier()
