@@ -33,12 +33,13 @@ USUAL = [
     "zero_inference_cpu bfloat16 1",
     "streamed bfloat16 1",
     "host_cpu bfloat16 1",
+    "files bfloat16 1",
     "owner float32 1",
     "device_map_sequential bfloat16 1",
 ]
 
 
-def test_guided_velocities_and_hidden_states_of_seven_placements_are_bitwise_diffusers(
+def test_guided_velocities_and_hidden_states_of_eight_placements_are_bitwise_diffusers(
     wan2: Path, tmp_path: Path
 ) -> None:
     """The greatest difference over two ranks, both experts, with uneven batches."""

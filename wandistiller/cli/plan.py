@@ -19,7 +19,7 @@ from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
+from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, each_pair, left_open
 from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
@@ -40,17 +40,20 @@ def run(flags: dict[str, Any]) -> None:
     launched = collectives.world_size() > 1
     if launched:
         collectives.init()
-    with collectives.raise_on_all_ranks():
-        lines = plan_lines(own, flags)
-    setup_logging("info")
-    for line in lines:
-        collectives.log0("%s", line)
+    lines: list[str] = []
+    try:
+        with collectives.raise_on_all_ranks():
+            plan_lines(own, flags, lines)
+    finally:  # where nothing fits, they say why
+        setup_logging("info")
+        for line in lines:
+            collectives.log0("%s", line)
     if launched:
         collectives.destroy()
 
 
-def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
-    """Compute the lines to print, and write the recommended recipe if a file is named. Collective.
+def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> None:
+    """Add to `lines` what is to be printed, and write the recommended recipe if a file is named. Collective.
 
     Args:
         own: values of the flags OWN.
@@ -65,7 +68,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     runs = runs_of(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
-    lines, best, total = [], {}, 0.0
+    best, total = {}, 0.0
     jobs = read_jobs(runs, machine.ranks, here=here)
     usual = hardware_rates.default_rates(machine.device_size, machine.device_name)
     rates = hardware_rates.override_rates(usual, own["rates"])
@@ -85,7 +88,6 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any]) -> list[str]:
     if file := own["recommend"]:
         given = {"output_dir": f"runs/{Path(file).stem}"} | values | flags
         lines += _recommend(file, runs, given, best, machine)
-    return lines
 
 
 def _of_run(
@@ -108,7 +110,7 @@ def _of_run(
     best = choices(job, with_disk(job, True), rates, here, keeps_sharing=keeps)
     fastest = "fastest of the shipped JSONs that fit:"
     lines.append(fastest if best else "no combination of the shipped JSONs fits")
-    lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in best[:LISTED]]
+    lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in each_pair(best)[:LISTED]]
     return lines, job, best
 
 

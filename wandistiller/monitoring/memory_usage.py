@@ -4,6 +4,7 @@ import ctypes
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,10 @@ class Usage(NamedTuple):
     """Memory of a process in bytes."""
 
     host: int
-    """CPU memory; pages that the ranks of a node share count in full on each."""
+    """CPU memory; pages that the ranks of a node share count in full on each.
+
+    Pages of mapped files that came after the libraries, such as weights, do not: the system takes them back.
+    """
     host_peak: int
     """Peak of `host` since the phase began."""
     allocated: int = 0
@@ -33,10 +37,22 @@ peaks: dict[str, Usage] = {}
 """Largest numbers in each phase that has ended."""
 
 
+LATER = 128 * 2**20
+"""Pages of libraries that are mapped after the first reading."""
+
+
+@cache
+def _libraries() -> int:
+    """Return the bytes of mapped files at the first reading, which are libraries."""
+    return read_sizes(Path("/proc/self/status"))["RssFile"]
+
+
 def read() -> Usage:
     """Read the memory use of this process."""
     sizes = read_sizes(Path("/proc/self/status"))
-    host = Usage(sizes["VmRSS"], sizes["VmHWM"])
+    files = max(0, sizes["RssFile"] - _libraries() - LATER)
+    # the system keeps no peak without them: those of now are taken from it
+    host = Usage(sizes["VmRSS"] - files, max(sizes["VmRSS"], sizes["VmHWM"]) - files)
     if not torch.cuda.is_available():
         return host
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

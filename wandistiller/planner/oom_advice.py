@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from itertools import islice
 
 import torch
 
@@ -13,7 +12,7 @@ from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
-from wandistiller.planner.resolve_auto import choices
+from wandistiller.planner.resolve_auto import choices, each_pair
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
 from wandistiller.utils.oom import Spent
@@ -55,7 +54,7 @@ def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iter
     most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
     fits = choices(job, machine, default_rates(machine.device_size, machine.device_name), here=True)
     saves = (c for c in fits if not known or needed(c.job, spent, machine, preparing) < most_of_it)
-    less = list(islice(saves, SHOWN))
+    less = each_pair(list(saves))[:SHOWN]
     if not less:
         yield f"no student and teacher JSON of ds_configs/ take less {spent.value} and fit"
     for choice in less:

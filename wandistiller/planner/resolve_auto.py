@@ -132,6 +132,13 @@ def choices(
     return fitting([one for each in jobs for one in ranked(each, machine, rates, here=here)], machine)
 
 
+def each_pair(every: list[Choice]) -> list[Choice]:
+    """The first of each pair of JSONs and number of ranks for a sample, without its other micro-batches."""
+    return list({(c.student, c.teacher, c.job.run.context_parallel): c for c in reversed(every)}.values())[
+        ::-1
+    ]
+
+
 def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
     """The combinations that fit, the fastest first; of about equally fast ones the simplest first."""
     fits = [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
@@ -289,7 +296,7 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     every = ranked(job, machine, rates, left_open(job), here)
     if fits := fitting(every, machine):
         return fits[0]
-    near = sorted(every, key=lambda c: c.tightest(machine).over)[:NEAREST]
+    near = each_pair(sorted(every, key=lambda c: c.tightest(machine).over))[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
     half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""

@@ -12,7 +12,7 @@ from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
-from wandistiller.teacher.from_files import read_by_block
+from wandistiller.teacher.from_files import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement, dtype_of
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
@@ -77,9 +77,10 @@ def unquantized_teacher(
         The teacher, and the readers, whose `faults` are complete after a call.
     """
     placement, dtype = replace(read_placement(ds), compile=False), dtype_of(ds)
+    device = _device(placement)
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs}
     experts = {
-        expert: read_by_block(reader, folder.configs[expert], dtype, _device(placement))
+        expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
         for expert, reader in readers.items()
     }
     return _around(experts, placement, guidance, True, merges_padding, False), [*readers.values()]

@@ -1,5 +1,8 @@
-"""A network whose blocks are read from its files, each when it is called: one is in memory at a time."""
+"""Networks whose blocks are read from their files just before they are called; memory holds a few."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,43 +11,118 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.teacher.forms import parameters_of
+from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
+Weights = dict[str, Tensor]
+"""Of a block, by the names of its parameters."""
+
+
+class Slots:
+    """Memory for the block that is called and those read ahead, of any of several networks of one shape."""
+
+    def __init__(self, device: torch.device, ahead: int = 0):
+        """`ahead`: blocks read while others compute; 0: for a measurement, which asks for faults at its end."""
+        self.device, self.ahead = device, ahead
+        self.current: tuple[int, int] | None = None
+        """The network and block that was called last."""
+        self._free: list[Weights] | None = None
+        self._held: dict[tuple[int, int], tuple[Weights, Future]] = {}
+        self._thread = ThreadPoolExecutor(1, "teacher_files")
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def make_for(self, like: Weights) -> Weights:
+        """Allocate the slots, once, for blocks with weights `like` these; return one of them."""
+        if self._free is None:
+            self._free = [
+                {leaf: torch.empty_like(t, device=self.device) for leaf, t in like.items()}
+                for _ in range(1 + self.ahead)
+            ]
+        return self._free[-1]
+
+    def weights(self, network: int, number: int, layers: int, reader: WeightReader) -> Weights:
+        """Return the weights of a block once they are read, and let the next ones be read.
+
+        Raises:
+            ConfigError: they could not be read, or are not finite.
+        """
+        wanted = [(network, (number + i) % layers) for i in range(min(1 + self.ahead, layers))]
+        for key in self._held.keys() - set(wanted):
+            self._held[key][1].exception()  # it may still be read
+            self._free.append(self._held.pop(key)[0])
+        used = torch.cuda.current_stream(self.device).record_event() if self._copies else None
+        for key in wanted:
+            if key not in self._held:
+                slot = self._free.pop()
+                self._held[key] = slot, self._thread.submit(self._read, reader, key[1], slot, used)
+        slot, arrived = self._held[wanted[0]]
+        arrived.result()
+        if reader.faults and self.ahead:
+            raise ConfigError(*reader.faults)
+        return slot
+
+    def _read(self, reader: WeightReader, number: int, slot: Weights, used: Any) -> None:
+        """Fill a slot, on a GPU after what was given to it before, which used the slot."""
+        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            if self._copies:
+                self._copies.wait_event(used)
+            for leaf, value in slot.items():
+                reader.read(f"blocks.{number}.{leaf}", value)
+            if self._copies:
+                self._copies.synchronize()
+
 
 def read_by_block(
-    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device, slots: Slots
 ) -> WanTransformer3DModel:
-    """Make the model on `device`, bit-equal to diffusers' from_pretrained; its blocks' weights share memory.
+    """Make the model on `device`, bit-equal to diffusers' from_pretrained, its blocks' weights in `slots`.
 
     A sweep, of calls that go through the blocks together, reads each block once.
     """
-    model, of_blocks = meta_transformer(config), {}
+    model, of_block = meta_transformer(config), {}
     for name, meta in parameters_of(model, dtype):
         first, _, rest = name.partition(".")
-        if first != "blocks":
+        if first == "blocks":
+            of_block[rest.partition(".")[2]] = meta  # all blocks have the same
+        else:
             value = torch.empty_like(meta, device=device)
             reader.read(name, value)
-        else:
-            leaf = rest.partition(".")[2]  # all blocks have the same
-            value = of_blocks.setdefault(leaf, torch.empty_like(meta, device=device))
-        set_parameter(model, name, value)
+            set_parameter(model, name, value)
+    empty = slots.make_for(of_block)
+    for block in model.blocks:
+        for leaf, value in empty.items():
+            set_parameter(block, leaf, value)
     model.rope.to(device)
-    _FromFiles(model.blocks, reader, of_blocks)
+    _FromFiles(model.blocks, reader, slots)
     return model
 
 
-class _FromFiles:
-    """Reads the block that is called, unless it was read last."""
+def check_blocks(reader: WeightReader, config: dict[str, Any], slot: Weights, mine: slice) -> Iterator[int]:
+    """Read blocks once, for the reader's `faults` and `nonzero`; yield the number of each.
 
-    def __init__(self, blocks: nn.ModuleList, reader: WeightReader, tensors: dict[str, Tensor]):
-        self._reader, self._tensors = reader, tensors
-        self._held: int | None = None
+    Args:
+        slot: memory for one.
+        mine: the blocks that this rank reads.
+    """
+    for number in range(config["num_layers"])[mine]:
+        for leaf, value in slot.items():
+            reader.read(f"blocks.{number}.{leaf}", value)
+        yield number
+
+
+class _FromFiles:
+    """Gives the block that is called its weights, unless it was called last."""
+
+    def __init__(self, blocks: nn.ModuleList, reader: WeightReader, slots: Slots):
+        self._reader, self._slots, self._layers = reader, slots, len(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._enter, number))
 
-    def _enter(self, number: int, *_: Any) -> None:
-        if self._held != number:
-            for leaf, value in self._tensors.items():
-                self._reader.read(f"blocks.{number}.{leaf}", value)
-            self._held = number
+    def _enter(self, number: int, block: nn.Module, *_: Any) -> None:
+        key = id(self), number
+        if self._slots.current == key:  # another batch of a sweep
+            return
+        self._slots.current = key
+        for leaf, value in self._slots.weights(*key, self._layers, self._reader).items():
+            block.get_parameter(leaf).data = value

@@ -87,6 +87,6 @@ def _block_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
         problems.append(problem(where, f"{BLOCK}.{key}", block.pop(key), text))
     placement = placements()[name](**block)
     if placement.ahead and not placement.can_work_ahead(ds):
-        text = "Only the placement streamed and an engine of stage 0 predict ahead; remove it."
+        text = "Only the placements streamed and files, and an engine of stage 0, predict ahead; remove it."
         problems.append(problem(where, f"{BLOCK}.ahead", True, text))
     return problems + placement.problems(where, ds, world) + placement.weights_problems(where, ds)

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from ranks import run
 from recipes import recipe, train
 
@@ -48,6 +49,17 @@ def test_allocated_memory_is_counted_and_freed_memory_is_in_the_peak() -> None:
     assert during.host - before.host == pytest.approx(BLOCK, rel=0.05)
     assert after.host - before.host < BLOCK / 10
     assert after.host_peak - before.host == pytest.approx(BLOCK, rel=0.05)
+
+
+def test_pages_of_a_mapped_file_are_not_memory_of_the_process() -> None:
+    """A library of hundreds of MB, as a file of weights is mapped."""
+    largest = max(Path(torch.__file__).parent.glob("lib/*.so*"), key=lambda file: file.stat().st_size)
+    with within("before"):
+        before = read()
+        with largest.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert len(mapped) > BLOCK and sum(mapped[place] for place in range(0, len(mapped), 4096))
+            during = read()
+    assert during.host - before.host < 0.6 * BLOCK and during.host_peak - before.host < 0.6 * BLOCK
 
 
 def test_each_phase_has_its_greatest_peak_and_the_one_around_it_goes_on() -> None:

@@ -10,7 +10,7 @@ from wandistiller.config.job import Job
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.oom_advice import SHOWN, advice, needed
-from wandistiller.planner.resolve_auto import choices
+from wandistiller.planner.resolve_auto import choices, each_pair
 from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB
 
@@ -55,7 +55,8 @@ def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run
     job = greedy(published, machine, **more)
     fits = choices(job, machine, default_rates(machine.device_free), here=True)
     own, *others = (needed(j, spent, machine, preparing=False) for j in (job, *(c.job for c in fits)))
-    less = [choice for choice, need in zip(fits, others, strict=True) if need < 0.99 * own][:SHOWN]
+    less = [choice for choice, need in zip(fits, others, strict=True) if need < 0.99 * own]
+    less = each_pair(less)[:SHOWN]
     lines = named(advice(job, spent, machine))
     assert len(lines) == len(less) == SHOWN
     for line, choice in zip(lines, less, strict=True):

@@ -78,6 +78,12 @@ def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Call
     assert int(times) == 72 and cost == pytest.approx(whole / 3600 * 2 * 2.5, rel=0.01)
 
 
+def test_each_pair_of_jsons_is_listed_once_whatever_its_micro_batch(output: Callable[..., str]) -> None:
+    text = output("--gpus 8 --gpu_memory 80 --host_memory 1000", wan="Wan2.1-T2V-1.3B")
+    pairs = re.findall(r"a step at least: student (\w+), teacher (\w+), micro-batch", text)
+    assert len(pairs) == 5 == len(set(pairs))
+
+
 def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., str]) -> None:
     text = output(MACHINE_24, "--teacher_device_strategy", "auto", wan="Wan2.1-T2V-1.3B")
     assert "chosen    student as given, teacher replicated, micro-batch 1 x 8\n" in text

@@ -28,6 +28,7 @@ from wandistiller.wan.pipeline import WanFolder
 SMALL, LARGE, FIVE, TWO = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"
 TEACHER = {"teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
 BOTH = TEACHER | {"deepspeed_config": "auto"}
+TENTH = TEACHER | {"student_config": "ds_configs/students/tenth.json"}
 IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
 """The teacher only fills the cache."""
 
@@ -39,6 +40,8 @@ IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
         (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
         (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
         (TWO, gpus(4, 40, 1000), TEACHER, "as given", "streamed"),  # during Adam, unlike sharded
+        (LARGE, gpus(1, 24, 48), TENTH, "as given", "files"),  # not even a block-wise copy beside 1.5B
+        (LARGE, Machine(None, 48 * GIB, 1000 * GIB, 1, 1), TENTH, "as given", "files"),
         (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
         (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
         (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
@@ -132,7 +135,7 @@ def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> Non
     assert teacher.get("wandistiller", {}).get("placement") != "auto"
 
 
-FEW = ["replicated", "streamed", "zero_inference_cpu", "zero_inference_nvme", "host_cpu"]
+FEW = ["replicated", "streamed", "zero_inference_cpu", "files", "zero_inference_nvme", "host_cpu"]
 NODES = ["replicated", "sharded_node", "sharded", "streamed", "zero_inference_cpu_node", *FEW[2:]]
 
 
@@ -142,8 +145,8 @@ NODES = ["replicated", "sharded_node", "sharded", "streamed", "zero_inference_cp
         (Topology(16, 8, True), NODES),
         (Topology(8, 8, True), ["replicated", "sharded", *FEW[1:]]),
         (Topology(1, 1, True), FEW),
-        (Topology(2, 2, False), ["replicated", "host_cpu", "sharded", "zero_inference_nvme"]),
-        (Topology(1, 1, False), ["replicated", "zero_inference_nvme"]),
+        (Topology(2, 2, False), ["replicated", "host_cpu", "sharded", "files", "zero_inference_nvme"]),
+        (Topology(1, 1, False), ["replicated", "files", "zero_inference_nvme"]),
     ],
 )
 def test_placements_are_compared_where_they_differ_those_first_that_move_least(
@@ -223,7 +226,7 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
         "rates": {},
     }
     own = dict.fromkeys(OWN) | machine | {"recommend": recommended}
-    lines = plan_lines(own, flags | {"recipe": str(file)})
+    plan_lines(own, flags | {"recipe": str(file)}, lines := [])
     assert "fastest of the shipped JSONs that fit:" in lines and f"wrote {recommended}" in lines
     planned = read_job(merged(given, flags | output, None), 1)
     best = choices(planned, ONE_24, default_rates(ONE_24.device_free))[0].job

@@ -80,6 +80,19 @@ def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     assert found == {0.99: (0, 0), 1.01: (0, 1), 1.19: (0, 1), 1.21: (1, 0)}
 
 
+@pytest.mark.usefixtures("quiet_logging")
+def test_where_nothing_fits_that_could_be_recommended_the_table_says_why(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "mine.json"
+    machine = "--gpus 1 --gpu_memory 4 --host_memory 8 --disk 10"
+    paths = f"--teacher_path {published}/Wan-AI/Wan2.1-T2V-14B-Diffusers --data_path {published}/prompts.txt"
+    assert main(["plan", *paths.split(), *machine.split(), "--recommend", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert "GPU: GiB of one rank" in text and "does NOT fit: it needs " in text
+    assert text.index("does NOT fit") < text.index("Nothing fits that could be recommended")
+
+
 def test_a_recommendation_overwrites_no_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "mine.json"
     file.write_text("mine")

@@ -121,7 +121,7 @@ def test_an_index_that_names_a_missing_file_or_a_tensor_that_is_not_in_it_is_a_p
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["zero_inference_cpu"], ["zero_inference_cpu", "owner", "host_cpu"])
+    "name", slow_but(["zero_inference_cpu"], ["zero_inference_cpu", "owner", "host_cpu", "files"])
 )
 def test_a_teacher_with_a_nan_stops_both_ranks_with_one_message(
     name: str, tmp_path: Path, wan2: Path, copy_of: Callable[..., Path]

@@ -43,7 +43,7 @@ class Streamed(Placement):
         self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
     ) -> dict[Expert, nn.Module]:
         peers, device = collectives.node_peers(), collectives.device()
-        largest = max(max(_split(folder.configs[expert], ds)[0].values()) for expert in readers)
+        largest = max(max(split(folder.configs[expert], ds)[0].values()) for expert in readers)
         buffers = Buffers(largest, device)
         return {
             expert: load_streamed(
@@ -59,7 +59,7 @@ class Streamed(Placement):
         return True
 
     def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-        blocks, others = _split(config, ds)
+        blocks, others = split(config, ds)
         return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
 
     def in_all(self, experts: list[Bytes]) -> Bytes:
@@ -68,13 +68,13 @@ class Streamed(Placement):
 
     def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
         if topology.accelerator:
-            yield Transfer("its weights over PCIe", sum(_split(config, ds)[0].values()), "pcie")
+            yield Transfer("its weights over PCIe", sum(split(config, ds)[0].values()), "pcie")
 
     def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
         return topology.accelerator
 
 
-def _split(config: dict[str, Any], ds: dict[str, Any]) -> tuple[Counter[str], int]:
+def split(config: dict[str, Any], ds: dict[str, Any]) -> tuple[Counter[str], int]:
     """Bytes of each block as they lie in a buffer, and of all other parameters."""
     blocks: Counter[str] = Counter()
     others = 0

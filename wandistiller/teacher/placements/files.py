@@ -1,0 +1,65 @@
+"""A teacher that stays in its own files; its blocks are read from there just before each is called."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.teacher.from_files import Slots, check_blocks, read_by_block
+from wandistiller.teacher.placements.base import dtype_of
+from wandistiller.teacher.placements.streamed import Streamed, split
+from wandistiller.utils.errors import problem
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.weight_reader import WeightReader
+
+AHEAD = 2
+"""Blocks that are read while another computes."""
+
+
+class Files(Streamed):
+    """No copy in CPU memory or on disk: each rank holds the block that computes, and those read ahead.
+
+    Several micro-steps go through the blocks together, so that the weights arrive once for all of them.
+    """
+
+    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+        return False  # each block would be quantised anew at each call
+
+    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
+        problems = super().problems(where, ds, world)
+        if self.compile:
+            text = "Blocks that are read from files change their place in memory; leave it out."
+            problems.append(problem(where, f"{BLOCK}.compile", True, text))
+        return problems
+
+    def load_all(
+        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
+    ) -> dict[Expert, nn.Module]:
+        """Read every weight once, a node's ranks a part each: what is unsound is found at the start."""
+        device, peers = collectives.device(), collectives.node_peers()
+        slots, models = Slots(device, AHEAD), {}
+        mine = slice(peers.index(collectives.rank()), None, len(peers))
+        for expert, reader in readers.items():
+            config = folder.configs[expert]
+            models[expert] = model = read_by_block(reader, config, dtype_of(ds), device, slots)
+            progress = Progress(f"blocks of {reader.folder.name}", len(range(config["num_layers"])[mine]))
+            for _ in check_blocks(reader, config, dict(model.blocks[0].named_parameters()), mine):
+                progress.advance()
+        return models
+
+    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
+        blocks, others = split(config, ds)
+        return Bytes(device=others, transient=(1 + AHEAD) * max(blocks.values()))
+
+    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+        yield Transfer("its weights from its files", sum(split(config, ds)[0].values()), "disk")
+        yield from super().traffic(config, ds, topology)
+
+    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+        return True
