@@ -5,6 +5,7 @@ from typing import Any
 
 from wandistiller.cli.failures import Failures
 from wandistiller.config.job import Job
+from wandistiller.config.same_latents import same_latents_problems
 from wandistiller.config.stages import read_jobs, read_runs, whole_output
 from wandistiller.config.summary import summary
 from wandistiller.config.validate import collecting
@@ -40,6 +41,8 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         for folder in {job.folder.path: job.folder for job in stages}.values():
             require_weights(folder)
+        if problems := same_latents_problems(stages):
+            raise ConfigError(*problems)
     for line in collectives.gather_problems(shortages(stages)):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
@@ -83,6 +86,7 @@ def _dry_run(stages: list[Job]) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     require_weights(job.folder)
+        problems += same_latents_problems(stages)
         if short := shortages(stages):
             problems = [*problems, *short, ELSEWHERE]
         if problems:
