@@ -1,6 +1,8 @@
 """Stages of one recipe are runs of their own: each starts from the float32 weights of the one before."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 from checkpointed import equal
 from ranks import losses, metrics, wandistiller, write_json
-from recipes import recipe, train
+from recipes import recipe, recipe_file, train
+from safetensors.torch import load_file, save_file
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
@@ -177,3 +180,78 @@ def test_a_report_has_all_stages_on_one_page(whole: Path) -> None:
 def test_a_student_s_card_names_the_stages_before_its_own(whole: Path) -> None:
     card = (whole / "student" / "README.md").read_text()
     assert "velocity: 3 steps" in card and "consistency(edges=2): 2 steps" in card
+
+
+def copied(whole: Path, target: Path) -> Path:
+    """A copy of the three stages, and the recipe for it."""
+    shutil.copytree(whole, target / "copy")
+    return write_json(
+        target / "copy.json",
+        json.loads((whole.parent / "whole.json").read_text()) | {"output_dir": str(target / "copy")},
+    )
+
+
+def test_a_stage_whose_checkpoints_were_deleted_after_the_next_began_is_not_trained_again(
+    tmp_path: Path, whole: Path
+) -> None:
+    recipe, first = copied(whole, tmp_path), tmp_path / "copy" / FOLDERS[0]
+    shutil.rmtree(first / "checkpoints")
+    text = recipe.read_text().replace('"name": "dmd2", "max_steps": 2', '"name": "dmd2", "max_steps": 3')
+    recipe.write_text(text)
+    done = wandistiller("train", "--recipe", recipe)
+    assert "stage     match is done" in done.stderr and not (first / "checkpoints").exists()
+    assert (first / "DONE").is_file() and (first / "student").is_dir()
+    assert len(losses(tmp_path / "copy" / FOLDERS[2])) == 3
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+def test_a_finished_stage_without_checkpoints_that_is_needed_is_an_error_that_says_what_to_do(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe, output = copied(whole, tmp_path), tmp_path / "copy"
+    for name in FOLDERS[1:]:
+        shutil.rmtree(output / name / "checkpoints")
+    assert main(["train", "--recipe", str(recipe), "--dry_run"]) == 2
+    error = capsys.readouterr().err
+    for name, stage in zip(FOLDERS[1:], STAGES[1:], strict=True):
+        assert f"stage {stage['name']}: {output / name}: this run is done (the file DONE)" in error
+        assert f'{{"init": "{output / name / "student"}"}}' in error
+    assert main(["train", "--recipe", str(recipe), "--dry_run", "--resume", "never"]) == 0
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+def test_a_recipe_of_other_stages_or_of_none_does_not_replace_the_student(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = json.loads((whole.parent / "whole.json").read_text())
+    del given["stages"]
+    plain, renamed = (given | more for more in ({"max_steps": 2}, {"stages": [STAGES[1], STAGES[0]]}))
+    for number, other in enumerate((plain, renamed)):
+        assert (
+            main(["train", "--recipe", str(write_json(tmp_path / f"{number}.json", other)), "--dry_run"]) == 2
+        )
+        error = capsys.readouterr().err
+        assert f"`output_dir` is {whole}, where " in error and "1_match, 2_consistency" in error
+    staged_there = given | {"output_dir": str(whole / FOLDERS[0]), "stages": STAGES}
+    assert main(["train", "--recipe", str(write_json(tmp_path / "2.json", staged_there)), "--dry_run"]) == 2
+    assert "where a recipe without stages ran" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank", "quiet_logging")
+def test_a_stage_whose_teacher_has_another_vae_is_refused_and_one_of_the_same_is_not(
+    tmp_path: Path, wan2: Path, copy_of: Callable[..., Path], capsys: pytest.CaptureFixture
+) -> None:
+    other = copy_of(wan2, weights=True)
+    stages = [MATCH, CONSISTENCY | {"teacher_path": str(other)}]
+    words = ["train", "--recipe", str(staged(tmp_path, wan2, "two_teachers", stages=stages)), "--dry_run"]
+    assert main(words) == 0
+    file = other / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({name: value + 0.1 for name, value in load_file(file).items()}, file, {"format": "pt"})
+    assert main(words) == 2
+    expected = (
+        f"stage consistency: `teacher_path` is {other}, but the student that it starts from was made with"
+    )
+    assert f"{expected} {wan2}, which has another VAE." in capsys.readouterr().err
+    alone = recipe_file(tmp_path, other, "alone", student_config={"init": str(wan2), "experts": "two"})
+    assert main(["train", "--recipe", str(alone), "--dry_run"]) == 2
+    assert "which has another VAE." in capsys.readouterr().err

@@ -7,6 +7,7 @@ from wandistiller.cli.failures import Failures
 from wandistiller.cli.plan_report import other_lines
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
+from wandistiller.config.same_latents import same_latents_problems
 from wandistiller.config.stages import read_jobs, read_runs, whole_output
 from wandistiller.config.summary import summary
 from wandistiller.config.validate import collecting
@@ -44,6 +45,8 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         for folder in {job.folder.path: job.folder for job in stages}.values():
             require_weights(folder)
+        if problems := same_latents_problems(stages):
+            raise ConfigError(*problems)
     short = shortages(stages, preparing=command == "prepare")
     with collectives.raise_on_all_ranks():
         if refused := _refused(short, of_all):
@@ -98,6 +101,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     require_weights(job.folder)
+        problems += same_latents_problems(stages)
         short = shortages(stages, preparing=command == "prepare")
         refused = _refused(short, stages[0].run)
         if lacking := [*refused, *short.of_disk]:

@@ -50,6 +50,9 @@ class Job:
     """Its name, if it is a stage of a recipe."""
     previous: "Job | None" = None
     """The stage before this one."""
+    is_spent: bool = False
+    """True if the stage after it has begun, and the checkpoints that would say that this one is done are
+    gone: it is neither trained nor exported again."""
 
     @property
     def output(self) -> Path:

@@ -10,6 +10,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.start import Start, read_start
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
 from wandistiller.wan.transformer import shapes
 
 
@@ -58,4 +59,7 @@ def end_of(job: Job) -> Start:
     """Return the start of a run that follows `job`: what a finished one left, or what another will."""
     if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
         return read_start(str(job.output)) or job.end
+    if job.student.keep_layers == IMPORTANCE and (file := job.output / "lineage.json").is_file():
+        kept = next(iter(read_json(file).values())).get("kept_layers")  # of checkpoints that are gone
+        job = job.with_layers(kept) if isinstance(kept, list) else job
     return job.end

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from wandistiller.checkpoint import manifest
+from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
 from wandistiller.config.shorthands import NAMED, merged
+from wandistiller.config.start import recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
@@ -24,6 +27,8 @@ SAME = (
     (NAMED, "teacher_device_strategy", "teacher_on_cpu"),
 )
 """Settings that mean the same: a stage's replaces all of the recipe's."""
+DONE = "DONE"
+"""File in the output folder of a finished run, for programs that wait for it."""
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 
 
@@ -154,9 +159,61 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
             jobs.append(dataclasses.replace(read_job(run, world, here=here, previous=previous), stage=stage))
         except ConfigError as error:
             problems |= {text: stage for text in error.problems if text not in problems}
+    for text in places_problems(runs):
+        problems.setdefault(text, "")
+    if not problems:
+        jobs = with_spent(jobs)
+        problems = {text: job.stage for job in jobs if (text := _gone_problem(job))}
     if problems:
         raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
     return jobs
+
+
+def with_spent(jobs: list[Job]) -> list[Job]:
+    """Mark the stages whose end is no longer needed, because the next one has begun, and no longer there."""
+    marked: list[Job] = []
+    for job in reversed(jobs):
+        after = marked[-1] if marked else None
+        begun = after and (after.resume_from or after.is_spent)
+        whole = job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps
+        marked.append(dataclasses.replace(job, is_spent=bool(begun and not whole)))
+    return marked[::-1]
+
+
+def _gone_problem(job: Job) -> str | None:
+    """Return the problem of a finished run without checkpoints, which would be trained again in silence."""
+    if job.is_spent or job.resume_from or job.run.resume == "never" or not (job.output / DONE).is_file():
+        return None
+    student = job.output / "student"
+    kept = (
+        f" Its student is in {student}; a run starts from that by the student_config "
+        if student.is_dir()
+        else ""
+    )
+    named = kept and f'{{"init": "{student}"}}.'
+    return (
+        f"{job.output}: this run is done (the file {DONE}), and its checkpoints are gone. Put them back, "
+        f"give another --output_dir, or train it again by --resume never.{kept}{named}"
+    )
+
+
+def places_problems(runs: dict[str, RunConfig]) -> list[str]:
+    """List why the output folder is that of a run in other stages, whose student would be replaced."""
+    names, (first, *_) = list(runs), runs.values()
+    output = Path(first.output_dir).parent if names[0] else Path(first.output_dir)
+    begun = [folder for folder in recorded_stages(output) if folder.is_dir()]
+    remedy = "Give another --output_dir"
+    if begun and not names[0]:
+        listed = ", ".join(folder.name for folder in begun)
+        return [f"`output_dir` is {output}, where a recipe in stages ran ({listed}). {remedy}."]
+    if names[0] and manifest.steps(output / "checkpoints"):
+        return [f"`output_dir` is {output}, where a recipe without stages ran. {remedy}."]
+    own = [f"{number}_{name}" for number, name in enumerate(runs, 1)]
+    other = [folder.name for folder, name in zip(begun, own, strict=False) if folder.name != name]
+    if names[0] and other:
+        what = f"where the stages {', '.join(folder.name for folder in begun)} ran; now {', '.join(own)}"
+        return [f"`output_dir` is {output}, {what}. {remedy}, or the earlier names and order."]
+    return []
 
 
 def whole_output(stages: list[Job]) -> Path:

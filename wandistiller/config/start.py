@@ -23,6 +23,8 @@ class Start:
     """Equal for two starts from the same weights."""
     history: list[str]
     """Objective and steps of that run and of those before it."""
+    teacher: str = ""
+    """Folder or hub id of that run's teacher."""
 
     @property
     def name(self) -> str:
@@ -36,15 +38,19 @@ def start_after(
 ) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*facts.get("before", []), f"{facts['objective']}: {steps} steps"]
-    return Start(folder, transformer, experts, digest(identity, steps), history)
+    return Start(folder, transformer, experts, digest(identity, steps), history, facts["teacher_path"])
+
+
+def recorded_stages(output: Path) -> list[Path]:
+    """List the folders of a recipe's stages, begun or not, in order; none if `output` is of one run."""
+    file = output / "resolved" / "run.json"
+    stages = read_json(file).get("stages", []) if file.is_file() else []
+    return [output / f"{number}_{stage['name']}" for number, stage in enumerate(stages, 1)]
 
 
 def stage_folders(output: Path) -> list[Path]:
     """List the folders of a recipe's stages with a checkpoint, in order; none if `output` is of one run."""
-    file = output / "resolved" / "run.json"
-    stages = read_json(file).get("stages", []) if file.is_file() else []
-    folders = (output / f"{number}_{stage['name']}" for number, stage in enumerate(stages, 1))
-    return [folder for folder in folders if manifest.steps(folder / "checkpoints")]
+    return [folder for folder in recorded_stages(output) if manifest.steps(folder / "checkpoints")]
 
 
 def read_start(init: Any) -> Start | None:

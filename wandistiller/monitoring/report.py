@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from wandistiller.config.start import stage_folders
+from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
@@ -82,7 +82,7 @@ def report(output: Path) -> Path:
     """
     require_matplotlib()
     name, file = escape(output.resolve().name), output / "report" / "index.html"
-    stages = [folder for folder in stage_folders(output) if (folder / "metrics.jsonl").is_file()]
+    stages = [folder for folder in recorded_stages(output) if (folder / "metrics.jsonl").is_file()]
     runs = {run: _metrics(run) for run in stages or [output]}
     last = list(runs)[-1]
     body = [f"<h1>{name}</h1>", _headline(output, last, runs[last])]

@@ -9,7 +9,7 @@ from pathlib import Path
 from wandistiller.checkpoint import loading, resume
 from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
-from wandistiller.config.stages import whole_output, write_resolved
+from wandistiller.config.stages import DONE, whole_output, write_resolved
 from wandistiller.config.start import read_start
 from wandistiller.config.summary import summary
 from wandistiller.distributed import collectives
@@ -27,9 +27,6 @@ from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
 
-DONE = "DONE"
-"""File in the output folder of a finished run, for programs that wait for it."""
-
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     """Run the command. Collective but for the exports, which rank 0 does after the others have ended.
@@ -40,15 +37,18 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     """
     machine, output = environment.collect(), whole_output(stages)
     if collectives.rank() == 0:
-        for folder in {output, *(job.output for job in stages)}:
+        for folder in {output, *(job.output for job in stages if not job.is_spent)}:
             (folder / DONE).unlink(missing_ok=True)
         for job in stages if stages[0].run.resume == "never" else ():
             _set_aside(job.output / "checkpoints")
         write_resolved(stages)
         write_json(output / "resolved" / "machine.json", machine)
-    for job in stages:
+    for before, job in zip([None, *stages], stages, strict=False):
         begin(job)
-        if job is not stages[0]:  # by one rank: others may not see the newest checkpoint yet
+        if job.is_spent:
+            collectives.log0("stage     %s is done: the next one has begun, and its end is gone", job.stage)
+            continue
+        if before and not before.is_spent:  # by one rank: others may not see the newest checkpoint yet
             start = collectives.broadcast_object(read_start(str(job.start.folder)))
             job = dataclasses.replace(job, start=start)
         _run_stage(job)
@@ -56,7 +56,8 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     collectives.destroy()
     if collectives.rank() == 0:
         for job in stages:
-            finished = _export(job)
+            if not job.is_spent:
+                finished = _export(job)
         if finished.parent != output:
             with replaced(output / "student") as folder:
                 shutil.rmtree(folder)

@@ -217,7 +217,7 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
         stages: a recipe's runs, which share a cache.
         begin: called before each of them.
     """
-    for job in stages:
+    for job in (job for job in stages if not job.is_spent):
         begin(job)
         prepare(job)
     collectives.destroy()
