@@ -28,6 +28,12 @@ PLANS = unique({"plan"})
 RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
 RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
 DRY = [c for c in unique({"train", "prepare"}) if c.value("--recipe") not in RECOMMENDED]
+QUICK = "deepspeed --module wandistiller train --recipe ds_configs/recipes/quickstart.json"
+OF_PLACEMENTS = [
+    Command(line, tuple(line.split()))
+    for file in sorted((ROOT / "ds_configs" / "teacher").glob("*.json"))
+    for line in [f"{QUICK} --teacher_deepspeed_config ds_configs/teacher/{file.name}"]
+]
 AFTER_A_RUN = ("export", "sample", "evaluate", "report")
 SHORT = {  # flags that make a command on the embedded teacher take seconds
     "train": "--rollout_steps 2 --max_steps 2 --sample_steps 2 --data_path three.txt",
@@ -38,7 +44,8 @@ MISSING_HERE = re.compile(r"\.safetensors file|are free|1 rank\(s\)|describe it 
 AFTERWARDS = [
     p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
 ]
-MACHINES = table_rows("README.md", r"\d+ x \d+ GB")
+MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
+LEAST = table_rows("README.md", r"\d+ x \d+ GB, least")
 FEW_STEPS = table_rows("ds_configs/recipes/README.md", r"`\d+x\d+_")
 
 
@@ -58,11 +65,11 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
 
 
 @pytest.mark.usefixtures("folder", "quiet_logging")
-@pytest.mark.parametrize("command", DRY, ids=named)
+@pytest.mark.parametrize("command", DRY + OF_PLACEMENTS, ids=named)
 def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
     command: Command, capsys: pytest.CaptureFixture
 ) -> None:
-    if "disk" in command.words and not has_async_io():
+    if "nvme" in command.line and not has_async_io():
         pytest.skip("no libaio here")
     if file := re.search(r"echo '(.*)' > (\S+)", text("docs/export.md")):  # a student config that one names
         Path(file[2]).write_text(file[1])
@@ -89,22 +96,12 @@ def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
     assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - few - {*VIDEOS}) and few < recipes
 
 
-@pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize(
-    "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
-)
-def test_a_row_of_the_readme_is_what_plan_prints(
-    row: list[str], folder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    numbers = re.findall(r"[\d.]+", " ".join([row[0], *row[2:]]).replace(",", ""))
-    count, each, student, device, host, of_host, disk, prompts, prepare, train = numbers
-    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
-    recipe = f"ds_configs/machines/{recipe_of(row)}.json"
-    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
-    shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
-    assert shown in {c.ours for c in PLANS} or "A14B" in row[1]
-    assert main(["plan", "--recipe", recipe, *machine]) == 0
-    printed = capsys.readouterr().err
+def numbers_of(row: list[str]) -> list[str]:
+    return re.findall(r"[\d.]+", " ".join([row[0], *row[2:]]).replace(",", ""))
+
+
+def assert_row_is_printed(row: list[str], printed: str) -> None:
+    _, _, student, device, host, _, disk, prompts, prepare, train = numbers_of(row)
     fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
     assert "NOT fit" not in printed and [round(gib) for gib in fits[:2]] == [int(device), int(host)]
     assert fits[2] == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
@@ -113,9 +110,42 @@ def test_a_row_of_the_readme_is_what_plan_prints(
     assert f"the data have {prompts}," in printed
     hours = [in_hours(printed, r"for \d+ steps")[0], in_hours(printed, "for the teacher's rollouts")[0]]
     assert hours == pytest.approx([int(train), int(prepare)], abs=0.5)
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize(
+    "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
+)
+def test_a_row_of_the_readme_is_what_plan_prints(
+    row: list[str], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    count, each, _, _, _, of_host, *_ = numbers_of(row)
+    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
+    recipe = f"ds_configs/machines/{recipe_of(row)}.json"
+    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
+    shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
+    assert shown in {c.ours for c in PLANS} or "A14B" in row[1]
+    assert main(["plan", "--recipe", recipe, *machine]) == 0
+    printed = capsys.readouterr().err
+    assert_row_is_printed(row, printed)
     step = float(re.search(r"a step takes at least ([\d.]+) s", printed)[1])
     rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
     assert [cells[-1] for cells in rows if recipe_of(row) in cells[0]] == [f"{step:.1f} s"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_logging")
+def test_the_row_for_little_cpu_memory_is_what_plan_recommends(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (row,), (count, each, _, _, _, of_host, *_) = LEAST, numbers_of(LEAST[0])
+    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
+    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
+    (command,) = [c for c in RECOMMENDING if c.value("--recommend") == "runs/least.json"]
+    assert command.ours[3:-2] == tuple(machine) and main([*command.ours]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--recipe", "runs/least.json", *machine]) == 0
+    assert_row_is_printed(row, capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("quiet_logging")
@@ -263,16 +293,26 @@ def test_the_readme_links_every_guide_page() -> None:
     assert all(f"({page})" in text("README.md") for page in DOCS)
 
 
-def test_the_readme_names_every_folder_of_the_package() -> None:
+def test_the_guide_for_contributors_names_every_folder_of_the_package() -> None:
     folders = {file.parent.name for file in (ROOT / "wandistiller").glob("*/__init__.py")}
-    assert all(f"`{name}/`" in text("README.md") for name in folders)
+    assert all(f"`{name}/`" in text("CONTRIBUTING.md") for name in folders)
 
 
-def test_the_table_of_placements_has_a_command_for_every_teacher_json() -> None:
-    flags = ("--teacher_device_strategy", "--teacher_deepspeed_config")
-    used = ["".join(map(c.value, flags)) for c in commands("ds_configs/README.md") if c.ours[0] == "train"]
-    jsons = {file.stem for file in (ROOT / "ds_configs" / "teacher").glob("*.json")}
-    assert {strategies().get(name) or Path(name).stem for name in used} == jsons
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
+def test_the_guide_to_the_jsons_has_at_most_180_lines() -> None:
+    assert len(text("ds_configs/README.md").splitlines()) <= 180
+
+
+def test_the_table_of_placements_has_a_row_for_every_teacher_json() -> None:
+    jsons = {file.name for file in (ROOT / "ds_configs" / "teacher").glob("*.json")}
+    rows = table_rows("ds_configs/README.md", r"`\w+\.json`")
+    assert {name for row in rows if len(row) == 5 for name in re.findall(r"`(\w+\.json)`", row[0])} == jsons
+    short = {short: row[0] for row in rows if len(row) == 5 and (short := row[1].strip("`"))}
+    assert all(f"`{strategies()[name]}.json`" in cell for name, cell in short.items())
+    assert short.keys() | {file.removesuffix(".json") for file in jsons} == strategies().keys()
 
 
 def test_every_recipe_has_a_command_and_every_student_a_row() -> None:
