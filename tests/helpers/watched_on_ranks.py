@@ -26,7 +26,7 @@ def _from_outside(act: Callable[[], None]) -> None:
 
 
 def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[int]:
-    """Stop the processes of `ranks` and let them go on, one after the other; return what all then exchange."""
+    """Stop the processes of `ranks` and continue them, one after the other; return what all exchange."""
     pids = _ready(lost, gone)
 
     def act() -> None:

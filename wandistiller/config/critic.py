@@ -53,7 +53,7 @@ def read_own(
             remedy = f"Critic and student have the same batches; write {size}, or leave it out."
             problems.append(f"{where}: `{key}` is {ds[key]}. {remedy}")
     try:
-        ds, _ = ds_config.student_engine(where, ds | sizes, batch.ranks)
+        ds, _ = ds_config.student_engine(where, ds | sizes, batch.ranks, "`critic_lr` in the objective")
         problems += config_problems(where, without_block(ds), here=here)
         problems += kernel_problems(where, ds, here=here)
     except ConfigError as error:

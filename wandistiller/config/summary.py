@@ -1,10 +1,36 @@
 """A run in a few lines."""
 
+from typing import Any
+
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.ds_config import dtype_name, stage
+from wandistiller.engine.lr_preview import LEAD, steps_without_learning
 from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.wan.transformer import count_parameters
+
+
+def without_learning(ds: dict[str, Any], max_steps: int) -> list[str]:
+    """Name the steps whose learning rate is 0, for they train nothing; empty if there are none."""
+    first, last = steps_without_learning(ds, max_steps)
+    kind = ds.get("scheduler", {}).get("type")
+    why = f"by {kind}" if kind else "in the student's JSON"
+    if first >= max_steps:
+        cure = f'"max_steps" above {first}' if first < max_steps + LEAD else "a learning rate above 0"
+        text = f"the learning rate of all {max_steps} steps is 0 {why}: nothing is trained. Write {cure}"
+        return [f"warning   {text}" + (", or remove `scheduler`" if kind else "")]
+    lines = []
+    if first:
+        steps = "step 1" if first == 1 else f"steps 1 to {first}"
+        lines.append(
+            f"schedule  {kind} begins with a learning rate of 0: {steps} of {max_steps} train nothing"
+        )
+    if last:
+        lines.append(
+            f"warning   the learning rate is 0 {why} from step {max_steps - last + 1} on: {last} of "
+            f'{max_steps} steps train nothing. Write a larger `total_num_steps`, or "auto"'
+        )
+    return lines
 
 
 def summary(job: Job) -> list[str]:
@@ -36,6 +62,7 @@ def summary(job: Job) -> list[str]:
         *(f"{key:<14} {value}" for key, value in job.tuning.items()),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
+        *without_learning(job.student_ds, r.max_steps),
         f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
         f"{job.schedule.high_noise_share():.3f}, into {job.output}",
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
+from wandistiller.engine.ds_forms import present_form
 from wandistiller.engine.ds_schema import (
     BATCH_KEYS,
     BLOCK,
@@ -16,7 +17,7 @@ from wandistiller.engine.ds_schema import (
     section_of,
     section_types,
 )
-from wandistiller.engine.ds_unsupported import student_problems
+from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
 from wandistiller.utils.errors import ConfigError, nearest, problem, unknown_keys
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, check, value_problems
@@ -48,22 +49,47 @@ class BatchSize:
 def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read a DeepSpeed JSON, a file or a recipe's object; return its name for messages and its content."""
     if isinstance(source, dict):
-        return "recipe", copy.deepcopy(source)
-    return source, read_json(source)
+        return "recipe", present_form(source)
+    return source, present_form(read_json(source))
 
 
 def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
     """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
-    problems = []
+    problems = not_offered_problems(where, ds)
+    ds = {k: v for k, v in ds.items() if k not in NOT_OFFERED}
     for name, types in section_types().items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto" or k not in types}
-        problems += check(where, given, types, f"{name}." if name else "")[0]
+        prefix = f"{name}." if name else ""
+        places = {key: _place(key) for key in given.keys() - types.keys()}
+        problems += [
+            problem(where, prefix + key, given.pop(key), f"Its place is the section `{place}`.")
+            for key, place in sorted(places.items())
+            if place
+        ]
+        problems += check(where, given, types, prefix)[0]
     for name, types in PARAMS.items():
         given = {k: v for k, v in section_of(ds, name).items() if v != "auto"}
         problems += value_problems(where, given, types, f"{name}.")
     problems += _typed_problems(where, ds, "optimizer", OPTIMIZERS)
     problems += _typed_problems(where, ds, "scheduler", SCHEDULERS)
-    problems += [problem(where, key, "auto", "Write the value itself.") for key in _auto(ds)]
+    return problems + _auto_problems(where, ds)
+
+
+def _place(key: str) -> str | None:
+    """Return the only section of DeepSpeed's that has a key; None if there is none, or several."""
+    sections = [name for name, types in (section_types() | PARAMS).items() if key in types and name]
+    return sections[0] if len(sections) == 1 else None
+
+
+def _auto_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
+    """List what is still "auto", which DeepSpeed itself cannot read."""
+    left, precisions = _auto(ds), ["bf16.enabled", "fp16.enabled"]
+    problems = [
+        problem(where, key, "auto", "Write the value itself.") for key in left if key not in precisions
+    ]
+    if either := [key for key in precisions if key in left]:
+        remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
+        problems.append(f'{where}: `{"` and `".join(either)}` is "auto". {remedy}')
     return problems
 
 
@@ -144,7 +170,8 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
     total, micro, accumulation = (ds.get(k) for k in BATCH_KEYS)
     if total is None and micro is None:
         raise ConfigError(
-            f"{where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or both."
+            f"{where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or both; "
+            '--batch_size, or "batch_size" in the recipe, sets the second too.'
         )
     if total is None or micro is None:
         accumulation = accumulation or 1
@@ -165,15 +192,24 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
     return BatchSize(micro, accumulation, micro * accumulation * world)
 
 
-def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str, Any], BatchSize]:
+def student_engine(
+    where: str, ds: dict[str, Any], world: int, rate: str = '--lr, or "lr" in the recipe'
+) -> tuple[dict[str, Any], BatchSize]:
     """Check the student's JSON and write out what DeepSpeed would otherwise choose in silence.
+
+    Args:
+        rate: what else sets its learning rate, for messages.
 
     Raises:
         ConfigError: with all problems at once.
     """
     problems = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
     if "optimizer" not in ds:
-        problems.append(f"{where}: no `optimizer` section. Write one, for example AdamW with its lr.")
+        section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+        problems.append(
+            f"{where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
+            f"Give {rate}, or write {section} here."
+        )
     problems += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
     try:
         batch = batch_size(where, ds, world)
@@ -197,16 +233,21 @@ def student_engine(where: str, ds: dict[str, Any], world: int) -> tuple[dict[str
 def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
     problems = []
+    known = stage(ds) in (0, 1, 2, 3)  # or it is reported already
     for target, stages in (("param", (3,)), ("optimizer", (1, 2, 3))):
         key = f"zero_optimization.offload_{target}"
         section = section_of(ds, key)
-        if stage(ds) not in stages and section.get("device", "none") != "none":
+        if known and stage(ds) not in stages and section.get("device", "none") != "none":
             remedy = f"Remove it, or write stage {' or '.join(map(str, stages))}."
             problems.append(problem(where, key, section, f"It has no effect at stage {stage(ds)}. {remedy}"))
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
             problems.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), remedy))
-    if all(section_of(ds, precision).get("enabled") for precision in ("bf16", "fp16")):
+    ratio = offload_section(ds, "optimizer").get("ratio", 1)
+    if known and stage(ds) != 3 and type(ratio) in (int, float) and ratio < 1:
+        remedy = f"At stage {stage(ds)} all is offloaded or nothing. Remove it, or write stage 3."
+        problems.append(problem(where, "zero_optimization.offload_optimizer.ratio", ratio, remedy))
+    if all(section_of(ds, precision).get("enabled") is True for precision in ("bf16", "fp16")):
         problems.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
     return problems
 

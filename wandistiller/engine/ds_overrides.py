@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.engine.ds_config import with_dtype
-from wandistiller.engine.ds_schema import BATCH_KEYS, section_of
+from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, section_of
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
@@ -114,11 +114,12 @@ def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str,
 
 
 def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
-    """Fill "auto" as transformers' Trainer does with its defaults; step counts are left to `fill_steps`.
+    """Fill "auto" as transformers' Trainer and accelerate do with their defaults; `fill_steps` has the rest.
 
     Two differ: the precision is bf16, as in the shipped JSONs, and a batch size that follows from others is
-    left out.
-    Source: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig, and TrainingArguments.
+    left out. Without an optimizer a schedule's rate is AdamW's.
+    Source: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig, and TrainingArguments;
+    accelerate 1.15, DeepSpeedPlugin: the stage, offload devices and `steps_per_print`.
 
     Args:
         width: of the student, heads x head dimension; bucket sizes depend on it.
@@ -129,19 +130,30 @@ def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
         del ds[key]
     if left_open and MICRO not in ds and TOTAL not in ds:
         ds[MICRO] = 8
+    peak = PEAKS.get(str(section_of(ds, "scheduler").get("type")).lower())
+    if "optimizer" not in ds and (rate := _params(ds, "scheduler").get(peak)) not in OPEN:
+        ds["optimizer"] = {"type": "AdamW", "params": {"lr": rate}}
     lr = _params(ds, "optimizer").get("lr")
     lr = 5e-5 if lr in (None, "auto") else lr
-    _fill(ds, {"gradient_clipping": 1.0})
+    _fill(ds, {"gradient_clipping": 1.0, "steps_per_print": 10**9})
     _fill(_params(ds, "optimizer"), {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
     _fill(_params(ds, "scheduler"), {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1})
-    _fill(section_of(ds, "bf16"), {"enabled": True})
-    _fill(section_of(ds, "fp16"), {"enabled": False})
+    fp16 = section_of(ds, "fp16")
+    if fp16.get("enabled") == "auto" and "bf16" not in ds:
+        ds["bf16"] = {"enabled": "auto"}
+    _fill(section_of(ds, "bf16"), {"enabled": fp16.get("enabled") is not True})
+    _fill(fp16, {"enabled": False})
     buckets = {
+        "stage": 2,
         "reduce_bucket_size": width * width,
         "stage3_prefetch_bucket_size": int(0.9 * width * width),
         "stage3_param_persistence_threshold": 10 * width,
     }
     _fill(section_of(ds, "zero_optimization"), buckets)
+    for section in MODELS:  # whose other "auto" DeepSpeed itself takes for the default
+        given = section_of(ds, section)
+        for key in [key for key, value in given.items() if value == "auto"]:
+            del given[key]
     return ds
 
 

@@ -75,9 +75,10 @@ TABLES: dict[str, dict[str, Any]] = {
         (
             Section,
             "optimizer scheduler fp16 bf16 torch_autocast zero_optimization activation_checkpointing aio "
-            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet compile "
+            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet "
             "data_efficiency eigenvalue timers",
         ),
+        (Any, "compile"),  # refused with a reason, whatever is there
     ),
     "activation_checkpointing": of_type(
         (
@@ -147,7 +148,7 @@ def _whole(**limits: int) -> Any:
 
 LIMITS: dict[str, dict[str, Any]] = {
     "zero_optimization": of_type(
-        (_whole(gt=0), "sub_group_size zero_hpz_partition_size"),
+        (_whole(gt=0), "zero_hpz_partition_size"),
         (_whole(ge=0), "stage3_module_granularity_threshold"),
     )
     | {

@@ -1,6 +1,7 @@
 """Settings refused in a student's DeepSpeed JSON: they do not work on Wan, or change the loss curve."""
 
 from collections.abc import Callable
+from pathlib import Path
 from pydoc import locate
 from typing import Any
 
@@ -29,6 +30,36 @@ TOP = {
     "Remove it.",
     "eigenvalue": "DeepSpeed has removed it. Remove it.",
 }
+
+OF_LANGUAGE_MODELS = "It is of language models in training. Remove it."
+OTHER_WAY = (
+    "Ranks share samples by the recipe's `context_parallel`, weights by `zero_optimization`. Remove it."
+)
+NOT_OFFERED = {
+    "amp": 'It is Apex\'s precision. Write "bf16": {"enabled": true} in its place.',
+    "hybrid_engine": OF_LANGUAGE_MODELS,
+    "curriculum_learning": OF_LANGUAGE_MODELS,
+    "progressive_layer_drop": OF_LANGUAGE_MODELS,
+    "sparse_attention": OF_LANGUAGE_MODELS,
+    "sparse_gradients": OF_LANGUAGE_MODELS,
+    "pipeline": OTHER_WAY,
+    "tensor_parallel": OTHER_WAY,
+    "expert_parallel": OTHER_WAY,
+    "sequence_parallel_size": OTHER_WAY,
+    "compression_training": "The student's size is the recipe's `student_config`. Remove it.",
+    "quantize_training": "The weights would be rounded, and the loss curve be another. Remove it.",
+    "weight_quantization": "The weights would be rounded, and the loss curve be another. Remove it.",
+    "graph_harvesting": "It was never tried next to the teacher's engine. Remove it.",
+    "autotuning": 'It would choose another batch. Remove it, or give the recipe "deepspeed_config": "auto".',
+    "elasticity": "It would choose another batch. Remove it; a run goes on with any number of ranks.",
+    "nebula": "Checkpoints are this package's own. Remove it.",
+    "datastates_ckpt": "Checkpoints are this package's own. Remove it.",
+}
+"""Sections of DeepSpeed that fit neither a frozen teacher nor this student -> why, and what to do."""
+COMPILE = (
+    "DeepSpeed's own compiling was never tried next to the teacher's engine. Remove it, or write "
+    '"wandistiller": {"compile": true} in its place: each block by torch.compile.'
+)
 
 
 class _Engine:
@@ -79,15 +110,20 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
         lambda value, e: value is not None,
         "DeepSpeed's other writers fail here. Remove it.",
     ),
-    "compile.deepcompile": (
-        lambda value, e: bool(value),
-        "It was never tried next to the teacher's engine. Remove it.",
-    ),
     "torch_autocast.lower_precision_safe_modules": (
         lambda value, e: isinstance(value, list) and not all(isinstance(v, str) and locate(v) for v in value),
         "Write classes that can be imported, such as torch.nn.modules.linear.Linear.",
     ),
 }
+
+
+def not_offered_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
+    """A problem for each section that neither the student's nor the teacher's engine may have."""
+    problems = [problem(where, key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
+    asks = ds.get("compile", {})
+    if not isinstance(asks, dict) or any(k != "deepcompile" or v is not False for k, v in asks.items()):
+        problems.append(problem(where, "compile", asks, COMPILE))
+    return problems
 
 
 def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
@@ -96,13 +132,13 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     problems = [
         problem(where, f"zero_optimization.{k}", zero[k], why)
         for k, why in ZERO.items()
-        if _is_on(zero.get(k)) or zero.get(k) == {}
+        if is_on(zero.get(k)) or zero.get(k) == {}
     ]
     for path, (refused, why) in RULES.items():
         section, _, key = path.rpartition(".")
         if refused(value := section_of(ds, section).get(key), engine):
             problems.append(problem(where, path, value, why))
-    problems += [problem(where, k, ds[k], why) for k, why in TOP.items() if _is_on(ds.get(k), default=1.0)]
+    problems += [problem(where, k, ds[k], why) for k, why in TOP.items() if is_on(ds.get(k), default=1.0)]
     if section_of(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
         problems.append(
             f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
@@ -110,8 +146,8 @@ def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _is_on(value: Any, default: float = 0.0) -> bool:
+def is_on(value: Any, default: float = 0.0) -> bool:
     """Return whether a setting has an effect: true, an enabled section, or a number that is no default."""
     if isinstance(value, dict):
-        return bool(value.get("enabled", True)) and bool(value)
+        return value.get("enabled", True) not in (False, None, "auto") and bool(value)
     return value is True or (type(value) in (int, float) and value not in (0, default))

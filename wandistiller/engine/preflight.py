@@ -23,8 +23,11 @@ SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedFP16Config": "fp16",
     "DeepSpeedBF16Config": "bf16",
+    "CommsLoggerConfig": "comms_logger",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
 }
 """DeepSpeed's model of a section -> the section's name."""
+CHANGE = "Change or remove what it names."
 
 
 def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> list[str]:
@@ -38,9 +41,13 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
     try:
         DeepSpeedConfig(probe)
     except ValidationError as error:
-        return error_messages(where, error, SECTION_OF.get(error.title, ""))
+        section = SECTION_OF.get(error.title, "")
+        # of the section as a whole, which would be printed with all defaults
+        whole = [e["msg"].partition(", ")[2].rstrip(".") for e in error.errors() if not e["loc"]]
+        named = [f"{where}: `{section}`: DeepSpeed refuses it: {text}. {CHANGE}" for text in whole]
+        return named or error_messages(where, error, section)
     except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
-        return [f"{where}: DeepSpeed refuses it: {error}. Change or remove what it names."]
+        return [f"{where}: DeepSpeed refuses it: {error}. {CHANGE}"]
     if not here:
         return []
     if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
@@ -50,7 +57,8 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
     if problems := _machine_problems(where, ds):
         return problems
     if dtype_name(ds) == "float16" and not get_accelerator().is_fp16_supported():
-        return [f"{where}: `fp16` is enabled, but this machine's accelerator has none. Use bf16."]
+        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
+        return [f"{where}: `fp16` {text}"]
     return []
 
 

@@ -86,6 +86,7 @@ class Learner:
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         self._hook_optimizers()
         averaged = {} if ema is None else self.trained
+        self._lr = 0.0
         self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
 
     def _hook_optimizers(self) -> None:
@@ -109,7 +110,9 @@ class Learner:
 
     def step(self, expert: Expert) -> None:
         """Finish a micro-step; after the last one the engine updates the weights."""
-        self.engine(expert).step()
+        engine = self.engine(expert)
+        self._lr = engine.get_lr()[0]  # of this step: the engine's schedule advances in it
+        engine.step()
 
     def while_updating(self, begin: Callable[[], None] | None) -> None:
         """Call `begin`, once, when an optimizer begins the next update; it starts work in another thread."""
@@ -161,11 +164,11 @@ class Learner:
             trained.publish()
 
     def state(self, expert: Expert) -> dict[str, Any]:
-        """Return the engine's gradient norm, learning rate, loss scale, and whether it skipped the step."""
+        """Return the last step's gradient norm, learning rate, loss scale, and whether it was skipped."""
         engine = self.engine(expert)
         norm = engine.get_global_grad_norm()
         is_finite = norm is not None and math.isfinite(norm)
-        state = {"grad_norm": float(norm) if is_finite else None, "lr": engine.get_lr()[0]}
+        state = {"grad_norm": float(norm) if is_finite else None, "lr": self._lr}
         if engine.fp16_enabled():  # a gradient beyond its range skips the step and lowers the scale
             state["loss_scale"] = engine.optimizer.loss_scale
         if not engine.was_step_applied():

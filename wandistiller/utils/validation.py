@@ -1,5 +1,6 @@
 """Strict types of settings, checked by pydantic; its errors as messages: file, key, value, what to write."""
 
+import json
 import re
 import typing
 from collections.abc import Callable
@@ -87,11 +88,23 @@ def value_problems(
         try:
             _adapter(types[key]).validate_python(given[key], strict=True)
         except ValidationError as error:
-            problems += error_messages(where, error, prefix + key)
+            hint = " Remove the quotes." if _is_quoted(given[key], types[key]) else ""
+            problems += [message + hint for message in error_messages(where, error, prefix + key)]
     return problems
 
 
 _adapter = cache(TypeAdapter)
+
+
+def _is_quoted(value: Any, kind: Any) -> bool:
+    """Return whether a value is text that would be of the type `kind` without its quotes."""
+    if not isinstance(value, str):
+        return False
+    try:
+        _adapter(kind).validate_python(json.loads(value.lower()), strict=True)
+    except ValueError:  # of json, and pydantic's
+        return False
+    return True
 
 
 def error_messages(where: str | Path, error: ValidationError, prefix: str = "") -> list[str]:

@@ -76,8 +76,8 @@ def test_the_length_of_a_schedule_follows_from_epochs(tmp_path: Path) -> None:
 
 
 def test_auto_where_nothing_is_known_to_fill_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='`steps_per_print` is "auto". Write the value itself.'):
-        job(tmp_path, FIXED | {"steps_per_print": "auto"})
+    with pytest.raises(ConfigError, match='`log_level` is "auto". Write the value itself.'):
+        job(tmp_path, FIXED | {"log_level": "auto"})
 
 
 def test_batch_size_is_a_rank_s_and_the_global_one_follows(tmp_path: Path) -> None:
