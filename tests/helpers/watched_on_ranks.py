@@ -31,9 +31,8 @@ def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[
 
     def act() -> None:
         for number, order in ((signal.SIGSTOP, ranks), (signal.SIGCONT, ranks[::-1])):
-            for (
-                rank
-            ) in order:  # the last of them has heard of the others, and wakes first
+            # the last of them has heard of the others, and wakes first
+            for rank in order:
                 os.kill(pids[rank], number)
                 time.sleep(0.25)
             time.sleep(seconds if number == signal.SIGSTOP else 0)
