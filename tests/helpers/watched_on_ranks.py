@@ -30,8 +30,9 @@ def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[
     pids = _ready(lost, gone)
 
     def act() -> None:
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in ranks:  # each has heard the last of those before, and wakes before it can hear more
+        for number, order in ((signal.SIGSTOP, ranks), (signal.SIGCONT, ranks[::-1])):
+            # the last of them has heard of the others, and wakes first
+            for rank in order:
                 os.kill(pids[rank], number)
                 time.sleep(0.25)
             time.sleep(seconds if number == signal.SIGSTOP else 0)

@@ -106,17 +106,35 @@ def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Pa
         assert run.end() == 75, run.output()
 
 
-@pytest.mark.slow
-def test_a_second_signal_stops_at_once(folder: Path, wan1: Path) -> None:
+def test_a_rollout_of_a_thousand_steps_ends_between_two_calls_of_the_teacher(
+    folder: Path, wan1: Path
+) -> None:
     own = {"cache_dir": str(folder / "own"), "rollout_steps": 1000, "prepare_batch": 8, "num_frames": 9}
-    words = [sys.executable, "-m", *training(folder, wan1, "twice", log_level="debug", **own)]
-    with live(words, folder / "twice.log") as run:
-        run.wait_for("doing: latents from the teacher")
-        assert run.still_runs_after(1)
+    words = [sys.executable, "-m", *training(folder, wan1, "rollout", log_level="debug", **own)]
+    with live(words, folder / "rollout.log") as run:
+        run.wait_for("latents from the teacher: [1-9]")
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.still_runs_after(3.5)  # a rollout of 1,000 steps is not cut short by the first
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == -signal.SIGTERM, run.output()
+        assert run.end() == 75, run.output()
+        assert "SIGTERM: stopping after what runs now (latents from the teacher), about" in run.output()
+        assert "stopped in: latents from the teacher (what was finished is kept) by SIGTERM" in run.output()
+
+
+@pytest.mark.slow
+def test_a_part_of_deepspeed_that_is_compiled_is_given_up_with_its_compilers(
+    folder: Path, wan1: Path
+) -> None:
+    words, own = ["-m", *training(folder, wan1, "compiled")], folder / "extensions"
+    with live([*launcher(2), *words], folder / "compiled.log", TORCH_EXTENSIONS_DIR=str(own)) as run:
+        run.wait_for("is compiled into")
+        while not any("cc1plus" in words for words in run.processes().values()):
+            assert run.still_runs_after(0.05), run.output()
+        os.kill(run.pid_of_rank(0), signal.SIGTERM)  # it compiles, or waits for the one that does
+        run.end()
+        assert "the same command goes on from there" in run.output()
+        assert "exitcode  : 75" in run.output(), run.output()
+    assert not any(own.rglob("*.so"))
+    with live([*launcher(2), *words], folder / "compiled2.log", TORCH_EXTENSIONS_DIR=str(own)) as run:
+        run.wait_for(rf"step 1/{STEPS} ")
 
 
 @pytest.mark.slow
