@@ -45,7 +45,8 @@ def run(flags: dict[str, Any]) -> None:
         with collectives.raise_on_all_ranks():
             plan_lines(own, flags, lines)
     finally:  # where nothing fits, they say why
-        setup_logging("info")
+        if lines:
+            setup_logging("info")
         for line in lines:
             collectives.log0("%s", line)
     if launched:

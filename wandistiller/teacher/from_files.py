@@ -23,7 +23,7 @@ class Slots:
     """Memory for the block that is called and those read ahead, of any of several networks of one shape."""
 
     def __init__(self, device: torch.device, ahead: int = 0):
-        """`ahead`: blocks read while others compute; 0 for a measurement, which reads faults at its end."""
+        """`ahead`: blocks read while others compute; 0: of a measurement, which reports faults at its end."""
         self.device, self.ahead = device, ahead
         self.current: tuple[int, int] | None = None
         """The network and block that was called last."""
