@@ -69,8 +69,8 @@ class Consistency(Term):
     def problems(self, where: str) -> list[str]:
         if self.edges and self.intervals != "continuous" and self.edges > self.intervals:
             return [
-                f"recipe: `{where}` has edges {self.edges} and intervals {self.intervals}. A segment between two "
-                f"edges needs a step of the teacher: write {self.edges} `intervals` or more, or fewer `edges`."
+                f"recipe: `{where}` has edges {self.edges} and intervals {self.intervals}. Each segment "
+                f"needs a step of the teacher: write {self.edges} `intervals` or more, or fewer `edges`."
             ]
         if not (self.edges and self.steps):
             return []
