@@ -47,7 +47,7 @@ LONG_FLAGS: list[tuple[tuple[str, ...], str]] = [
 ]
 WORDS = {
     "SAMPLE": "sample --model {wan} --prompts a --output {here}/out --height 32 --width 32 --steps 1",
-    "EVALUATE": "evaluate --student {wan} --teacher_path {wan}",
+    "EVALUATE": "evaluate --student_path {wan} --teacher_path {wan}",
     "EXPORT": "export --output {here}/out --checkpoint {here}",
 }
 """Sound command lines, to which rows of commands.txt add a wrong flag."""

@@ -192,7 +192,7 @@ def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -
 
 
 def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
-    paths = f"--student {run.student} --teacher_path {run.job.folder.name} --output {tmp_path}"
+    paths = f"--student_path {run.student} --teacher_path {run.job.folder.name} --output {tmp_path}"
     words = f"evaluate {paths} --steps 1 --quick --prompts circle".split()
     flags = vars(parser().parse_args(words))
     result = evaluate(read_evaluation(flags, torch.float32, 1))

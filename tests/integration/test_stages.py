@@ -105,6 +105,8 @@ def test_a_finished_recipe_trains_no_step_again(folder: Path, wan2: Path, whole:
     before = [metrics(whole / name) for name in FOLDERS]
     done = wandistiller("train", "--recipe", folder / "whole.json")
     assert done.stderr.count("steps are done") == 3
+    command = f"wandistiller evaluate --student_path {whole / 'student'} --prompts {folder / 'prompts.txt'}"
+    assert f"next      {command} --steps 1 2" in done.stderr
     assert [metrics(whole / name) for name in FOLDERS] == before
 
 

@@ -29,7 +29,15 @@ from wandistiller.utils.errors import ConfigError, folder_problems, inside_probl
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
-from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, require_weights, usual_for
+from wandistiller.wan.pipeline import (
+    TINY,
+    WanFolder,
+    open_wan,
+    require_weights,
+    run_problem,
+    student_of,
+    usual_for,
+)
 from wandistiller.wan.transformer import top_modules
 
 FACT_TYPES = of_type(
@@ -79,7 +87,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
     Raises:
         ConfigError: with every problem; no weights were read.
     """
-    problems, flags = _steps(flags)
+    problems, flags = _steps(flags | {"student": student_of(flags["student"])})
     parts: dict[str, Any] = {}
     with collecting(problems):
         facts = _facts(flags)
@@ -131,6 +139,8 @@ def _steps(flags: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
 def _facts(flags: dict[str, Any]) -> dict[str, Any]:
     """Training settings stored in an exported student; empty for another pipeline with --teacher_path."""
     file, teacher = Path(flags["student"]) / FACTS, flags["teacher_path"]
+    if of_run := run_problem(file.parent, flags["student"]):
+        raise ConfigError(of_run)
     if not file.is_file() and not teacher:
         raise ConfigError(
             f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "

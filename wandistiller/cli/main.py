@@ -12,6 +12,7 @@ from wandistiller.cli.parser import IGNORED, parser
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import interrupts
+from wandistiller.utils.files import at_home
 from wandistiller.utils.logging import drop_noise, setup_logging
 
 MEMORY = re.compile("failed to map segment|allocate memory")
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     process.set_defaults(os.environ)
     drop_noise()
-    flags = vars(parser().parse_args(argv))
+    flags = at_home(vars(parser().parse_args(argv)))
     flags.pop(IGNORED, None)
     command = flags.pop("command")
     if too_little := process.too_little_memory():

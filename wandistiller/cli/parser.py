@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from wandistiller import __version__
 from wandistiller.config.run_config import RunConfig
 from wandistiller.utils.errors import nearest
+from wandistiller.utils.files import PATH_ENDS
 from wandistiller.utils.registry import names_in
 
 COMMANDS = {
@@ -35,8 +36,6 @@ AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
 METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", dict: "JSON", list: "TEXT", Path: "PATH"}
 """Type of a flag -> the word for its value in the help."""
-ON_DISK = ("_path", "_dir", "_config")
-"""Endings of the names of flags whose text is a path."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,7 +141,7 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         return how | {"action": "store_true"}
     if kind is typing.Literal:
         return how | {"choices": typing.get_args(kinds[0])}
-    name = METAVARS[Path if f.name.endswith(ON_DISK) else kind]
+    name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
     if kind is list:
         return how | {"nargs": "+", "metavar": name}
     return {"type": _json if kind is dict else kind, "metavar": name} | how
@@ -172,7 +171,7 @@ def _add_export_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_sample_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--model", required=True, help="a diffusers Wan pipeline folder or hub id, or `tiny`")
+    add("--model", required=True, help="a diffusers Wan pipeline, a run, a hub id, or `tiny`")
     add("--prompts", nargs="+", required=True, help="texts, or one file of prompts")
     add("--output", type=Path, required=True, help="folder for the pictures")
     for name in ("height", "width"):
@@ -188,9 +187,10 @@ def _add_sample_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate_flags(command: argparse.ArgumentParser) -> None:
-    command.usage = "wandistiller evaluate --student S [--teacher_path T] [any flag below]"
+    command.usage = "wandistiller evaluate --student_path S [--teacher_path T] [any flag below]"
     add = command.add_argument
-    add("--student", "--student_path", required=True, help="an exported student, or any Wan pipeline")
+    text = "an exported student, the folder of a run that has one, or any Wan pipeline"
+    add("--student_path", "--student", dest="student", required=True, help=text)
     add("--teacher_path", help="default: the one it was distilled from")
     add("--teacher_deepspeed_config", metavar="FILE", help="placement of the teacher; default a WanPipeline")
     add("--prompts", nargs="+", default=["tiny:held_out"], help="texts, or one file of prompts")

@@ -11,7 +11,7 @@ import torch
 from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import STAGES, in_stages, read_jobs, runs_of
+from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, runs_of
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
@@ -70,7 +70,8 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> 
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     runs = runs_of(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
     best, total = {}, 0.0
-    jobs = read_jobs(runs, machine.ranks, here=here)
+    with placing(recipe, flags):
+        jobs = read_jobs(runs, machine.ranks, here=here)
     usual = hardware_rates.default_rates(machine.device_size, machine.device_name)
     rates = hardware_rates.override_rates(usual, own["rates"])
     if own["measure"]:

@@ -17,7 +17,7 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.export.source import trained_steps
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.defaults import Usual
-from wandistiller.wan.pipeline import open_wan, usual_for
+from wandistiller.wan.pipeline import open_wan, student_of, usual_for
 
 
 def run(flags: dict[str, Any]) -> None:
@@ -39,6 +39,7 @@ def _read(flags: dict[str, Any]) -> tuple[list[str], Sampling]:
     Raises:
         ConfigError: with every problem found.
     """
+    flags["model"] = student_of(flags["model"])
     problems = number_problems("sample", flags) + folder_problems("output", flags["output"])
     with collecting(problems):
         prompts = read_prompts(flags["prompts"])

@@ -8,7 +8,7 @@ from wandistiller.cli.plan_report import other_lines
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
-from wandistiller.config.stages import read_jobs, read_runs, whole_output
+from wandistiller.config.stages import placing, read_jobs, read_runs, whole_output
 from wandistiller.config.summary import summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
@@ -33,7 +33,9 @@ ELSEWHERE = (
 def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
-        stages = read_jobs(read_runs(flags.pop("recipe", None), flags), collectives.world_size())
+        recipe = flags.pop("recipe", None)
+        with placing(recipe, flags):
+            stages = read_jobs(read_runs(recipe, flags), collectives.world_size())
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     with collectives.raise_on_all_ranks():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ SAME = (
 """Settings that mean the same: a stage's replaces all of the recipe's."""
 DONE = "DONE"
 """File in the output folder of a finished run, for programs that wait for it."""
+PLACE = re.compile(r"(?P<stage>stage [\w-]+: )?(?P<setting>recipe: `(?P<key>\w+)|`objective`)")
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 
 
@@ -75,6 +78,23 @@ def runs_of(
     if found:
         raise ConfigError(*_once(found, len(stages)))
     return runs
+
+
+@contextmanager
+def placing(recipe: str | None, flags: Iterable[str]) -> Iterator[None]:
+    """Name the recipe's file, or the command line, in messages about settings of a run."""
+
+    def placed(text: str) -> str:
+        found = PLACE.match(text)
+        if not found:
+            return text
+        file = recipe if recipe and (found["key"] or "objective") not in flags else "command line"
+        return f"{found['stage'] or ''}{file}: {text[found.start('setting') :].removeprefix('recipe: ')}"
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*map(placed, error.problems)) from None
 
 
 def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[str]:

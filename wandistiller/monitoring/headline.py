@@ -111,5 +111,5 @@ def _seconds(evaluated: dict[str, Any]) -> Figure | None:
 def _not_measured(output: Path) -> Figure:
     student = shlex.quote(str(output / "student"))
     return Figure(
-        "?", "No evaluation yet", f"when the run is done: wandistiller evaluate --student {student}"
+        "?", "No evaluation yet", f"when the run is done: wandistiller evaluate --student_path {student}"
     )

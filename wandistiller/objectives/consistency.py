@@ -67,6 +67,11 @@ class Consistency(Term):
         return True
 
     def problems(self, where: str) -> list[str]:
+        if self.edges and self.intervals != "continuous" and self.edges > self.intervals:
+            return [
+                f"recipe: `{where}` has edges {self.edges} and intervals {self.intervals}. Each segment "
+                f"needs a step of the teacher: write {self.edges} `intervals` or more, or fewer `edges`."
+            ]
         if not (self.edges and self.steps):
             return []
         return [

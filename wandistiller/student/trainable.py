@@ -45,6 +45,7 @@ class TrainingKeys(Protocol):
     lora: dict[str, Any] | None
     ema: float | None
     ema_start: int
+    max_steps: int | None
 
 
 def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any]) -> list[str]:
@@ -78,6 +79,9 @@ def _ema_problems(run: TrainingKeys, ds: dict[str, Any]) -> list[str]:
     problems = []
     if run.ema_start and run.ema is None:
         remedy = "It needs `ema`; write a decay, such as 0.999."
+        problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
+    elif run.ema is not None and run.max_steps and run.ema_start >= run.max_steps:
+        remedy = f"The run ends with step {run.max_steps}, before its average begins. Write less."
         problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
     zero = ds.get("zero_optimization", {})
     if run.ema is not None and zero.get("offload_optimizer", {}).get("device") == "nvme":

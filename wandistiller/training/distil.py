@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
+from wandistiller.wan.pipeline import TINY
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
@@ -65,6 +67,17 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
             write_json(
                 output / DONE, {"stages": [job.stage for job in stages], "student": str(output / "student")}
             )
+            collectives.log0("%-9s %s", "student", output / "student")
+        _log_next(stages[-1], output / "student")
+
+
+def _log_next(job: Job, student: Path) -> None:
+    """Log the command that compares a student with its teacher."""
+    data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
+    words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
+    if few := job.schedule.few:
+        words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
+    collectives.log0("%-9s %s", "next", shlex.join(words))
 
 
 def _run_stage(job: Job) -> None:

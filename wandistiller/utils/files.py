@@ -211,8 +211,23 @@ def in_its_place(raw: bytes) -> str | None:
     return None
 
 
+PATH_ENDS = ("_path", "_dir", "_config")
+"""Endings of the names of settings whose text is a path."""
+OTHER_PATHS = ("checkpoint", "init", "model", "output", "recipe", "recommend", "resume", "student")
+
+
+def at_home(value: Any, key: str = "") -> Any:
+    """Return settings with the home folder in place of a `~` that a path begins with, as a shell does."""
+    if isinstance(value, dict):
+        return {name: at_home(one, str(name)) for name, one in value.items()}
+    if isinstance(value, list):
+        return [at_home(one) if isinstance(one, dict) else one for one in value]
+    is_path = isinstance(value, str | Path) and (key.endswith(PATH_ENDS) or key in OTHER_PATHS)
+    return type(value)(os.path.expanduser(value)) if is_path and str(value).startswith("~") else value
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read one JSON object. Integers of 19 digits and more become floats.
+    """Read one JSON object. Integers of 19 digits and more become floats, `~` of paths the home folder.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, is not an object, or holds what no setting can be.
@@ -250,4 +265,4 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: holds {found}. Write one JSON object, {{...}}.")
     if problems := impossible_values(path, value):
         raise ConfigError(*problems)
-    return value
+    return at_home(value)

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,8 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     elif revision:
         remedy = "Only a hub id has revisions; leave it out."
         raise ConfigError(problem(name, "teacher_revision", revision, remedy))
+    if of_run := run_problem(path, name):
+        raise ConfigError(of_run)
     if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
         raise ConfigError(*problems)
     where, index = f"{name}/model_index.json", _read(path / "model_index.json", name)
@@ -180,6 +183,27 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         raise ConfigError(*problems)
     shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
     return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
+
+
+def student_of(name: str) -> str:
+    """Return the student that a run has exported, for the name of its folder; else the name as it is."""
+    inside = Path(name) / "student"
+    is_run = not (Path(name) / "model_index.json").exists() and (inside / "model_index.json").is_file()
+    return str(inside) if is_run else name
+
+
+def run_problem(path: Path, name: str) -> str | None:
+    """Return the problem of the folder of a run, or of a checkpoint, in place of a pipeline's."""
+    if (path / "model_index.json").exists():
+        return None
+    if (inside := student_of(name)) != name:
+        return f"{name}: is the folder of a run. Give its student: {inside}."
+    if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
+        words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
+        return (
+            f"{name}: is a run or a checkpoint, not a pipeline. Export its student: {words}, and give that."
+        )
+    return None
 
 
 def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:

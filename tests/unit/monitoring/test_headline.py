@@ -60,7 +60,7 @@ def test_a_run_without_evaluation_is_headed_by_its_loss_its_size_and_the_command
     loss, small, fast = headline(output, output, LINES)
     assert loss == ("0.075", "loss, not evaluated", "mean of the last 2 steps; 0.25 in the first 2")
     assert small == ("38.1 %", "of the teacher's parameters", "2.55 M, teacher 6.69 M")
-    assert fast.detail.endswith(f"wandistiller evaluate --student '{output / 'student'}'")
+    assert fast.detail.endswith(f"wandistiller evaluate --student_path '{output / 'student'}'")
 
 
 def test_losses_that_were_never_finite_are_called_so(tmp_path: Path) -> None:
