@@ -154,7 +154,7 @@ def _pieces(flat: Tensor, offsets: list[int], likes: list[Tensor]) -> list[Tenso
 
 def _one_by_one(parameters: dict[str, T], reader: WeightReader) -> Iterator[tuple[str, T]]:
     """Yield items of `parameters`, with a log of the progress: a large teacher takes minutes."""
-    progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
+    progress = Progress(f"loading the teacher, {reader.folder.name}", len(parameters), "weight")
     for item in parameters.items():
         yield item
         progress.advance()
