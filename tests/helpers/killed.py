@@ -25,7 +25,7 @@ class Phase(NamedTuple):
 PHASES = {
     "start-up": Phase("", "doing: checking the checkpoint"),
     "encoding the prompts": Phase("doing: (encoding|text)", "text: 1/1"),
-    "loading the teacher": Phase("doing: (loading the teacher|tensors of)"),
+    "loading the teacher": Phase("doing: loading the teacher"),
     "rollouts": Phase("doing: latents from the teacher", r"latents from the teacher: (\d+)/\1,"),
     "building the student": Phase("doing: (building the student|measuring the student)"),
     "forward": Phase(r"doing: step \d+, the (teacher|student)'s forward pass"),

@@ -1,6 +1,7 @@
 """`wandistiller evaluate` on small random pipelines whose comparison is known beforehand."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +144,10 @@ def test_a_metric_added_to_the_list_is_in_json_and_table(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_placed_teacher_is_the_stock_one(wan2: Path, tmp_path: Path) -> None:
+def test_a_placed_teacher_is_the_stock_one_and_its_calls_are_counted_as_those_are(
+    wan2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     placed = write_json(tmp_path / "placed.json", {"zero_optimization": {"stage": 0}})
     flags = ["--teacher_path", wan2, "--guidance_scale", "3", "--guidance_scale_2", "2", "--quick"]
     stock = evaluate(comparison(wan2, tmp_path, *flags))
@@ -151,6 +155,10 @@ def test_a_placed_teacher_is_the_stock_one(wan2: Path, tmp_path: Path) -> None:
     assert errors_of(other) == pytest.approx(errors_of(stock), rel=1e-3) and min(errors_of(stock)) > 1e-3
     distances = [found["frechet"]["latent"]["same_seeds"]["value"] for found in (other, stock)]
     assert distances[0] == pytest.approx(distances[1], rel=1e-2)
+    bars = [line.partition(",")[0] for line in caplog.messages if re.match(r"\w+: .*: (\d+)/\1, ", line)]
+    assert len(bars) == 8 and bars[:4] == bars[4:]  # samples and velocities of each
+    drawn, calls = 2 * 2, 2 * 5  # of two batches: steps, bands of the velocities
+    assert {bar.rpartition("/")[2] for bar in bars} == {str(drawn), str(calls)}
 
 
 def untimed(result: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from ranks import run, wandistiller
 from recipes import train
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_wan import small_transformer
 from torch import Tensor, nn
 
 from wandistiller.cli.main import main
-from wandistiller.export.formats.original import LARGEST, QUANTIZED, quantized
+from wandistiller.export.formats.original import LARGEST, QUANTIZED, original_state, quantized
 from wandistiller.export.low_rank import extract
 from wandistiller.wan.original_names import FIXED, original_name, unlike_published
 
@@ -111,6 +112,15 @@ def test_a_matrix_of_zeros_has_a_scale() -> None:
     found = dict(quantized("blocks.0.ffn.0.weight", torch.zeros(2, 2)))
     assert found["blocks.0.ffn.0.weight"].float().eq(0).all()
     assert 0 < found["blocks.0.ffn.0.scale_weight"] < 1 / LARGEST
+
+
+def test_the_layers_without_a_scale_are_the_six_that_the_text_calls_harmless() -> None:
+    state = original_state(small_transformer(0).state_dict(), True)
+    linear = {name for name, weight in state.items() if name.endswith(".weight") and weight.dim() == 2}
+    without = {name for name in linear if name.replace(".weight", ".scale_weight") not in state}
+    named = ("text_embedding", "time_embedding")
+    six = {f"{name}.{n}.weight" for name in named for n in (0, 2)}
+    assert without == six | {"time_projection.1.weight", "head.head.weight"}
 
 
 def test_what_comfyui_cannot_open_is_reported() -> None:

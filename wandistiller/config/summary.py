@@ -52,7 +52,7 @@ def summary(job: Job) -> list[str]:
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config['num_layers']} layers, {read_placement(job.teacher_ds).describe(job.teacher_ds)}, "
-        f"{precision}, guidance {r.guidance_scale}/{r.guidance_scale_2}",
+        f"{precision}, {_guidance(job)}",
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {stage(job.student_ds)}, "
         f"{dtype_name(job.student_ds)}",
@@ -63,6 +63,24 @@ def summary(job: Job) -> list[str]:
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
         *without_learning(job.student_ds, r.max_steps),
-        f"run       {r.max_steps} steps, shift {r.shift}, seed {r.seed}, high-noise share "
-        f"{job.schedule.high_noise_share():.3f}, into {job.output}",
+        f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
     ]
+
+
+def _guidance(job: Job) -> str:
+    """Name the guidance, of two experts each."""
+    first, second = job.run.guidance_scale, job.run.guidance_scale_2
+    if len(job.folder.configs) == 1:
+        return f"guidance {first}"
+    return f"guidance {first} at high noise and {second} at low noise"
+
+
+def _high_noise(job: Job) -> str:
+    """Say how many of the steps are for the teacher's expert of high noise, if it has two."""
+    share, only = job.schedule.high_noise_share(), job.schedule.trained
+    if job.schedule.boundary is None:
+        return ""
+    if only:
+        return f", all with the teacher's {only.name.lower().replace('_', '-')} expert"
+    of_them = f"{100 * share:.3g} % of them with the teacher's high-noise expert"
+    return f", {of_them}, the others with the low-noise one"

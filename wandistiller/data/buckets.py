@@ -60,7 +60,7 @@ def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -
     own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
     own_known, new = np.zeros((len(own), 2), np.int32), ~np.isin(own_stamps, stamps)
     own_known[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
-    progress = Progress("sizes of media", int(new.sum()))
+    progress = Progress("sizes of media", int(new.sum()), "file")
     for row in np.flatnonzero(new):
         own_known[row] = _dimensions(path_of(own[row]))
         progress.advance()

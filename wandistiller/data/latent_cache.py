@@ -179,7 +179,7 @@ class LatentCache:
         files = batched(missing, self._samples_per_file)
         name, calls = "latents from the teacher", number_of_turns(files) * self._rollouts.steps
         progress = Progress(name, calls, "call")
-        for _, keys, counts in collective_turns(name, files, progress):
+        for _, keys, counts in collective_turns(files):
             tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
             if counts:
                 self._made.write(tensors, {key: samples[key].item.prompt for key in keys})

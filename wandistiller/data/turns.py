@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from wandistiller.distributed import collectives, sequence
-from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import stopping
 
 T = TypeVar("T")
@@ -33,23 +32,13 @@ def number_of_turns(batches: Sequence[T]) -> int:
     return -(-len(batches) // sequence.replicas())
 
 
-def collective_turns(
-    name: str, batches: Sequence[T], progress: Progress | None = None
-) -> Iterator[tuple[int, T, bool]]:
+def collective_turns(batches: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
     """Yield turn, batch, and whether it counts, equally often on every rank, so that collectives match.
 
     A rank without work repeats the last batch, which does not count. Ranks that share a sequence have the
     same batch, which counts on the first of them.
-
-    Args:
-        name: of the progress, which counts batches.
-        progress: one of smaller units, that the caller counts.
     """
     world, first = sequence.replicas(), sequence.place() == 0
-    turns = number_of_turns(batches)
-    batchwise = None if progress else Progress(name, turns, "batch")
-    for turn in range(turns):
+    for turn in range(number_of_turns(batches)):
         place = turn * world + sequence.replica()
         yield turn, batches[min(place, len(batches) - 1)], first and place < len(batches)
-        if batchwise:
-            batchwise.advance()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from wandistiller.config.sequence_checks import KEY
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
-from wandistiller.data.turns import collective_turns
+from wandistiller.data.turns import collective_turns, number_of_turns
 from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
+from wandistiller.distributed.progress import Progress
 from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
@@ -129,8 +130,24 @@ def set_steps(
         pipeline.register_to_config(boundary_ratio=boundary)
 
 
-def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: Sampling) -> Tensor:
-    """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
+def draw(
+    pipeline: WanPipeline,
+    prompts: list[str],
+    seeds: list[int],
+    sampling: Sampling,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
+
+    Args:
+        progress: counts the steps.
+    """
+
+    def after_step(*_: Any) -> dict[str, Any]:
+        if progress:
+            progress.advance()
+        return {}
+
     settings = asdict(sampling)
     steps = settings.pop("steps")
     with torch.random.fork_rng():
@@ -141,6 +158,7 @@ def draw(pipeline: WanPipeline, prompts: list[str], seeds: list[int], sampling: 
             num_inference_steps=steps,
             generator=[torch.Generator().manual_seed(s) for s in seeds],
             output_type="np",
+            callback_on_step_end=after_step,
             max_sequence_length=TEXT_TOKENS,
         ).frames
     return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
@@ -163,8 +181,10 @@ def sample(
     pipeline = open_pipeline(folder.path, dtype)
     set_steps(pipeline, trained_steps(folder.path), sampling.steps, folder.boundary)
     drawn: dict[int, tuple[Path, Tensor]] = {}
-    for _, i, counts in collective_turns("samples", list(range(len(prompts)))):
-        video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling)[0]
+    numbers = list(range(len(prompts)))
+    progress = Progress("samples", number_of_turns(numbers) * sampling.steps)
+    for _, i, counts in collective_turns(numbers):
+        video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling, progress)[0]
         if counts:
             file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
             drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()

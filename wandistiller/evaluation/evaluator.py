@@ -1,6 +1,7 @@
 """Samples and velocities of teacher and student on the same prompts; only one is loaded at a time."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from wandistiller.batch import Batch
 from wandistiller.data.text_cache import TextCache
-from wandistiller.data.turns import batched, collective_turns
+from wandistiller.data.turns import batched, collective_turns, number_of_turns
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.evaluation.bands import Band, bands, states_in
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
@@ -139,9 +141,10 @@ class Evaluator:
             else:
                 candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
-        for turn, chunk, _ in collective_turns("teacher, velocities", self._batches):
+        velocity = self._counted("teacher: velocity error", candidate)
+        for turn, chunk, _ in collective_turns(self._batches):
             for band in self._bands:
-                self._targets[turn, band] = candidate.velocity(self._state(turn, chunk, band)).cpu()
+                self._targets[turn, band] = velocity(self._state(turn, chunk, band)).cpu()
         error = self._weights_error(candidate) if s.teacher_ds and quantized_facts(s.teacher_ds) else None
         candidate.close()
         return CandidateResult(drawn, memory.peak_gib(), error)
@@ -161,17 +164,23 @@ class Evaluator:
                 s.student, s.student_sampling, self._null_LD, s.dtype, s.trained, s.teacher.boundary
             )
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
-        for turn, chunk, counts in collective_turns("student, velocities", self._batches):
+        velocity = self._counted("student: velocity error", candidate)
+        for turn, chunk, counts in collective_turns(self._batches):
             squares = []
             for band in self._bands:
                 state = replace(self._state(turn, chunk, band), expert=band.student_expert)
-                v_BCFHW = candidate.velocity(state).cpu()
+                v_BCFHW = velocity(state).cpu()
                 target_BCFHW = self._targets.pop((turn, band))
                 both = (v_BCFHW - target_BCFHW, target_BCFHW)
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
             if counts:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
         return CandidateResult(drawn, memory.peak_gib()), errors
+
+    def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[Batch], Tensor]:
+        """Return the candidate's velocity, whose calls on the samples of all turns a bar counts."""
+        calls = number_of_turns(self._batches) * len(self._bands)
+        return Progress(name, calls).counting(candidate.velocity)
 
     def _draw(
         self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, own: int
@@ -183,7 +192,7 @@ class Evaluator:
         """
         drawn, own_x0 = {}, []
         for steps in dict.fromkeys([own, *self._settings.numbers]):
-            name = what if steps == own else f"{what}, {steps} steps"
+            name = f"{what}: samples" if steps == own else f"{what}: samples in {steps} steps"
             drawn[steps], x0 = self._draw_in(steps, name, candidate, memory)
             own_x0 = own_x0 or x0
         return drawn, own_x0
@@ -193,12 +202,14 @@ class Evaluator:
     ) -> tuple[Drawn, list[Tensor]]:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
         s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
-        for _, chunk, counts in collective_turns(what, self._batches):
+        seeds = (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]
+        progress = Progress(what, number_of_turns(self._batches) * len(seeds) * steps)
+        for _, chunk, counts in collective_turns(self._batches):
             prompts, pixels, x0 = [s.prompts[i] for i in chunk], [], []
-            for first in (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]:
+            for first in seeds:
                 start = time.monotonic()
                 with memory.running():
-                    pixels_BCFHW = candidate.draw(prompts, [first + i for i in chunk], steps)
+                    pixels_BCFHW = candidate.draw(prompts, [first + i for i in chunk], steps, progress)
                 if counts and not x0:
                     drawn.seconds.append((time.monotonic() - start, candidate.denoising, len(chunk)))
                 x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())

@@ -13,6 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
 from wandistiller.evaluation.quantization_error import quantization_error
@@ -57,13 +58,18 @@ class DiffusersPipeline:
         self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(sampling)))
         self._last_expert = Expert.HIGH_NOISE
 
-    def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
-        """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`."""
+    def draw(self, prompts: list[str], seeds: list[int], steps: int, progress: Progress) -> Tensor:
+        """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
+
+        Args:
+            progress: counts the steps.
+        """
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._handover)
         self._outside.seconds, start = 0.0, time.monotonic()
-        pixels_BCFHW = draw(self._pipeline, prompts, seeds, replace(self._sampling, steps=steps))
+        sampling = replace(self._sampling, steps=steps)
+        pixels_BCFHW = draw(self._pipeline, prompts, seeds, sampling, progress)
         self.denoising = time.monotonic() - start - self._outside.seconds
         return pixels_BCFHW
 
@@ -116,14 +122,15 @@ class PlacedTeacher:
         self.velocity = self._network.velocity
         self.denoising = 0.0
 
-    def draw(self, prompts: list[str], seeds: list[int], steps: int) -> Tensor:
+    def draw(self, prompts: list[str], seeds: list[int], steps: int, progress: Progress) -> Tensor:
         folder, settings, device = self._folder, self._sampling, collectives.device()
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
         text_BLD = self._text.of(prompts).to(device)
         start = time.monotonic()
-        x0_BCFHW, _ = denoise(self.velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
+        velocity = progress.counting(self.velocity)
+        x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
         _wait(device)
         self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()

@@ -169,7 +169,7 @@ def one_by_one(
     Raises:
         Stopped: between two items, on all ranks that load.
     """
-    progress = Progress(f"tensors of {reader.folder.name}", len(parameters))
+    progress = Progress(f"loading the teacher, {reader.folder.name}", len(parameters), "weight")
     for number, item in enumerate(parameters.items()):
         if alone and stopping.reason:
             raise Stopped("while the teacher was loaded")

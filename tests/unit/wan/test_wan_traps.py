@@ -1,5 +1,6 @@
 """Traps of Wan: one time per token, two experts that are one, sigma against steps, missing libraries."""
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,15 @@ def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
     sampling = Sampling(height=32, width=32, steps=2, **settings)
     files = sample(str(folder), ["a red circle"], output, sampling, 0, torch.float32)
     return np.asarray(Image.open(files[0]))
+
+
+def test_the_bar_of_sample_counts_the_steps_of_all_prompts(
+    wan1: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    sampling = Sampling(height=32, width=32, steps=2)
+    sample(str(wan1), ["a red circle", "a blue one"], tmp_path, sampling, 0, torch.float32)
+    assert [line.partition(",")[0] for line in caplog.messages if "samples: " in line][-1] == "samples: 4/4"
 
 
 # That such a folder has one expert is in test_wan.py.

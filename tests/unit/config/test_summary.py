@@ -1,0 +1,23 @@
+"""The lines with which a run begins, in plain words."""
+
+from pathlib import Path
+
+from planned import EIGHT_80, published_job
+
+from wandistiller.config.summary import summary
+
+
+def test_of_one_expert_there_is_one_guidance_and_no_share_of_steps(published: Path) -> None:
+    text = "\n".join(summary(published_job(published, EIGHT_80)))
+    assert text.count("guidance") == 1 and ", guidance 5.0\n" in text and "high-noise" not in text
+
+
+def test_of_two_experts_each_has_its_guidance_and_its_share_of_the_steps(published: Path) -> None:
+    job = published_job(published, EIGHT_80, "Wan2.2-T2V-A14B", shift=5.0)
+    text = "\n".join(summary(job))
+    assert ", guidance 4.0 at high noise and 3.0 at low noise\n" in text
+    # 1 - u with u = b / (s - (s - 1) b), here b = 0.875 and s = 5
+    assert (
+        f" steps, {100 * (1 - 0.875 / (5 - 4 * 0.875)):.3g} % of them with the teacher's high-noise expert"
+        in text
+    )
