@@ -32,6 +32,7 @@ def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[
     def act() -> None:
         for number, order in ((signal.SIGSTOP, ranks), (signal.SIGCONT, ranks[::-1])):
             # the last of them has heard of the others, and wakes first
+            # the last of them has heard of the others, and wakes first
             for rank in order:
                 os.kill(pids[rank], number)
                 time.sleep(0.25)
@@ -53,4 +54,5 @@ def never_goes_on(lost: float, gone: float) -> None:
         os.kill(pids[1], signal.SIGKILL)
 
     _from_outside(act)
+    time.sleep(60 * collectives.rank())  # rank 1 must not arrive before it is stopped
     collectives.barrier()
