@@ -26,12 +26,11 @@ def _from_outside(act: Callable[[], None]) -> None:
 
 
 def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[int]:
-    """Stop the processes of `ranks` and let them go on, one after the other; return what all then exchange."""
+    """Stop the processes of `ranks` and let them go on in turn; return what all then exchange."""
     pids = _ready(lost, gone)
 
     def act() -> None:
         for number, order in ((signal.SIGSTOP, ranks), (signal.SIGCONT, ranks[::-1])):
-            # the last of them has heard of the others, and wakes first
             # the last of them has heard of the others, and wakes first
             for rank in order:
                 os.kill(pids[rank], number)
