@@ -26,7 +26,7 @@ def _from_outside(act: Callable[[], None]) -> None:
 
 
 def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[int]:
-    """Stop the processes of `ranks` and continue them, one after the other; return what all exchange."""
+    """Stop the processes of `ranks` and let them go on in turn; return what all then exchange."""
     pids = _ready(lost, gone)
 
     def act() -> None:
@@ -53,4 +53,5 @@ def never_goes_on(lost: float, gone: float) -> None:
         os.kill(pids[1], signal.SIGKILL)
 
     _from_outside(act)
+    time.sleep(60 * collectives.rank())  # rank 1 must not arrive before it is stopped
     collectives.barrier()

@@ -40,7 +40,9 @@ SHORT = {  # flags that make a command on the embedded teacher take seconds
     "sample": "--steps 2",
     "evaluate": "--steps 2 --num_prompts 2",
 }
-MISSING_HERE = re.compile(r"\.safetensors file|are free|1 rank\(s\)|describe it there|runs/quickstart|despite_plan")
+MISSING_HERE = re.compile(
+    r"\.safetensors file|are free|1 rank\(s\)|describe it there|runs/quickstart|despite_plan"
+)
 AFTERWARDS = [
     p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
 ]

@@ -225,7 +225,9 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
             require_finite_start(job, error)
         numbers["relative_velocity_error"] = error.relative()
         numbers["relative_velocity_error_by_sigma"] = error.by_sigma()
-        text = "start     relative velocity error before training %.4f (0 is the teacher, 1 an output of zeros)"
+        text = (
+            "start     relative velocity error before training %.4f (0 is the teacher, 1 an output of zeros)"
+        )
         collectives.log0(text, error.relative())
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", numbers)
