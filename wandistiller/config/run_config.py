@@ -170,7 +170,9 @@ class RunConfig:
     timeout: Annotated[float, Gt(0), Le(10**9)] = output(
         1800.0, "seconds without a sign of life from any rank before all stop"
     )
-    despite_plan: bool = output(False, "start although the plan needs more memory than is free, by a fifth or more")
+    despite_plan: bool = output(
+        False, "start although the plan needs more memory than is free, by a fifth or more"
+    )
     dry_run: bool = output(False, "check everything, print the plan, load no weights, exit")
 
 
