@@ -12,9 +12,11 @@ from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, runs_of
+from wandistiller.config.summary import is_emulated
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
+from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.hardware_rates import Rates
@@ -68,11 +70,18 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> 
     values = read_json(recipe) if recipe else {}
     machine, here = described(own), all(own[key] is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    runs = runs_of(values, defaults | flags | {"resume": "never"}, recipe, machine.ranks)
+    runs = runs_of(
+        values,
+        defaults | flags | {"resume": "never"},
+        recipe,
+        machine.ranks,
+        emulates_bf16() if here else None,
+    )
     best, total = {}, 0.0
     with placing(recipe, flags):
         jobs = read_jobs(runs, machine.ranks, here=here)
-    usual = hardware_rates.default_rates(machine.device_size, machine.device_name)
+    slow = here and any(map(is_emulated, jobs))
+    usual = hardware_rates.default_rates(machine.device_size, machine.device_name, emulated=slow)
     rates = hardware_rates.override_rates(usual, own["rates"])
     if own["measure"]:
         dtype = getattr(torch, dtype_name(jobs[0].student_ds))

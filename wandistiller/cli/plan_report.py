@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from wandistiller.config.job import Job
-from wandistiller.config.summary import summary
+from wandistiller.config.summary import precision_lines, summary
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.transfers import Transfer
 from wandistiller.planner.disk import DiskUse, disk_demands, written
@@ -37,6 +37,7 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
     return [
         *_machine(machine),
         *summary(job)[:-1],
+        *(precision_lines(job) if here else []),
         "",
         *_table(phases, machine),
         _activations(job, machine),

@@ -9,10 +9,11 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
 from wandistiller.config.stages import placing, read_jobs, read_runs, whole_output
-from wandistiller.config.summary import summary
+from wandistiller.config.summary import is_emulated, precision_lines, summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
+from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner.disk import fetch_problems, log_disk_use
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import machine_now
@@ -34,8 +35,10 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
         recipe = flags.pop("recipe", None)
+        emulated = collectives.on_any_rank(emulates_bf16())
         with placing(recipe, flags):
-            stages = read_jobs(read_runs(recipe, flags), collectives.world_size())
+            runs = read_runs(recipe, flags, emulated=emulated)
+            stages = read_jobs(runs, collectives.world_size())
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     with collectives.raise_on_all_ranks():
@@ -91,9 +94,9 @@ def _dry_run(stages: list[Job], command: str) -> None:
             warning, or so little memory that a real start is refused.
     """
     machine = machine_now()
-    rates = default_rates(machine.device_size, machine.device_name)
     for job in stages:
-        for line in [*summary(job), *other_lines(job, machine, rates)]:
+        rates = default_rates(machine.device_size, machine.device_name, emulated=is_emulated(job))
+        for line in [*summary(job), *precision_lines(job), *other_lines(job, machine, rates)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():

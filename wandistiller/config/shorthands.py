@@ -1,9 +1,10 @@
 """Short flags of older command lines; each is replaced by the setting that it stands for."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from wandistiller.config.run_config import RunConfig, read_run_config
+from wandistiller.config.run_config import AUTO, RunConfig, read_run_config
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
@@ -23,7 +24,11 @@ def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None
 
 
 def merged(
-    values: dict[str, Any], flags: dict[str, Any], recipe: str | None, world: int | None = None
+    values: dict[str, Any],
+    flags: dict[str, Any],
+    recipe: str | None,
+    world: int | None = None,
+    emulated: bool | None = None,
 ) -> RunConfig:
     """Replace shorthands by their settings, then call `read_run_config`; flags win over the recipe.
 
@@ -31,6 +36,7 @@ def merged(
         values: the recipe's.
         recipe: its name, if there is one.
         world: number of ranks; default those of this launch.
+        emulated: whether the CPU that computes emulates bf16; None leaves every precision as it is.
 
     Raises:
         ConfigError: with all problems, among them settings that contradict a JSON, wherever each is given.
@@ -42,6 +48,8 @@ def merged(
     named = place.get(NAMED)  # before a short name takes its place
     problems = _expand(where, values) + _expand("command line", flags)
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
+    if emulated is not None:
+        values |= _open_precisions(values | flags, named, emulated)
     given = values | flags
     problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
     problems += _prompt_problems(origin, given)
@@ -75,6 +83,29 @@ def _expand(where: str, given: dict[str, Any]) -> list[str]:
             )
         given[NAMED] = file
     return problems
+
+
+def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[str, str]:
+    """Return float32 for each engine whose precision the user left open, on a CPU that emulates bf16.
+
+    A run that has begun keeps its precision, wherever it goes on.
+
+    Args:
+        named: the teacher's JSON, where the user named one.
+    """
+    left = {}
+    if given.get("deepspeed_config") in (None, AUTO) and given.get("mixed_precision") is None:
+        left["student_deepspeed"] = {"mixed_precision": "no"}
+    if named in (None, AUTO) and given.get("teacher_dtype") is None:
+        left["teacher_deepspeed"] = {"teacher_dtype": "float32"}
+    found: dict[str, str] = {}
+    for name, setting in left.items():
+        begun = Path(f"{given.get('output_dir')}", "resolved", f"{name}.json")
+        is_float32 = emulated
+        if given.get("resume") != "never" and begun.is_file():
+            is_float32 = ds_config.dtype_name(read_json(begun)) == "float32"
+        found |= setting if is_float32 else {}
+    return found
 
 
 def _prompt_problems(origin: dict[str, str], given: dict[str, Any]) -> list[str]:

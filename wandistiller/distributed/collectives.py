@@ -143,6 +143,11 @@ def gather_problems(problems: list[str]) -> list[str]:
     return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
 
 
+def on_any_rank(condition: bool) -> bool:
+    """Return whether it holds on any rank, on every rank. Collective, if there are others."""
+    return bool(gather_problems(["yes"] if condition else []))
+
+
 @contextmanager
 def raise_on_all_ranks(kind: type[Problems] = ConfigError) -> Iterator[None]:
     """Gather the errors of all ranks at the end of the block and raise them on all. Collective."""

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.utils.errors import problem
@@ -25,6 +26,17 @@ class Kernels:
     """Attention among the patches, by diffusers' names: torch's own choice, or one kernel for it."""
     compile: bool = False
     """Compile each block by torch.compile: minutes at the start, and fewer, larger kernels."""
+
+
+def emulates_bf16() -> bool:
+    """Return whether this rank computes on a CPU without instructions for bf16.
+
+    Its products in bf16 then take 7 to 50 times as long as in float32 (torch 2.13, whose oneDNN refuses
+    them; `python tests/bench/emulation.py`).
+    """
+    if get_accelerator().device_name() != "cpu":
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def read_kernels(ds: dict[str, Any]) -> Kernels:

@@ -68,14 +68,20 @@ NAMED = {
 About half of the makers' peak of dense products in bf16: 2,250, 990, 181, 121, 70 (A10G) and 155 TFLOP/s."""
 CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, network=1.2, memory=20, disk=1)
 """Rates of a few cores in float32."""
+EMULATION = 10
+"""Times as long as in float32 that a CPU's products take in bf16 where it is emulated; 7 to 50 were seen."""
 MEASURED = 3
 """Measurements of each rate; the best counts."""
 
 
-def default_rates(device_bytes: int | None, name: str = "") -> Rates:
-    """Rates of the GPU of that name, or of the largest known kind with no more memory; of a CPU for None."""
+def default_rates(device_bytes: int | None, name: str = "", *, emulated: bool = False) -> Rates:
+    """Rates of the GPU of that name, or of the largest known kind with no more memory; of a CPU for None.
+
+    Args:
+        emulated: a CPU computes in bf16 without instructions for it.
+    """
     if device_bytes is None:
-        return CPU_ONLY
+        return replace(CPU_ONLY, tflops=CPU_ONLY.tflops / EMULATION) if emulated else CPU_ONLY
     if known := next((rates for part, rates in NAMED.items() if re.search(rf"{part}(?!\d)", name)), None):
         return known
     return GPU[max((gib for gib in GPU if gib <= 1.1 * device_bytes / GIB), default=min(GPU))]

@@ -12,7 +12,7 @@ from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
 from wandistiller.config.stages import DONE, whole_output, write_resolved
 from wandistiller.config.start import read_start
-from wandistiller.config.summary import summary
+from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
@@ -84,7 +84,7 @@ def _run_stage(job: Job) -> None:
     """Train one run to its end, from its last checkpoint. Collective."""
     if collectives.rank() == 0:
         remove_temporaries(job.output / "checkpoints")
-    for line in summary(job):
+    for line in [*summary(job), *precision_lines(job)]:
         collectives.log0(line)
     log_disk_use(job)
     job = dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))

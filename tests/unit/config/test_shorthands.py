@@ -8,7 +8,7 @@ from ranks import write_json
 
 from wandistiller.cli.main import main
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.shorthands import read_run
+from wandistiller.config.shorthands import merged, read_run
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import with_dtype
 from wandistiller.teacher.strategies import strategies
@@ -76,3 +76,42 @@ def test_an_interval_in_epochs_is_one_in_steps_and_pictures_go_where_sample_dir_
     job = read_job(run({"sample_interval": 2, "max_steps": 500, "sample_dir": "pictures"}, tmp_path), world=1)
     assert job.run.sample_every == 252 and job.batch.total == 8  # 2 x 1008 prompts
     assert job.samples == Path("pictures")
+
+
+def test_precision_that_is_left_open_is_float32_where_the_cpu_emulates_bf16() -> None:
+    run = merged({}, PATHS, None, 1, emulated=True)
+    assert (run.mixed_precision, run.teacher_dtype) == ("no", "float32")
+    run = merged({}, PATHS | {"teacher_device_strategy": "gpu"}, None, 1, emulated=True)
+    assert (run.mixed_precision, run.teacher_dtype) == ("no", "float32")
+    for emulated in (False, None):
+        run = merged({}, PATHS, None, 1, emulated=emulated)
+        assert (run.mixed_precision, run.teacher_dtype) == (None, None)
+
+
+def test_precision_that_the_user_chose_stays_where_the_cpu_emulates_bf16() -> None:
+    chosen = {"mixed_precision": "bf16", "teacher_dtype": "bfloat16"}
+    run = merged(chosen, PATHS, None, 1, emulated=True)
+    assert (run.mixed_precision, run.teacher_dtype) == ("bf16", "bfloat16")
+    named = {
+        "deepspeed_config": "ds_configs/student/zero2.json",
+        "teacher_deepspeed_config": "ds_configs/teacher/replicated.json",
+    }
+    run = merged(named, PATHS, None, 1, emulated=True)
+    assert (run.mixed_precision, run.teacher_dtype) == (None, None)
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+@pytest.mark.parametrize("begun_in", ["float32", "bfloat16"])
+def test_a_run_keeps_the_precision_that_it_has_begun_with(
+    tmp_path: Path, emulated: bool, begun_in: str
+) -> None:
+    (tmp_path / "resolved").mkdir()
+    for name in ("student", "teacher"):
+        ds = {"bf16": {"enabled": True}} if begun_in == "bfloat16" else {}
+        write_json(tmp_path / "resolved" / f"{name}_deepspeed.json", ds)
+    paths = PATHS | {"output_dir": str(tmp_path)}
+    run = merged({}, paths, None, 1, emulated=emulated)
+    assert run.mixed_precision == ("no" if begun_in == "float32" else None)
+    assert run.teacher_dtype == ("float32" if begun_in == "float32" else None)
+    anew = merged({}, paths | {"resume": "never"}, None, 1, emulated=emulated)
+    assert anew.mixed_precision == ("no" if emulated else None)
