@@ -73,7 +73,7 @@ def log0(message: str, *args: object, level: int = logging.INFO) -> None:
     if rank() == 0:
         log.log(level, message, *args)
     else:
-        log_to_file(message % args)
+        log_to_file(message % args if args else message)  # as logging does
 
 
 def init(log_level: str = "info") -> None:
