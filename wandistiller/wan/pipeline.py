@@ -114,17 +114,16 @@ def require_weights(folder: WanFolder) -> None:
         ConfigError: names every part without a safetensors file, and every missing, truncated or misshapen
             tensor.
     """
-    empty: list[str] = []
-    problems: list[str] = []
+    remedy, weights = "Give the whole pipeline.", ("*.safetensors*", "*.bin*")  # also what is like them
     if folder.revision:
+        weights = ("*.safetensors",)
         fetch(folder.name, folder.revision, CONFIG_FILES + WEIGHT_FILES)
-        parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
-        empty = [part for part in parts if not any((folder.path / part).glob("*.safetensors"))]
-        remedy = "Give the whole pipeline."
         if constants.HF_HUB_OFFLINE:
             offline = f"It is not in {constants.HF_HUB_CACHE}, and this machine is offline (HF_HUB_OFFLINE)."
             remedy = f"{offline} {fetch_elsewhere(folder.name, folder.revision, weights=True)}"
-        problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
+    parts = [*(e.value for e in folder.configs), "vae", "text_encoder"]
+    empty = [p for p in parts if not any(any((folder.path / p).glob(pattern)) for pattern in weights)]
+    problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
