@@ -17,7 +17,7 @@ from typing import Any
 from wandistiller.cli.main import main
 from wandistiller.distributed import collectives
 
-ENGINE = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+ENGINE = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}}
 SOUND: dict[str, Any] = {
     "student.json": {"num_layers": 2},
     "engine.json": ENGINE,
