@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, floor
 from typing import NamedTuple
 
 from wandistiller.batch import Expert
@@ -34,8 +34,12 @@ def before_the_steps(job: Job, machine: Machine, rates: Rates) -> list[Work]:
 
 def pictures(job: Job, machine: Machine, rates: Rates) -> tuple[float, float, int]:
     """Seconds of the teacher's pictures, which are drawn once, of the student's, and how often those are."""
-    drawn = _OtherWork(job, machine, rates).drawn()
-    return *drawn, ceil(job.run.max_steps / job.run.sample_every)
+    work, run = _OtherWork(job, machine, rates), job.run
+    teacher, student = work.drawn()
+    # by the clock, for at most a tenth of the time
+    between = max(60 * run.sample_minutes, 9 * student)
+    by_clock = floor(run.max_steps * work.step.floor() / between)
+    return teacher, student, min(run.max_steps, max(ceil(run.max_steps / run.sample_every), by_clock))
 
 
 class _OtherWork:

@@ -9,6 +9,7 @@ from planned import published_job as job
 
 from wandistiller.cli.plan_report import duration, other_lines
 from wandistiller.planner.other_work import before_the_steps, pictures
+from wandistiller.planner.step_time import StepTime
 from wandistiller.wan.flops import forward_flops
 
 IMPORTANT = {"student_config": {"num_layers": 20, "keep_layers": "importance"}}
@@ -58,6 +59,15 @@ def test_pictures_are_guided_calls_of_the_teacher_once_and_the_student_s_each_ti
     own = forward_flops(run.student_transformer, (16, 1, 60, 104)) / 1e12 / RATES.tflops
     assert times == 3  # after 500, 1000 and 1200 steps; 10 prompts on 8 ranks are 2 on each
     assert (teacher, student) == pytest.approx((30 * 2 * 2 * call(run), 30 * 2 * own))
+
+
+def test_pictures_by_the_clock_take_a_tenth_of_the_time_at_most(published: Path) -> None:
+    run = job(published, ONE_24, "Wan2.1-T2V-14B", max_steps=5000, sample_every=5000, **GPU)
+    steps = 5000 * StepTime(run, ONE_24, RATES).floor()
+    _, student, times = pictures(run, ONE_24, RATES)
+    assert times == int(steps / max(20 * 60, 9 * student)) > 1
+    rare = job(published, ONE_24, "Wan2.1-T2V-14B", max_steps=5000, sample_minutes=10**9, **GPU)
+    assert pictures(rare, ONE_24, RATES)[2] == 10
 
 
 def test_the_parts_before_step_1_are_named_with_their_times(published: Path) -> None:
