@@ -131,14 +131,14 @@ def test_dolby_vision_is_read_by_its_base_layer_or_named(
 ) -> None:
     file = tmp_path / "v.mp4"
     with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx265", rate=30, options={"x265-params": "log-level=none"})
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p10le"
+        stream = container.add_stream("libx264", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         stream.codec_context.color_trc = transfer
         frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8))
         frame.pts, frame.time_base = 0, Fraction(1, 30)
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    file.write_bytes(file.read_bytes().replace(b"hev1", b"dvh1"))
+    file.write_bytes(file.read_bytes().replace(b"avc1", b"dva1"))  # Dolby's name of H.264
     if is_read:
         assert len(list(read_frames(file, 30))) == 1
     else:
