@@ -30,9 +30,9 @@ def output(published: Path, capsys: pytest.CaptureFixture, quiet_logging: None) 
 
 
 def test_a_machine_that_is_not_this_one_can_be_described(output: Callable[..., str]) -> None:
-    machine = "--gpus 8 --nodes 2 --gpu_memory 80 --host_memory 2000 --disk 300"
+    machine = "--gpus 8 --nodes 2 --gpu_memory 80 --host_memory 2000 --disk 900"
     text = output(machine, wan="Wan2.2-T2V-A14B")
-    each = "each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 300 GiB of disk"
+    each = "each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 900 GiB of disk"
     assert f"2 node(s), {each}; 16 rank(s)" in text
     assert "fits: " in text and "a step takes at least" in text
 
