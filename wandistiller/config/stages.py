@@ -12,7 +12,7 @@ from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
 from wandistiller.config.shorthands import NAMED, merged
-from wandistiller.config.start import recorded_stages
+from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
@@ -29,8 +29,6 @@ SAME = (
     (NAMED, "teacher_device_strategy", "teacher_on_cpu"),
 )
 """Settings that mean the same: a stage's replaces all of the recipe's."""
-DONE = "DONE"
-"""File in the output folder of a finished run, for programs that wait for it."""
 PLACE = re.compile(r"(?P<stage>stage [\w-]+: )?(?P<setting>recipe: `(?P<key>\w+)|`objective`)")
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 

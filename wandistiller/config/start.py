@@ -8,6 +8,9 @@ from wandistiller.checkpoint import manifest, resume
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.utils.files import digest, read_json
 
+DONE = "DONE"
+"""File in the output folder of a finished run, for programs that wait for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -49,8 +52,15 @@ def recorded_stages(output: Path) -> list[Path]:
 
 
 def stage_folders(output: Path) -> list[Path]:
-    """List the folders of a recipe's stages with a checkpoint, in order; none if `output` is of one run."""
-    return [folder for folder in recorded_stages(output) if manifest.steps(folder / "checkpoints")]
+    """List the folders of a recipe's stages that are done or have a checkpoint, in order.
+
+    None if `output` is of one run. One that is done may have lost its checkpoints: it is not passed over.
+    """
+    return [
+        folder
+        for folder in recorded_stages(output)
+        if manifest.steps(folder / "checkpoints") or (folder / DONE).is_file()
+    ]
 
 
 def read_start(init: Any) -> Start | None:

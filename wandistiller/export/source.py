@@ -176,8 +176,10 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
     run = (stage_folders(folder) or [folder])[-1]
     checkpoint = folder if (folder / loading.STATE).is_file() else find(run, "auto")
     if checkpoint is None or not (checkpoint / loading.STATE).is_file():
+        of_stage = f" ({run.name} is its last stage; its student is in {run / 'student'})"
+        there = of_stage if run != folder else ""
         raise ConfigError(
-            f"{folder}: no checkpoint there. Name the --output_dir of a run, "
+            f"{folder}: no checkpoint there{there}. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
     set_activity(f"verifying {checkpoint}")

@@ -10,8 +10,8 @@ from pathlib import Path
 from wandistiller.checkpoint import loading, resume
 from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
-from wandistiller.config.stages import DONE, whole_output, write_resolved
-from wandistiller.config.start import read_start
+from wandistiller.config.stages import whole_output, write_resolved
+from wandistiller.config.start import DONE, read_start
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
