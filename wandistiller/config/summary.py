@@ -43,7 +43,7 @@ def precision_lines(job: Job) -> list[str]:
     """Describe what the CPU here has to do with the precision, if it emulates bf16."""
     if is_emulated(job):
         return [
-            "precision bf16 is emulated by this CPU, 7 to 50 times slower than float32: leave `bf16` out of "
+            "precision bf16 is emulated by this CPU, 6 to 56 times slower than float32: leave `bf16` out of "
             "the JSONs, or give --mixed_precision no --teacher_dtype float32 with the default ones"
         ]
     return ["precision float32, as this CPU has no instructions for bf16"] * emulates_bf16()

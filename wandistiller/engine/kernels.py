@@ -31,7 +31,7 @@ class Kernels:
 def emulates_bf16() -> bool:
     """Return whether this rank computes on a CPU without instructions for bf16.
 
-    Its products in bf16 then take 7 to 50 times as long as in float32 (torch 2.13, whose oneDNN refuses
+    Its products in bf16 then take 6 to 56 times as long as in float32 (torch 2.13, whose oneDNN refuses
     them; `python tests/bench/emulation.py`).
     """
     if get_accelerator().device_name() != "cpu":
