@@ -69,7 +69,7 @@ About half of the makers' peak of dense products in bf16: 2,250, 990, 181, 121, 
 CPU_ONLY = Rates(tflops=0.05, cpu_tflops=0.2, pcie=10, link=5, network=1.2, memory=20, disk=1)
 """Rates of a few cores in float32."""
 EMULATION = 10
-"""Times as long as in float32 that a CPU's products take in bf16 where it is emulated; 6 to 56 were measured."""
+"""Times as long as in float32 that a CPU's products take in bf16 where it is emulated: 6 to 56."""
 MEASURED = 3
 """Measurements of each rate; the best counts."""
 
