@@ -182,9 +182,9 @@ def main() -> None:
         "--checkpoint",
         str(output),
         "--output",
-        str(folder / "comfy"),
+        str(folder / "comfy.safetensors"),
         "--format",
-        "comfyui",
+        "original",
     ]
     used["export"] = timed([*command, *exported])
     used["sample by diffusers"] = timed([sys.executable, "-c", STOCK, str(output / "student"), *size])
