@@ -15,12 +15,11 @@ which is measured before and after the run.
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,12 +35,14 @@ from safetensors.torch import save_file
 from small_wan import WORDS, make_wan
 from transformers import UMT5Config, UMT5EncoderModel
 
+from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.planner.disk import written
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import machine_now
 from wandistiller.planner.step_time import StepTime
+from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.transformer import meta_transformer
 
@@ -65,7 +66,7 @@ class Used(NamedTuple):
     cpu: float
     """Seconds of all its processes."""
     peak: int
-    """MiB of the largest of them, with mapped files."""
+    """MiB of its first process, with mapped files; not below those of this program, which starts it."""
 
 
 def write_shards(folder: Path, config: dict[str, Any]) -> None:
@@ -108,17 +109,18 @@ def pipeline(folder: Path, size: str) -> Path:
 
 def timed(words: list[str], code: int = 0, stop: Path | None = None) -> Used:
     """Run a command to its exit code; touch `stop` when the first step of the run beside it is written."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    began, use = time.perf_counter(), None
     process = subprocess.Popen(words, cwd=TESTS.parent, env=environment(OMP_NUM_THREADS=str(os.cpu_count())))
-    while process.poll() is None:
+    while not use:
         time.sleep(1)
         if stop and (lines := stop.with_name("metrics.jsonl")).is_file() and lines.stat().st_size:
             stop.touch()
             stop = None
+        pid, status, found = os.wait4(process.pid, os.WNOHANG)  # of this process alone, unlike getrusage
+        use = found if pid else None
+    process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == code, f"{' '.join(words)}: exit code {process.returncode}"
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Used(time.perf_counter() - began, cpu, after.ru_maxrss // 1024)
+    return Used(time.perf_counter() - began, use.ru_utime + use.ru_stime, use.ru_maxrss // 1024)
 
 
 def product_rate() -> float:
@@ -143,6 +145,51 @@ def shipped(name: str) -> dict[str, Any]:
     return ds | {"bf16": {"enabled": False}}
 
 
+def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The run's recipe; makes its pipeline and prompts."""
+    (folder / "prompts.txt").write_text("a red circle\na blue square\n")
+    engine = shipped("student/zero2_offload") | {"gradient_accumulation_steps": 1}
+    return {
+        "teacher_path": str(pipeline(folder, args.size)),
+        "data_path": str(folder / "prompts.txt"),
+        "output_dir": str(folder / "run"),
+        "student_config": {"num_layers": args.student_layers},
+        "deepspeed_config": engine,
+        "teacher_deepspeed_config": shipped(f"teacher/{args.placement}"),
+        "height": args.pixels[0],
+        "width": args.pixels[1],
+        "max_steps": 3,
+        "rollout_steps": 2,
+        "sample_steps": 2,
+        "sample_prompts": ["a red circle"],
+    }
+
+
+def report(output: Path, used: dict[str, Used], job: Job, rate: float) -> None:
+    """Print what the run took beside its plan.
+
+    Args:
+        rate: 10^12 operations a second of a core.
+    """
+    print("\n| command | s | CPU s | MiB at most, with mapped files |\n|---|---|---|---|")
+    for name, one in used.items():
+        print(f"| {name} | {one.seconds:.0f} | {one.cpu:.0f} | {one.peak} |")
+    print("\n| phase | planned MiB | measured MiB | ratio |\n|---|---|---|---|")
+    memory, planned = read_json(output / "memory.json"), predicted(asdict(job.run), 1)
+    for phase in (p for p in planned if p in memory and p != "prepare"):  # `train` found a full cache
+        measured = round(1024 * max(memory[phase]["host_peak"]))
+        print(f"| {phase} | {planned[phase]} | {measured} | {planned[phase] / measured:.2f} |")
+    disk = written(job, accelerator=False).whole / GIB
+    print(f"\ndisk: run and cache {size_of(output):.2f} GiB; planned {disk:.2f}")
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    seconds = min(line["seconds"] for line in steps)
+    instant = {key: 1e8 for key in ("pcie", "link", "network", "memory", "disk")}
+    rates = Rates(tflops=rate * os.cpu_count(), cpu_tflops=1e8, **instant)
+    products = StepTime(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).floor()
+    share, rate = seconds / products, 1000 * rate
+    print(f"step: {seconds:.1f} s, {share:.2f} of its products at {rate:.0f} GFLOP/s a core")
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_real_size"))
@@ -154,57 +201,17 @@ def main() -> None:
     folder = args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output := folder / "run", ignore_errors=True)
-    (folder / "prompts.txt").write_text("a red circle\na blue square\n")
-    engine = shipped("student/zero2_offload") | {"gradient_accumulation_steps": 1}
-    given = {
-        "teacher_path": str(pipeline(folder, args.size)),
-        "data_path": str(folder / "prompts.txt"),
-        "output_dir": str(output),
-        "student_config": {"num_layers": args.student_layers},
-        "deepspeed_config": engine,
-        "teacher_deepspeed_config": shipped(f"teacher/{args.placement}"),
-        "height": args.pixels[0],
-        "width": args.pixels[1],
-        "max_steps": 3,
-        "rollout_steps": 2,
-        "sample_steps": 2,
-        "sample_prompts": ["a red circle"],
-    }
+    given = settings(args, folder)
     recipe = str(write_json(folder / "recipe.json", given))
     job, rate = read_job(RunConfig(**given), 1), product_rate()
-    planned, disk = predicted(given, 1), written(job, accelerator=False)
     command, size = [sys.executable, "-m", "wandistiller"], [str(n) for n in args.pixels]
     used = {"prepare": timed([*command, "prepare", "--recipe", recipe])}
     used["train, stopped"] = timed([*command, "train", "--recipe", recipe], 75, output / "STOP")
     used["train, resumed"] = timed([*command, "train", "--recipe", recipe])
-    exported = [
-        "export",
-        "--checkpoint",
-        str(output),
-        "--output",
-        str(folder / "comfy.safetensors"),
-        "--format",
-        "original",
-    ]
-    used["export"] = timed([*command, *exported])
+    files = ["--checkpoint", str(output), "--output", str(folder / "comfy.safetensors")]
+    used["export"] = timed([*command, "export", *files, "--format", "original"])
     used["sample by diffusers"] = timed([sys.executable, "-c", STOCK, str(output / "student"), *size])
-    rate = max(rate, product_rate())
-    print("\n| command | s | CPU s | MiB at most, with mapped files |\n|---|---|---|---|")
-    for name, one in used.items():
-        print(f"| {name} | {one.seconds:.0f} | {one.cpu:.0f} | {one.peak} |")
-    print("\n| phase | planned MiB | measured MiB | ratio |\n|---|---|---|---|")
-    memory = json.loads((output / "memory.json").read_text())
-    for phase in (phase for phase in planned if phase in memory):
-        measured = round(1024 * max(memory[phase]["host_peak"]))
-        print(f"| {phase} | {planned[phase]} | {measured} | {planned[phase] / measured:.2f} |")
-    print(f"\ndisk: run and cache {size_of(output):.2f} GiB; planned {disk.whole / GIB:.2f}")
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    seconds = min(line["seconds"] for line in steps)
-    instant = {key: 1e8 for key in ("pcie", "link", "network", "memory", "disk")}
-    rates = Rates(tflops=rate * os.cpu_count(), cpu_tflops=1e8, **instant)
-    products = StepTime(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).floor()
-    share, rate = seconds / products, 1000 * rate
-    print(f"step: {seconds:.1f} s, {share:.2f} of its products at {rate:.0f} GFLOP/s a core")
+    report(output, used, job, max(rate, product_rate()))
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ class Job:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What every checkpoint has of its run: identity, facts, settings, and the files of its teacher."""
+        """Identity, facts and settings of the run, and its teacher's files, as every checkpoint has them."""
         # without folders, so that it stays true when the run is moved
         run = {key: value for key, value in self.resolved.items() if not key.endswith("_dir")}
         if self.start:

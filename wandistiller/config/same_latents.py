@@ -1,4 +1,4 @@
-"""Whether a student that another run or stage began keeps the latents and texts that it was trained on."""
+"""Check that a student of another run or stage keeps the latents and texts that it was trained on."""
 
 from pathlib import Path
 

@@ -37,7 +37,7 @@ class MicroStepResult(NamedTuple):
 
 
 class Over(NamedTuple):
-    """What is due by this rank's clock."""
+    """Work that is due by this rank's clock."""
 
     save: bool = False
     draw: bool = False
@@ -99,7 +99,7 @@ class StepResult:
 
     @property
     def over(self) -> Over:
-        """What is due by the clock of rank 0, so that all ranks agree."""
+        """Work that is due by the clock of rank 0, so that all ranks agree."""
         return self.ranks[0].over
 
 

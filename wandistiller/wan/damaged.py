@@ -1,4 +1,4 @@
-"""What lies in place of a file of a pipeline, and the commands that mend it."""
+"""Recognition of what lies in place of a pipeline's file, and the commands that mend it."""
 
 import json
 import os

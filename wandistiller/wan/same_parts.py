@@ -1,4 +1,4 @@
-"""Whether two pipelines have the same latents and texts: VAE, text encoder and tokenizer."""
+"""Comparison of two pipelines' latents and texts: VAE, text encoder and tokenizer."""
 
 from pathlib import Path
 from typing import Any
