@@ -12,6 +12,7 @@ from wandistiller.engine.ds_schema import (
     BLOCK,
     OPTIMIZERS,
     PARAMS,
+    PEAKS,
     SCHEDULERS,
     params_of,
     section_of,
@@ -204,12 +205,7 @@ def student_engine(
         ConfigError: with all problems at once.
     """
     problems = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
-    if "optimizer" not in ds:
-        section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
-        problems.append(
-            f"{where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
-            f"Give {rate}, or write {section} here."
-        )
+    problems += rate_problems(where, ds, rate)
     problems += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
     try:
         batch = batch_size(where, ds, world)
@@ -228,6 +224,25 @@ def student_engine(
     if "comet" in ds:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
     return ds, batch
+
+
+def rate_problems(where: str, ds: dict[str, Any], rate: str) -> list[str]:
+    """Name a learning rate that is left out, for which deepspeed 0.19.8 takes 0.001 in silence."""
+    if "optimizer" not in ds:
+        section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+        return [
+            f"{where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
+            f"Give {rate}, or write {section} here."
+        ]
+    kind = str(section_of(ds, "scheduler").get("type"))
+    section, key = ("scheduler", peak) if (peak := PEAKS.get(kind.lower())) else ("optimizer", "lr")
+    params = section_of(ds, section).get("params", {})
+    if not isinstance(params, dict) or key in params or (key == "lr" and "muon_lr" in params):
+        return []
+    return [
+        f"{where}: `{section}.params.{key}` is missing, and DeepSpeed would train at 0.001. "
+        f"Give {rate}, or write it."
+    ]
 
 
 def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:

@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from wandistiller.engine.ds_config import with_dtype
-from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, section_of
+from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS, section_of
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
 OPEN = (None, "auto")
 """Values of a JSON's key that leave it to a flag."""
-PEAKS = {
-    "warmuplr": "warmup_max_lr",
-    "warmupdecaylr": "warmup_max_lr",
-    "onecycle": "cycle_max_lr",
-    "lrrangetest": "lr_range_test_min_lr",
-}
-"""Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
 
 
 @dataclass(frozen=True, slots=True)

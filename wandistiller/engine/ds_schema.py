@@ -38,6 +38,13 @@ BLOCK = "wandistiller"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
+PEAKS = {
+    "warmuplr": "warmup_max_lr",
+    "warmupdecaylr": "warmup_max_lr",
+    "onecycle": "cycle_max_lr",
+    "lrrangetest": "lr_range_test_min_lr",
+}
+"""Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
 WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )

@@ -90,14 +90,14 @@ def test_lora_without_peft_is_reported_before_weights_are_loaded(
 SCHEDULES: list[dict[str, Any]] = [
     {},
     {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3}},
-    {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 3}},
-    {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 3}},
+    {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 3}},
+    {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 3, "warmup_max_lr": 1e-3}},
     {
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 5, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
     },
     {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2}},
-    {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 2}},
+    {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2}},
 ]
 
 
