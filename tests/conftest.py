@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ class FailuresAtOnce:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell starts a job in the background with the signal ignored; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(FailuresAtOnce(config))
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -28,7 +29,10 @@ class Bytes:
     """Page-locked part of `host`."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Bytes(*map(add, _KINDS(self), _KINDS(other)))
+
+
+_KINDS = attrgetter(*(f.name for f in fields(Bytes)))
 
 
 def one_at_a_time(engines: list[Bytes]) -> Bytes:

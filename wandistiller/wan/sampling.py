@@ -1,6 +1,7 @@
 """The denoising loop with diffusers' scheduler, and its noise levels."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def few_step_config(shift: float, steps: int, sampler: str = EULER) -> dict[str,
     return config | ({"shift_terminal": last} if steps > 1 else {})  # one level cannot be stretched
 
 
+@cache
 def few_steps(shift: float, steps: int, boundary: float | None, sampler: str = EULER) -> FewSteps:
     """Return the levels that `few_step_config` gives, split at the `boundary` of a two-expert student."""
     sigmas = few_step_scheduler(shift, steps).sigmas.tolist()[:-1]

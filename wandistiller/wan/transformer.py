@@ -79,6 +79,7 @@ def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Ten
     )[0].float()
 
 
+@once_for_each
 def numels(config: dict[str, Any]) -> dict[str, int]:
     """Return the number of elements of each parameter of the transformer that `config` describes, by name."""
     return {name: prod(shape) for name, shape in shapes(config).items()}

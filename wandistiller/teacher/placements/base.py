@@ -25,6 +25,7 @@ from wandistiller.teacher.quantized import (
     weights_problems,
 )
 from wandistiller.utils.errors import problem
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Index
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import parameter_dtype, shapes
@@ -191,9 +192,14 @@ def dtype_of(ds: dict[str, Any]) -> torch.dtype:
 
 def parameter_sizes(config: dict[str, Any], ds: dict[str, Any]) -> list[ParameterSize]:
     """The parameters of one expert in diffusers' mixed precision; quantised weights in several entries."""
-    dtype, weights, sizes = dtype_of(ds), ds.get(BLOCK, {}).get("weights"), []
+    return _parameter_sizes(config, dtype_name(ds), ds.get(BLOCK, {}).get("weights"))
+
+
+@once_for_each
+def _parameter_sizes(config: dict[str, Any], dtype: str, weights: str | None) -> list[ParameterSize]:
+    precision, sizes = getattr(torch, dtype), []
     for name, shape in shapes(config).items():
-        item = parameter_dtype(name, dtype).itemsize
+        item = parameter_dtype(name, precision).itemsize
         stored = [(prod(shape), item)]
         if is_quantized(name, shape, weights):
             stored = stored_sizes(shape, weights, item)

@@ -15,6 +15,7 @@ from wandistiller.engine.zero_memory import Bytes, block_name, one_at_a_time, ro
 from wandistiller.teacher.block_stream import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -74,6 +75,7 @@ class Streamed(Placement):
         return topology.accelerator
 
 
+@once_for_each
 def split(config: dict[str, Any], ds: dict[str, Any]) -> tuple[Counter[str], int]:
     """Bytes of each block as they lie in a buffer, and of all other parameters."""
     blocks: Counter[str] = Counter()
