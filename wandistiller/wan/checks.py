@@ -12,6 +12,7 @@ from transformers import UMT5Config
 
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
 from wandistiller.wan.components import text_config, text_encoder_of, vae_of
 from wandistiller.wan.damaged import cure, unfinished
@@ -73,17 +74,30 @@ def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
     if (name := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
         remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
         problems.append(problem(where, "_class_name", name, remedy))
-    return problems or _building_problems(where, lambda: meta_transformer(config | {"num_layers": 1}))
+    return problems or _building_problems(where, "transformer", config | {"num_layers": 1})
 
 
-def _building_problems(where: str, build: Callable[[], Any]) -> list[str]:
-    """List the reason why a part cannot be built, on the meta device."""
+PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "transformer": meta_transformer,
+    "vae": vae_of,
+    "text_encoder": text_encoder_of,
+}
+
+
+def _building_problems(where: str, part: str, config: dict[str, Any]) -> list[str]:
+    """List the reason why a part cannot be built."""
+    return list(filter(None, [_why_not_built(where, part, config)]))
+
+
+@once_for_each
+def _why_not_built(where: str, part: str, config: dict[str, Any]) -> str:
+    """Build a part on the meta device; return the message for what is raised, or nothing."""
     try:
         with torch.device("meta"):
-            build()
+            PARTS[part](config)
     except UNFIT as error:
-        return [unfit(where, error)]
-    return []
+        return unfit(where, error)
+    return ""
 
 
 def vae_problems(where: str, config: dict[str, Any]) -> list[str]:
@@ -92,7 +106,7 @@ def vae_problems(where: str, config: dict[str, Any]) -> list[str]:
     problems += refused_keys(where, config)
     if (name := config.get("_class_name", "AutoencoderKLWan")) != "AutoencoderKLWan":
         problems.append(problem(where, "_class_name", name, "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _building_problems(where, lambda: vae_of(config))
+    return problems or _building_problems(where, "vae", config)
 
 
 def text_problems(where: str, config: dict[str, Any], text_dim: int) -> list[str]:
@@ -108,7 +122,7 @@ def text_problems(where: str, config: dict[str, Any], text_dim: int) -> list[str
         remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
         problems.append(problem(where, "d_model", config["d_model"], remedy))
     problems = problems or _distance_problems(where, config)
-    return problems or _building_problems(where, lambda: text_encoder_of(config | {"num_layers": 1}))
+    return problems or _building_problems(where, "text_encoder", config | {"num_layers": 1})
 
 
 def _distance_problems(where: str, config: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 from wandistiller.flow import TRAIN_TIMESTEPS
@@ -14,7 +15,8 @@ from wandistiller.wan.text_padding import network_text
 
 def meta_transformer(config: dict[str, Any]) -> WanTransformer3DModel:
     """Make the model without memory for its parameters (meta device), with real rope tables."""
-    with torch.device("meta"):
+    # torch draws even numbers that have no memory, half of the time
+    with no_init_weights(), torch.device("meta"):
         model = WanTransformer3DModel.from_config(config)
     model.rope = fresh_rope(model)
     return model
