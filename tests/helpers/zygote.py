@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,22 @@ def _become(words: list[str], cwd: str, rank: Rank) -> None:
         os._exit(code)
 
 
+def _plan_usual_runs() -> None:
+    """Trace the small pipelines' networks here, for two seconds; each rank that is forked knows the results."""
+    from recipes import recipe
+    from small_wan import make_wan
+
+    from wandistiller.config.run_config import RunConfig
+    from wandistiller.config.validate import read_job
+    from wandistiller.planner.machine import machine_now
+    from wandistiller.planner.peak_memory import plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        for experts in (1, 2):
+            wan = make_wan(Path(folder, f"wan{experts}"), experts=experts)
+            plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), machine_now())
+
+
 def _serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
     from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -85,6 +102,7 @@ def _serve() -> None:
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
 
     CPUAdamBuilder().load()
+    _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
     if len(os.listdir("/proc/self/task")) > 1:
