@@ -79,15 +79,17 @@ def _become(words: list[str], cwd: str, rank: Rank) -> None:
 
 
 def _plan_usual_runs() -> None:
-    """Trace the small pipelines' networks here, for two seconds; each rank that is forked knows the results."""
+    """Trace the small pipelines' networks, for two seconds; the forked ranks have the results."""
     from recipes import recipe
     from small_wan import make_wan
+    from tqdm import tqdm
 
     from wandistiller.config.run_config import RunConfig
     from wandistiller.config.validate import read_job
     from wandistiller.planner.machine import machine_now
     from wandistiller.planner.peak_memory import plan
 
+    tqdm.monitor_interval = 0  # its thread
     with tempfile.TemporaryDirectory() as folder:
         for experts in (1, 2):
             wan = make_wan(Path(folder, f"wan{experts}"), experts=experts)

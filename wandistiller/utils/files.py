@@ -164,7 +164,8 @@ def file_fingerprint(path: Path) -> str:
 def link_or_copy(source: Path, target: Path) -> None:
     """Copy a folder; within a file system by hard links, which take no space and survive a move.
 
-    A file that fewer may read than the umask says is copied, because a link has the same mode.
+    A file that fewer may read than the umask says is copied, because a link has the same mode. Of a symbolic
+    link what it leads to is taken; one that leads nowhere is left out.
     """
     readable_by = 0o444 & ~umask()
 
@@ -176,7 +177,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:  # another file system, or one without links
             shutil.copyfile(src, dst)
 
-    shutil.copytree(source, target, copy_function=place, ignore_dangling_symlinks=True)
+    def leading_nowhere(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if not os.path.exists(os.path.join(folder, name))]
+
+    # ignore_dangling_symlinks of Python 3.11 looks for a relative link's file in the current folder
+    shutil.copytree(source, target, copy_function=place, ignore=leading_nowhere)
 
 
 def flush(path: Path) -> None:

@@ -15,7 +15,7 @@ from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.known import known_config, known_index
-from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config
 
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
@@ -64,6 +64,7 @@ class DiffusersFormat(ExportFormat):
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
             _write_index(teacher, source, scheduler, folder)
             write_pipeline_card(folder, source, self.repository)
+            require_weights(open_wan(str(folder)))  # nothing that is incomplete takes the output's place
         return [output]
 
 
