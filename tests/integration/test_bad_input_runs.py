@@ -266,6 +266,7 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, wan1: Path
     assert faults(case, outcome(words, tmp_path / "case"), tmp_path / "case", wan1) == []
 
 
+@pytest.mark.slow
 def test_spaces_and_other_scripts_in_every_path_work(tmp_path: Path, wan1: Path) -> None:
     here = tmp_path / "räume 空白 🎈"
     linked(wan1, here / "мой учитель", without="model_index.json")

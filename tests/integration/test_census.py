@@ -11,7 +11,11 @@ from tensor_owners import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHERS, ST
 from wandistiller.planner.student_memory import BUCKETS, GATHERED, HELD, MASTERS, WEIGHTS
 from wandistiller.planner.student_memory import GRADIENTS as PLANNED_GRADIENTS
 
-PAIRS = [("zero1", "replicated"), ("zero2_offload", "zero_inference_cpu"), ("zero3_offload", "host_cpu")]
+PAIRS = [
+    ("zero2_offload", "zero_inference_cpu"),
+    pytest.param(("zero1", "replicated"), marks=pytest.mark.slow),
+    pytest.param(("zero3_offload", "host_cpu"), marks=pytest.mark.slow),
+]
 TURNS = [
     "reading the data",
     "the teacher's forward pass",

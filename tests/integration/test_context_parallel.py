@@ -93,7 +93,7 @@ def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[st
         assert found["compiled"][what] == pytest.approx(of_steps, rel=1e-5), what
 
 
-@pytest.mark.parametrize("degree", slow_but([4], [2, 4]))
+@pytest.mark.parametrize("degree", slow_but([], [2, 4]))
 def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
     degree: int, folder: Path, wan: Path, alone: dict[str, Found]
 ) -> None:
@@ -129,6 +129,7 @@ def trained(folder: Path, wan: Path, name: str, *, ranks: int, **settings: Any) 
     return folder / name
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_other_numbers_of_ranks_share_its_sequences(
     folder: Path, wan: Path, whole_run: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_run_goes_on_when_other_numbers_of_ranks_share_its_sequences(
     assert losses(output) == pytest.approx(losses(whole_run), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_draw_the_pictures_of_one(
     folder: Path, wan: Path, whole_run: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_ranks_that_share_sequences_sample_the_files_of_one(folder: Path, wan: P
         assert np.abs(first - second).max() <= 1
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_evaluate_as_one(folder: Path, wan: Path, whole_run: Path) -> None:
     words = ["evaluate", "--student", whole_run / "student", "--prompts", folder / "prompts.txt"]
     words += ["--steps", 2, "--batch", 2, "--num_prompts", 6]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from checkpointed import exported
 from plain import PlainDmd2
 from ranks import losses, metrics, wandistiller
@@ -63,7 +64,7 @@ def test_losses_and_weights_after_6_updates_equal_those_of_plain_pytorch(
             )
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0], [0, 3]))
 def test_losses_do_not_depend_on_ranks_stage_or_accumulation(
     folder: Path, wan2: Path, whole: Path, stage: int
 ) -> None:
@@ -151,7 +152,7 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         pytest.param(FROM_TEACHER, marks=pytest.mark.slow),
         pytest.param(DMD2 | {"steps": 3, "sampler": "renoise"}, marks=pytest.mark.slow),
         pytest.param(DMD2 | {"critic_follows": 0.03}, marks=pytest.mark.slow),
-        [DMD2, {"name": "consistency", "edges": 2, "weight": 3}],
+        pytest.param([DMD2, {"name": "consistency", "edges": 2, "weight": 3}], marks=pytest.mark.slow),
         pytest.param(DMD2 | {"gan": 0.03}, marks=pytest.mark.slow),
     ],
     ids=["critic from the teacher", "renoise", "critic follows", "joint", "heads"],
@@ -227,6 +228,7 @@ def test_what_a_critic_cannot_be_trained_beside_is_refused(
     assert message in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_heads_learn_to_tell_samples_from_latents_and_move_the_student(folder: Path, wan2: Path) -> None:
     many = {"max_steps": 8, "objective": DMD2 | {"gan": 0.03}}
     output = trained(folder, wan2, "heads", 1, **many)

@@ -193,6 +193,7 @@ def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
         assert distance["low"] <= distance["value"] <= distance["high"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
     words = ["--student", "tiny", "--teacher_path", "tiny", "--guidance_scale", "1", "--num_prompts", "4"]

@@ -109,7 +109,7 @@ def as_hub_id(teacher: Path, patch: pytest.MonkeyPatch) -> str:
     return "org/wan"
 
 
-USUAL = [("Wan2.2-T2V-A14B", 1), ("Wan2.2-TI2V-5B", 5)]
+USUAL = [("Wan2.2-TI2V-5B", 5)]
 OTHERS = [pytest.param((form, 1), marks=pytest.mark.slow) for form in FORMS if (form, 1) not in USUAL]
 
 

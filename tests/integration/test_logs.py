@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow_but
 from PIL import Image
 from pytest import approx
 from ranks import metrics, run, train_words, wandistiller
@@ -97,7 +98,7 @@ def _no_files_afterwards() -> None:
             logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("experts", slow_but([2], [1, 2]))
 def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
     experts: int, wan1: Path, wan2: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def run(cache: Path, tmp_path: Path, wan: Path, code: int, how: str, ranks: int 
     return tmp_path / "run", done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_skips_learns_from_the_other_updates_of_both_networks(
     cache: Path, tmp_path: Path, wan1: Path
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_lora_cut_out_of_all_the_difference_makes_the_teacher_the_student(
         assert (value - before[name]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_trained_lora_is_the_same_in_both_styles_and_merged(tmp_path: Path, wan2: Path) -> None:
     lora = {"rank": 3, "alpha": 6, "targets": ["attn1", "ffn"]}
     output = train(tmp_path, wan2, student_config={"experts": "two"}, lora=lora, max_steps=3)

@@ -95,6 +95,7 @@ def test_a_recipe_stopped_in_any_stage_goes_on_there_and_ends_bit_for_bit_the_sa
         assert losses(folder / "cut" / name) == losses(whole / name)
 
 
+@pytest.mark.slow
 def test_losses_on_two_ranks_are_those_of_one(folder: Path, wan2: Path, whole: Path) -> None:
     wandistiller("train", "--recipe", staged(folder, wan2, "two"), ranks=2)
     for name in FOLDERS:
@@ -120,6 +121,7 @@ def test_a_later_stage_takes_a_changed_rate_that_a_finished_one_was_not_trained_
     assert "holds a run with another optimizer" in wandistiller(*words, code=2).stderr
 
 
+@pytest.mark.slow
 def test_the_settings_as_they_ran_are_a_recipe_of_the_same_stages(folder: Path, whole: Path) -> None:
     written = whole / "resolved" / "run.json"
     assert [stage["name"] for stage in json.loads(written.read_text())["stages"]] == [
@@ -130,6 +132,7 @@ def test_the_settings_as_they_ran_are_a_recipe_of_the_same_stages(folder: Path, 
     assert "steps are done" in wandistiller("train", "--recipe", alone).stderr
 
 
+@pytest.mark.slow
 def test_never_starts_all_stages_anew(folder: Path, wan2: Path) -> None:
     file = staged(folder, wan2, "anew", stages=[MATCH, CONSISTENCY])
     wandistiller("train", "--recipe", file)
@@ -137,6 +140,7 @@ def test_never_starts_all_stages_anew(folder: Path, wan2: Path) -> None:
     assert all((folder / "anew" / name / "checkpoints.old1").is_dir() for name in FOLDERS[:2])
 
 
+@pytest.mark.slow
 def test_prepare_fills_one_cache_for_all_stages(folder: Path, wan2: Path) -> None:
     own = folder / "own_cache"
     file = staged(folder, wan2, "prepared", cache_dir=str(own))

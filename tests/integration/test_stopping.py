@@ -74,9 +74,8 @@ WAYS = [  # name, launcher, what asks the run to stop, and how its message begin
 BY_DEEPSPEED = [way for way in WAYS if way[0] == "deepspeed, SIGTERM"]
 
 
-@pytest.mark.parametrize(
-    "ways", [BY_DEEPSPEED, pytest.param(WAYS, marks=pytest.mark.slow)], ids=["deepspeed", "every way"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [BY_DEEPSPEED, WAYS], ids=["deepspeed", "every way"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     ways: list, folder: Path, wan1: Path, whole: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from pages import VIDEOS
 from planned import EIGHT_80, gpus, published_job
 from published_wan import PUBLISHED
@@ -40,7 +41,7 @@ CPU_MEMORY = {
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
 
 
-@pytest.mark.parametrize("name", CPU_MEMORY)
+@pytest.mark.parametrize("name", slow_but([n for n in CPU_MEMORY if "1x24" not in n], CPU_MEMORY))
 @pytest.mark.usefixtures("quiet_logging")
 def test_a_shipped_recipe_fits_its_machine(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str

@@ -203,6 +203,7 @@ def test_a_video_s_samples_may_be_shared_by_what_divides_a_node_s_ranks_heads_an
     assert {one.batch.total for one in shared} == {run.batch.total}
 
 
+@pytest.mark.slow
 def test_where_no_clip_fits_a_gpu_several_ranks_are_recommended(published: Path) -> None:
     machine = gpus(4, 24, 512)
     run = job(published, machine, LARGE, num_frames=81, height=720, width=1280)

@@ -188,6 +188,7 @@ def exported(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_tuned_run_exports_its_average_and_is_resumed_bitwise(tmp_path: Path, wan1: Path) -> None:
     more = {"ema": 0.9, "frozen": ["blocks.0"], "learning_rates": {"proj_out": 2}, "save_every": 2}
     more["deepspeed_config"] = student_engine(3, bf16={"enabled": True})

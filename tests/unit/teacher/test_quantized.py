@@ -104,7 +104,9 @@ TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "tasks"), [(1, ONE_RANK), (2, TWO_RANKS)])
+@pytest.mark.parametrize(
+    ("ranks", "tasks"), [(1, ONE_RANK), pytest.param(2, TWO_RANKS, marks=pytest.mark.slow)]
+)
 def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torchao_s(
     ranks: int, tasks: list[str], wan2: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torch
     )
 
 
+@pytest.mark.slow
 def test_a_rank_reads_what_it_would_without_quantising(wide: Path) -> None:
     """An owner's other rank nothing; ranks that share a copy the halves of its blocks."""
     names = {"replicated": [1, 1], "owner": [1, 0], "host_cpu": [0.5, 0.5]}

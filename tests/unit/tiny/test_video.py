@@ -52,6 +52,7 @@ def test_experts_differ(pipeline: WanPipeline) -> None:
     assert all(not torch.equal(high[name], low[name]) for name in high if name.endswith("to_q.weight"))
 
 
+@pytest.mark.slow
 def test_the_vae_reproduces_held_out_clips_at_25_db(pipeline: WanPipeline) -> None:
     assert vae_psnr(pipeline.vae, WORLD, seed=VAE_SEED) >= 25
 
@@ -80,6 +81,7 @@ def test_guided_clips_are_right_and_as_fast_as_asked(guided_BCFHW: torch.Tensor,
     assert abs(clip_scores.speeds(guided_BCFHW[part], PROMPTS[part]).nanmean() - 1) < 0.1
 
 
+@pytest.mark.slow
 def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCFHW: torch.Tensor) -> None:
     unguided_BCFHW = sample(WORLD, pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))
     pair = (guided_BCFHW, unguided_BCFHW)

@@ -216,6 +216,7 @@ def test_two_ranks_measure_and_choose_as_one(
     assert same_start(begun(folder, wan2, name, 2, teacher), alone)
 
 
+@pytest.mark.slow
 def test_a_teacher_with_merged_text_padding_is_measured_and_cut_as_one_without(
     folder: Path, wan2: Path, alone: Path
 ) -> None:

@@ -54,7 +54,7 @@ def test_outputs_equal_those_with_512_rows(lengths: list[int]) -> None:
     torch.testing.assert_close(outputs(merge_text_padding(model), lengths), stock, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [SMALL, LARGE], ids=["1.3B", "14B"])
+@pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["1.3B", "14B"])
 @torch.no_grad()
 def test_outputs_of_published_shapes_equal_those_with_512_rows(config: dict) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import slow_but
 from published_wan import VAE21 as PUBLISHED
 from small_wan import VAE21, VAE22
 from torch import Tensor
@@ -33,7 +34,7 @@ def test_a_call_of_one_tile_stays_whole_though_it_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 288, 480), (9, 64, 320)], ids=["2x2 tiles", "2 tiles, 9 frames"])
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", slow_but(["Wan2.1"], VAES))
 def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, size: tuple[int, ...]) -> None:
     (vae, spatial), (frames, *sides) = VAES[name], size
     pixels, z = (1, 3, frames, *sides), vae["z_dim"]
