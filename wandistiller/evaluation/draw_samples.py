@@ -102,8 +102,9 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def read_prompts(words: list[str]) -> list[str]:
     """Return texts as they are, or the prompts of one file, folder or embedded set."""
-    if len(words) == 1 and (words[0] in EMBEDDED or _names_a_file(words[0])):
-        return [item.prompt for item in read_dataset(words[0])]
+    first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
+    if len(words) == 1 and (first in EMBEDDED or _names_a_file(first)):
+        return [item.prompt for item in read_dataset(first)]
     if problems := prompt_problems("command line", "prompts", words):
         raise ConfigError(*problems)
     return words

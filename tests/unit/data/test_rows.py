@@ -187,9 +187,11 @@ def test_what_is_no_file_is_named_or_passed_over_and_never_waited_for(
         assert f"{tmp_path}/d/{name.replace('a.txt', 'a.png')}: " in str(error)
 
 
-def test_prompts_may_be_given_as_a_folder(tmp_path: Path) -> None:
+def test_prompts_may_be_given_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     assert read_prompts([str(tmp_path)]) == ["one", "two"]
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert read_prompts([f"~/{tmp_path.name}"]) == ["one", "two"]
 
 
 def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
