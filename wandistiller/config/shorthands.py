@@ -1,7 +1,7 @@
 """Short flags of older command lines; each is replaced by the setting that it stands for."""
 
+import os
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from wandistiller.config.run_config import AUTO, RunConfig, read_run_config
@@ -100,9 +100,10 @@ def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[
         left["teacher_deepspeed"] = {"teacher_dtype": "float32"}
     found: dict[str, str] = {}
     for name, setting in left.items():
-        begun = Path(f"{given.get('output_dir')}", "resolved", f"{name}.json")
+        begun = f"{given.get('output_dir')}/resolved/{name}.json"
         is_float32 = emulated
-        if given.get("resume") != "never" and begun.is_file():
+        # not Path.is_file, which raises OSError of a long name (Python 3.11)
+        if given.get("resume") != "never" and os.path.isfile(begun):
             is_float32 = ds_config.dtype_name(read_json(begun)) == "float32"
         found |= setting if is_float32 else {}
     return found
