@@ -1,5 +1,6 @@
 """The end of a run, from whose student another run starts: an earlier stage, or any run's folder."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def start_after(
 def recorded_stages(output: Path) -> list[Path]:
     """List the folders of a recipe's stages, begun or not, in order; none if `output` is of one run."""
     file = output / "resolved" / "run.json"
-    stages = read_json(file).get("stages", []) if file.is_file() else []
+    # not Path.is_file, which raises OSError of a long name (Python 3.11)
+    stages = read_json(file).get("stages", []) if os.path.isfile(file) else []
     return [output / f"{number}_{stage['name']}" for number, stage in enumerate(stages, 1)]
 
 
