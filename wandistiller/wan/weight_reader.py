@@ -150,7 +150,7 @@ class WeightReader:
     def _check(self, name: str, chunk_N: Tensor) -> None:
         low, high = chunk_N.aminmax()
         self.read_names.add(name)
-        if low < 0 or high > 0:
+        if not low == high == 0:
             self.nonzero.add(name)
         if not (low.isfinite() and high.isfinite()):
             dtype = str(chunk_N.dtype).removeprefix("torch.")
