@@ -222,7 +222,7 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
     if not files:
         return [f"{where}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
-        tokens = tokenize(load_tokenizer(where), "a red circle")
+        tokens = tokenize(load_tokenizer(where), "a red circle", padded=True)
     except Exception as error:  # tokenizers raises it bare
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return [f"{where}: it cannot be read: {why}. Fetch the folder again."]

@@ -122,9 +122,13 @@ def load_tokenizer(folder: Path) -> T5TokenizerFast | PreTrainedTokenizerFast:
     return TOKENIZERS[name or "T5Tokenizer"].from_pretrained(folder, trust_remote_code=False)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str) -> BatchEncoding:
-    """Return ids and mask of a prompt, cut to what the transformer takes, as WanPipeline does; not padded."""
-    cut = {"max_length": TEXT_TOKENS, "truncation": True}
+def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str, *, padded: bool = False) -> BatchEncoding:
+    """Return ids and mask of a prompt, cut to what the transformer takes, as WanPipeline does.
+
+    Args:
+        padded: to that length, as WanPipeline does too.
+    """
+    cut = {"max_length": TEXT_TOKENS, "truncation": True, "padding": "max_length" if padded else False}
     return tokenizer([prompt], **cut, return_attention_mask=True, return_tensors="pt")
 
 
