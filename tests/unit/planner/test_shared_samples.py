@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from planned import EIGHT_80, ON_CPU, RATES, TWO_NODES, gpus
 from planned import published_job as job
+from recipes import ADAM
 
 from wandistiller.cli.plan import _keeps_sharing
 from wandistiller.config.job import Job
@@ -134,7 +135,7 @@ def test_attention_is_exchanged_again_in_backward_and_where_it_is_computed_anew(
     published: Path, checkpointed: dict[str, Any], passes: int
 ) -> None:
     ds = {"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    ds |= {"optimizer": {"type": "AdamW"}} | checkpointed
+    ds |= {"optimizer": ADAM} | checkpointed
     ds |= {"activation_checkpointing": {}} if checkpointed else {}
     work = stage(video(published, 2, deepspeed_config=ds), "the student's passes")
     half_the_layers = LAYERS // 2
