@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, in the environment of quickstart.sh.
 #   bash launch/test.sh            the default suite: about 14 minutes on two cores
-#   bash launch/test.sh --all      also the tests marked slow and multinode: about 40 minutes
+#   bash launch/test.sh --all      also the tests marked slow and multinode: about 75 minutes
 #   bash launch/test.sh -x -k flow    other arguments go to pytest
 source "$(dirname "$0")/env.sh"
 if [ -e /usr/include/libaio.h ]; then
