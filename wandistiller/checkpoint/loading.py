@@ -25,8 +25,6 @@ FROZEN = "frozen"
 """Folder of the weights that are not trained, float32: next to the checkpoints, and by hard links in each."""
 AVERAGE = "average"
 """Kind of tensors: the moving average of the weights."""
-TENSORS_PER_OPEN = 32
-"""Tensors that are read before the files are closed and opened again, which unmaps them."""
 
 
 def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozenset()) -> int:
@@ -119,16 +117,15 @@ def frozen_file(folder: Path, expert: Expert) -> Path:
 def read_weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each weight of one expert, joined from all ranks' pieces: float32, on the CPU.
 
-    Values may be views of a mapped file, which is memory of this process until it is closed: copy them.
+    Values may be views of a mapped file, which is memory of this process as long as they are held: copy them.
 
     Args:
         averaged: yield the moving average of the trained weights.
     """
     engine = folder / expert.value / ENGINE  # none of an expert that is not trained
     shapes = json.loads(engine.read_text())["shapes"] if engine.is_file() else {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        if number % TENSORS_PER_OPEN == 0:
-            pieces = ShardedTensors(rank_files(folder / expert.value))
+    pieces = ShardedTensors(rank_files(folder / expert.value))
+    for name, shape in shapes.items():
         yield name, pieces.read(AVERAGE if averaged else WEIGHTS, name).view(shape)
     if frozen_file(folder, expert).is_file():
         with safe_open(frozen_file(folder, expert), "pt") as file:

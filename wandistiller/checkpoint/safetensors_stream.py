@@ -76,12 +76,17 @@ class Piece(NamedTuple):
     name: str
 
 
+MAPPED = 2**26
+"""Bytes that are read before the files are opened anew, which unmaps them: pages read count as memory."""
+
+
 class ShardedTensors:
     """Tensors in pieces across several files; a piece is named `KIND/START/NAME`."""
 
     def __init__(self, files: Iterable[Path]):
         """Read the headers."""
-        self._files = [safe_open(file, "pt") for file in files]
+        self._paths, self._mapped = list(files), 0
+        self._open()
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         for number, file in enumerate(self._files):
             for full in file.keys():
@@ -91,6 +96,9 @@ class ShardedTensors:
         for pieces in self._pieces.values():
             pieces.sort()
 
+    def _open(self) -> None:
+        self._files = [safe_open(path, "pt") for path in self._paths]
+
     def names(self, kind: str) -> list[str]:
         """List the tensors of a kind."""
         return [name for its_kind, name in self._pieces if its_kind == kind]
@@ -99,8 +107,14 @@ class ShardedTensors:
         return list(dict.fromkeys(kind for kind, _ in self._pieces))
 
     def read(self, kind: str, name: str, start: int = 0, numel: int | None = None) -> Tensor:
-        """Read `numel` elements from `start` on, all by default; flat, on the CPU."""
+        """Read `numel` elements from `start` on, all by default; flat, on the CPU.
+
+        The result may be a view of a mapped file, which is memory of this process as long as it is held.
+        """
         parts, place = [], start
+        if self._mapped > MAPPED:
+            self._open()
+            self._mapped = 0
         for piece in self._pieces[kind, name]:
             end = piece.start + piece.numel
             stop = end if numel is None else min(end, start + numel)
@@ -110,6 +124,7 @@ class ShardedTensors:
                 place = stop
         if numel is not None and place != start + numel:
             raise ValueError(f"{kind} of {name}: elements from {place} on are in no file.")
+        self._mapped += sum(part.nbytes for part in parts)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
