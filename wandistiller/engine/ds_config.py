@@ -227,7 +227,7 @@ def student_engine(
 
 
 def rate_problems(where: str, ds: dict[str, Any], rate: str) -> list[str]:
-    """Name a learning rate that is left out, for which deepspeed 0.19.8 takes 0.001 in silence."""
+    """Name a learning rate that is left out, for which deepspeed 0.19.8 takes a default in silence."""
     if "optimizer" not in ds:
         section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
         return [
@@ -240,7 +240,7 @@ def rate_problems(where: str, ds: dict[str, Any], rate: str) -> list[str]:
     if not isinstance(params, dict) or key in params or (key == "lr" and "muon_lr" in params):
         return []
     return [
-        f"{where}: `{section}.params.{key}` is missing, and DeepSpeed would train at 0.001. "
+        f"{where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its own. "
         f"Give {rate}, or write it."
     ]
 
