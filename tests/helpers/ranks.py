@@ -14,6 +14,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from simulated import Simulated
 from zygote import Rank, fork
 
 from wandistiller.teacher.strategies import teacher_jsons
@@ -30,14 +31,19 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def wandistiller(
-    *arguments: str | Path, ranks: int = 1, code: int = 0, cwd: Path = ROOT, accelerator: str = "cpu"
+    *arguments: str | Path,
+    ranks: int = 1,
+    code: int = 0,
+    cwd: Path = ROOT,
+    accelerator: str | Simulated = "cpu",
 ) -> subprocess.CompletedProcess:
     """Run our command on `ranks` processes; each must exit with `code` (1 on several ranks: by torchrun)."""
-    words = [str(a) for a in arguments]
-    if accelerator == "cpu" and (ranks == 1 or code != 1) and _hub() == HUB:
-        return _forked(["wandistiller", *words], ranks, code, cwd)
+    words, gpus = [str(a) for a in arguments], accelerator if isinstance(accelerator, Simulated) else None
+    if (gpus or accelerator == "cpu") and (ranks == 1 or code != 1) and _hub() == HUB:
+        return _forked(["wandistiller", *words], ranks, code, cwd, gpus)
     start = launcher(ranks) if ranks > 1 else [sys.executable]
-    return run([*start, "-m", "wandistiller", *words], code=code, cwd=cwd, DS_ACCELERATOR=accelerator)
+    more = gpus.environment() if gpus else {"DS_ACCELERATOR": accelerator}
+    return run([*start, "-m", "wandistiller", *words], code=code, cwd=cwd, **more)
 
 
 def _hub() -> dict[str, str]:
@@ -48,9 +54,9 @@ def _hub() -> dict[str, str]:
 HUB = _hub()
 
 
-def program(file: Path, *arguments: str | Path, ranks: int) -> None:
-    """Run a Python file on `ranks` processes."""
-    _forked([str(file), *map(str, arguments)], ranks, 0, ROOT)
+def program(file: Path, *arguments: str | Path, ranks: int, gpus: Simulated | None = None) -> None:
+    """Run a Python file on `ranks` processes, which may have simulated GPUs."""
+    _forked([str(file), *map(str, arguments)], ranks, 0, ROOT, gpus)
 
 
 def call(
@@ -67,15 +73,18 @@ def call(
         return [pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(ranks)]
 
 
-def _forked(words: list[str], ranks: int, code: int, cwd: Path) -> subprocess.CompletedProcess:
+def _forked(
+    words: list[str], ranks: int, code: int, cwd: Path, gpus: Simulated | None = None
+) -> subprocess.CompletedProcess:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     where |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(ranks):
             own = where | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            own |= gpus.environment() if gpus else {}
             started.append(Rank(environment(**own), f"{folder}/{rank}.out", f"{folder}/{rank}.err"))
-        codes = fork(words, cwd, started)
+        codes = fork(words, cwd, started, bool(gpus))
         out, err = (
             "".join(Path(file).read_text(errors="replace") for file in files)
             for files in zip(*((r.out, r.err) for r in started), strict=True)

@@ -31,19 +31,23 @@ class Rank(NamedTuple):
 
 
 @cache
-def _started() -> subprocess.Popen:
+def _started(simulated: bool) -> subprocess.Popen:
     """The process that forks, one for each that runs tests; it ends with it, when its stdin does."""
     from ranks import environment
+    from simulated import Simulated
 
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment(TQDM_DISABLE="1")
-    )
+    pipe, gpus = subprocess.PIPE, Simulated(Path(tempfile.gettempdir())).environment() if simulated else {}
+    env = environment(TQDM_DISABLE="1", **gpus)
+    return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=env)
 
 
-def fork(words: list[str], cwd: Path, ranks: list[Rank]) -> list[int]:
-    """Run these words, `wandistiller` or a file first, on each of `ranks`; their exit codes."""
-    zygote = _started()
+def fork(words: list[str], cwd: Path, ranks: list[Rank], simulated: bool = False) -> list[int]:
+    """Run these words, `wandistiller` or a file first, on each of `ranks`; their exit codes.
+
+    Args:
+        simulated: they have simulated GPUs, as many as their environment says.
+    """
+    zygote = _started(simulated)
     print(json.dumps([words, str(cwd), ranks]), file=zygote.stdin, flush=True)
     answer = zygote.stdout.readline()
     assert answer, "the process that forks has died"

@@ -1,0 +1,69 @@
+"""Ranks on simulated GPUs: builds tests/helpers/simulated_gpu once, and reads what its checks found."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import get_default_build_root, is_ninja_available
+
+SOURCES = Path(__file__).with_name("simulated_gpu")
+TORCH = "2.13.0"
+BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+flags = ["-O1", "-g0", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+load("simulated_gpu_C", [sys.argv[1]], extra_cflags=flags, build_directory=sys.argv[2], is_python_module=True)
+"""
+
+
+def why_not() -> str:
+    """Return why there are no simulated GPUs here, or nothing."""
+    if torch.__version__ != f"{TORCH}+cpu":
+        return f"the simulated GPU is made for a CPU build of torch {TORCH}; here is {torch.__version__}"
+    return "" if is_ninja_available() else "ninja is missing"
+
+
+simulated_gpu = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
+
+
+@cache
+def library() -> Path:
+    """The folder of the built library; the first call on a machine takes a minute."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / "simulated_gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = [sys.executable, "-c", BUILD, str(SOURCES / "simulated_gpu.cpp"), str(folder)]
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}
+        )
+    assert done.returncode == 0, f"the simulated GPU does not build:\n{done.stdout}\n{done.stderr}"
+    return folder
+
+
+class Simulated:
+    """Devices that ranks are started on, and what was found on them."""
+
+    def __init__(self, folder: Path, gpus: int = 1, mib: int = 4096):
+        self.folder, self.gpus, self.mib = folder, gpus, mib
+
+    def environment(self) -> dict[str, str]:
+        """Variables for a process that is to have them; what installs them is first on PYTHONPATH."""
+        path = os.pathsep.join(map(str, (SOURCES, library(), SOURCES.parents[2])))
+        return {
+            "DS_ACCELERATOR": "cuda",
+            "PYTHONPATH": path,
+            "SIMULATED_GPUS": str(self.gpus),
+            "SIMULATED_GPU_MIB": str(self.mib),
+            "SIMULATED_GPU_REPORTS": str(self.folder),
+            "SIMULATED_GPU_SHARED": str(self.folder / "shared"),
+        }
+
+    def reports(self) -> str:
+        """Accesses that nothing orders, uses of freed memory, ranks that disagree."""
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.report")))
