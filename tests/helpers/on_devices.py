@@ -1,6 +1,8 @@
 """Called on ranks with simulated GPUs by test_simulator.py: small programs, right ones and wrong ones."""
 
 import ctypes
+import gc
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,12 @@ from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
 from wandistiller.teacher import block_stream
+from wandistiller.teacher.base import Guidance
+from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
+from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import open_wan
 
 GPU = "cuda:0"
 MANY = 100_000
@@ -81,6 +88,19 @@ def unregister_too_early(wait: bool) -> None:
     if wait:
         torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+
+
+def free_teacher_in_use(folder: Path) -> int:
+    """Free a streamed teacher that has asked for a block of a next call; bytes left on the GPU."""
+    from placements_on_ranks import NULL_LD, SCALES, outputs
+
+    guidance = Guidance(NULL_LD.to(GPU), SCALES)
+    ds = teacher_engine("streamed", read_json("ds_configs/teacher/streamed.json"))
+    teacher = build_teacher(open_wan(str(folder)), ds, guidance)
+    outputs(teacher, 1, torch.device(GPU))
+    del teacher, guidance
+    gc.collect()
+    return torch.cuda.memory_allocated()
 
 
 def host_reads_device_memory() -> None:

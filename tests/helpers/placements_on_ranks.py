@@ -21,37 +21,33 @@ NULL_LD = keyed_normal((12, 32), "null")
 SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
 
 
-def uneven_batch(expert: Expert, call: int) -> Batch:
+def uneven_batch(expert: Expert, call: int, device: torch.device) -> Batch:
     """Two samples on rank 0, one on the others: a last batch; their prompts differ in length."""
     n, rows = (2, 9) if collectives.rank() == 0 else (1, 5)
-    x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call)
-    return Batch(
-        x_t,
-        x_t,
-        x_t,
-        torch.tensor([0.95, 0.2])[:n],
-        keyed_normal((n, rows, 32), "text", collectives.rank()),
-        expert,
-    )
+    x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call).to(device)
+    sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", collectives.rank())
+    return Batch(x_t, x_t, x_t, sigma.to(device), text.to(device), expert)
 
 
-def outputs(teacher: Any, layers: int) -> list[torch.Tensor]:
+def outputs(teacher: Any, layers: int, device: torch.device) -> list[torch.Tensor]:
     """Return velocities of five batches, and the first and last hidden states of every other batch."""
     found = []
     for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
-        output = teacher.predict(uneven_batch(expert, call), () if call % 2 else tuple({0, layers - 1}))
-        found += [output.v_BCFHW, *output.features.values()]
+        batch = uneven_batch(expert, call, device)
+        output = teacher.predict(batch, () if call % 2 else tuple({0, layers - 1}))
+        found += [output.v_BCFHW.cpu(), *(state.cpu() for state in output.features.values())]
     return found
 
 
 def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
-    """Return by number of passes the outputs of diffusers' own modules."""
+    """Return by number of passes the outputs of diffusers' own modules on the CPU."""
     models = {e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in Expert}
     for p in (p for m in models.values() for p in m.parameters()):
         p.data = p.data.clone()
     plain, guidance = LocalTeacher(models), Guidance(NULL_LD, SCALES)
     layers = len(models[Expert.HIGH_NOISE].blocks)
-    return {str(passes): outputs(GuidedTeacher(plain, guidance, passes), layers) for passes in (1, 2)}
+    cpu = torch.device("cpu")
+    return {str(passes): outputs(GuidedTeacher(plain, guidance, passes), layers, cpu) for passes in (1, 2)}
 
 
 def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -74,6 +70,7 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
     A task is `NAME PRECISION PASSES`: a teacher JSON, float32 or bfloat16, 1 or 2 guidance passes.
     """
     results: dict[str, Any] = {}
+    device = collectives.device()
     layers = pipeline.open_wan(str(folder)).config["num_layers"]
     expected = cache(lambda precision: by_diffusers(folder, getattr(torch, precision)))
     for task in sorted(tasks, key=lambda task: task.split()[1]):
@@ -83,10 +80,10 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
         if "offload_param" in ds.get("zero_optimization", {}):
             ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
         ds = teacher_engine(name, ds, collectives.world_size())
-        teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD, SCALES))
+        teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD.to(device), SCALES))
         collectives.barrier()  # before and after: a rank that goes on deletes files of the teacher before
         results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
         collectives.barrier()
         results[f"parts of {name}"] = parts(teacher)
-        results[task] = difference(outputs(teacher, layers), expected(precision)[passes])
+        results[task] = difference(outputs(teacher, layers, device), expected(precision)[passes])
     return results

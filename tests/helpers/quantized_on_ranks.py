@@ -62,11 +62,11 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
         name, weights, precision = task.split()
         experts = {e: by_torchao(folder / e.value, getattr(torch, precision), weights) for e in Expert}
         layers = len(experts[Expert.HIGH_NOISE].blocks)
-        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), layers)
+        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), layers, torch.device("cpu"))
         before = bytes_read()
         teacher = build_teacher(open_wan(str(folder)), teacher_json(name, weights, precision), guidance)
         read = bytes_read() - before
-        found = {"difference": difference(outputs(teacher, layers), expected)}
+        found = {"difference": difference(outputs(teacher, layers, collectives.device()), expected)}
         results[task] = found | {"read": read, "shared": shared_blocks()}
         collectives.barrier()
         del teacher

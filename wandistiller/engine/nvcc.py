@@ -1,5 +1,6 @@
 """NVIDIA's compiler, with which DeepSpeed builds optimizers for GPUs, and what replaces Adam without it."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.utils.cpp_extension
@@ -13,12 +14,15 @@ from wandistiller.engine.ds_schema import section_of
 FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
 """Optimizers that DeepSpeed compiles for GPUs, and the names of what it makes of them."""
 
+HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cusolverDn.h")
+"""Files of the CUDA toolkit that torch's own headers include (2.13); packages with nvcc alone lack some."""
+
 
 class Nvcc(NamedTuple):
     """Result of the search for the compiler."""
 
     fits: bool
-    """It has the major version of torch's CUDA."""
+    """It has the major version of torch's CUDA, and the toolkit's headers."""
     what: str
     """Version and folder, or what is missing, in words."""
 
@@ -32,6 +36,9 @@ def find_nvcc(expected: str) -> Nvcc:
     where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
     if installed.partition(".")[0] != expected.partition(".")[0]:
         return Nvcc(False, f"nvcc of torch's CUDA {expected}: there is {where}")
+    folders = (*torch.utils.cpp_extension.include_paths("cuda", torch_include_dirs=False), "/usr/include")
+    if lacking := [name for name in HEADERS if not any(Path(folder, name).is_file() for folder in folders)]:
+        return Nvcc(False, f"headers of the CUDA toolkit, {', '.join(lacking)}: there is only {where}")
     return Nvcc(True, where)
 
 

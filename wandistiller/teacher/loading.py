@@ -274,10 +274,11 @@ class _Memory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked is not None:
+            torch.cuda.synchronize()  # copies out of it may be under way; unlocking does not wait for them
             torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
-def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:
+def _shared_memory(nbytes: int, peers: list[int]) -> _Memory:
     """The same anonymous memory on every rank of `peers`, made by the first. Collective."""
     first, fd = collectives.rank() == peers[0], None
     if first:
@@ -286,7 +287,7 @@ def _shared_memory(nbytes: int, peers: list[int]) -> mmap.mmap:
     first_pid, first_fd = collectives.gather_objects((os.getpid(), fd))[peers[0]]
     if not first:
         fd = os.open(f"/proc/{first_pid}/fd/{first_fd}", os.O_RDWR)
-    memory = mmap.mmap(fd, nbytes)
+    memory = _Memory(fd, nbytes)
     collectives.barrier()  # the others have opened it
     os.close(fd)
     return memory

@@ -12,6 +12,7 @@ from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from ranks import ROOT, has_async_io, wandistiller
 
 from wandistiller.cli.doctor import built, cuda_compiler, differences, slow_bf16
+from wandistiller.engine.nvcc import HEADERS
 from wandistiller.planner.hardware_rates import CPU_ONLY, override_rates
 
 
@@ -54,13 +55,25 @@ def test_a_missing_cuda_compiler_is_a_line_and_no_traceback(
         assert "install the CUDA toolkit 12.8" in line and "set CUDA_HOME" in line
 
 
-@pytest.mark.parametrize(
-    ("installed", "line"),
-    [("12.6", "compiler   nvcc 12.6 in "), ("13.0", "missing    nvcc of torch's CUDA 12.8: ")],
+ONE_HEADER = (
+    "missing    headers of the CUDA toolkit, cusparse.h, cublas_v2.h, cusolverDn.h: there is only nvcc "
 )
-def test_the_cuda_compiler_must_have_torch_s_major_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, line: str
+
+
+@pytest.mark.parametrize(
+    ("installed", "headers", "line"),
+    [
+        ("12.6", HEADERS, "compiler   nvcc 12.6 in "),
+        ("13.0", HEADERS, "missing    nvcc of torch's CUDA 12.8: "),
+        ("12.6", HEADERS[:1], ONE_HEADER),  # Debian's cuda-nvcc and cuda-cudart-dev
+    ],
+)
+def test_the_cuda_compiler_must_have_torch_s_major_version_and_the_toolkit_s_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, headers: tuple[str, ...], line: str
 ) -> None:
+    (tmp_path / "include").mkdir()
+    for header in headers:
+        (tmp_path / "include" / header).touch()
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {installed}, V{installed}.1\n")

@@ -1,0 +1,50 @@
+"""Every shipped teacher JSON on simulated GPUs: bitwise diffusers' velocities and hidden states on a CPU."""
+
+from functools import partial
+from pathlib import Path
+
+import on_devices
+import pytest
+from placements_on_ranks import differences
+from ranks import TEACHERS, call, has_async_io, program
+from simulated import Simulated, simulated_gpu
+
+pytestmark = [pytest.mark.simulated, simulated_gpu]
+
+USUAL = [
+    "streamed float32 1",
+    "zero_inference_cpu bfloat16 1",
+    "files float32 1",
+    "device_map_balanced float32 2",
+]
+
+
+def on_gpus(ranks: int, wan: Path, work: Path, tasks: list[str]) -> dict[str, float]:
+    """What differs most over the ranks, each with a GPU; nothing may be reported."""
+    devices = Simulated(work, gpus=2)
+    found = call(differences, wan, work, tasks, ranks=ranks, start=partial(program, gpus=devices))
+    assert devices.reports() == ""
+    return {task: max(of_rank[task] for of_rank in found) for task in tasks}
+
+
+def test_four_placements_are_bitwise_diffusers_on_a_gpu(wan2: Path, tmp_path: Path) -> None:
+    assert on_gpus(1, wan2, tmp_path, USUAL) == dict.fromkeys(USUAL, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [n for n in TEACHERS if n != "zero_inference_nvme" or has_async_io()])
+def test_every_placement_is_bitwise_diffusers_on_gpus(
+    name: str, ranks: int, wan2: Path, tmp_path: Path
+) -> None:
+    tasks = [f"{name} {precision} {passes}" for precision in ("float32", "bfloat16") for passes in (1, 2)]
+    assert on_gpus(ranks, wan2, tmp_path, tasks) == dict.fromkeys(tasks, 0)
+
+
+def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
+    wan2: Path, tmp_path: Path
+) -> None:
+    devices = Simulated(tmp_path)
+    start = partial(program, gpus=devices)
+    assert call(on_devices.free_teacher_in_use, wan2, ranks=1, start=start) == [0]
+    assert devices.reports() == ""
