@@ -23,7 +23,7 @@ def steps(folder: Path, wan: Path, name: str, where: str | Simulated, ranks: int
 
 
 def compare(folder: Path, wan: Path, ranks: int = 1, **more: Any) -> None:
-    """Train on CPUs, then on GPUs with the CPUs' text, which GPUs encode in bf16; losses must be equal bitwise."""
+    """Train on CPUs, then on GPUs with the CPUs' text, which GPUs encode in bf16; compare bit for bit."""
     (reports := folder / "reports").mkdir()
     devices = Simulated(reports, gpus=ranks)
     expected = steps(folder, wan, "cpu", "cpu", ranks, **more)
@@ -46,4 +46,7 @@ def test_every_student_json_learns_on_gpus_bitwise_what_it_learns_on_cpus(
     if not runs_here(student):
         pytest.skip("no libaio here")
     engine = read_json(f"ds_configs/student/{student}.json") | FLOAT32
+    del engine["scheduler"]  # its first steps would change nothing
+    # without nvcc on both: DeepSpeed's own Adam for CPUs rounds otherwise
+    engine["optimizer"]["params"] |= {} if "offload" in student else {"torch_adam": True, "fused": True}
     compare(tmp_path, wan2, ranks, deepspeed_config=engine)

@@ -30,6 +30,7 @@ from wandistiller.engine.workarounds import (
     skip_nonfinite_steps,
     uncount_skipped_step,
     without_dummy_step,
+    without_empty_buckets,
 )
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
@@ -215,6 +216,7 @@ def _engine(
     name: str,
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
+    ds = without_empty_buckets(ds, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if ds.get("flops_profiler", {}).get("enabled"):
         patch_flops_profiler()
     if on_nvme(ds):

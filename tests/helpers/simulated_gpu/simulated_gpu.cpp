@@ -44,8 +44,30 @@ TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
   m.impl("scaled_dot_product_attention", attention);
 }
 
+// A composite kernel wins over the fallback too, and may compute otherwise than the CPU's own (silu_backward of torch
+// 2.13): whatever has a kernel of the CPU beside a composite one gets the fallback by name.
+void prefer_cpu_kernels() {
+  static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  using Key = c10::DispatchKey;
+  auto has_composite = [](const c10::OperatorHandle& op) {
+    return op.hasKernelForDispatchKey(Key::CompositeImplicitAutograd) ||
+           op.hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
+           op.hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);
+  };
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    auto op = c10::Dispatcher::singleton().findOp(name);
+    if (name.name.rfind("aten::", 0) != 0 || !op || !op->hasSchema()) continue;
+    if (!op->hasKernelForDispatchKey(Key::CPU) || op->hasKernelForDispatchKey(Key::CUDA) || !has_composite(*op)) continue;
+    auto overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+    aten.impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 struct AtImport {
-  AtImport() { install(); }
+  AtImport() {
+    install();
+    prefer_cpu_kernels();
+  }
 } at_import;
 
 std::map<std::string, int64_t> statistics(int device) {

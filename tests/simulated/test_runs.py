@@ -1,0 +1,48 @@
+"""Kinds of runs on simulated GPUs: losses of a CPU run, bit for bit, and no fault is reported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipes import student_engine
+from simulated import simulated_gpu
+from small_wan import make_wan
+from test_students import FLOAT32, compare
+
+from wandistiller.utils.files import read_json
+
+pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
+
+NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
+STREAMED = read_json("ds_configs/teacher/streamed.json") | FLOAT32
+RUNS: dict[str, dict[str, Any]] = {
+    "two experts, an average": {"student_config": {"num_layers": 2, "experts": "two"}, "ema": 0.5},
+    "features": {"objective": ["velocity", {"name": "feature", "weight": 0.5}], "student_config": NARROW},
+    "adapters": {"lora": {"rank": 2, "alpha": 2, "targets": ["to_q", "ffn.net.2"]}},
+    "trajectory": {"objective": "trajectory"},
+    "consistency": {"objective": {"name": "consistency", "intervals": 8, "edges": 2}},
+    "dmd2": {"objective": DMD2},
+    "dmd2 with heads": {"objective": DMD2 | {"gan": 0.03}},
+    "merged padding": {"merge_text_padding": True},
+    "streamed teacher, ZeRO-3": {
+        "teacher_deepspeed_config": STREAMED,
+        "deepspeed_config": student_engine(3),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_gpus_has_the_losses_of_one_on_cpus_bitwise(
+    name: str, ranks: int, wan2: Path, tmp_path: Path
+) -> None:
+    compare(tmp_path, wan2, ranks, **RUNS[name])
+
+
+@pytest.mark.parametrize("objective", ["velocity", DMD2 | {"gan": 0.03}], ids=["velocity", "dmd2"])
+def test_two_gpus_that_share_each_sample_have_the_losses_of_two_cpus_bitwise(
+    objective: Any, tmp_path: Path
+) -> None:
+    wan = make_wan(tmp_path / "wan", heads=4)
+    compare(tmp_path, wan, 2, context_parallel=2, num_frames=5, objective=objective)
