@@ -2,6 +2,7 @@
 # The tests, in the environment of quickstart.sh.
 #   bash launch/test.sh            the default suite: about 14 minutes on two cores
 #   bash launch/test.sh --all      also the tests marked slow and multinode: about 75 minutes
+#   bash launch/test.sh --simulated-gpu    those on simulated GPUs, slow ones too: about 30 minutes
 #   bash launch/test.sh -x -k flow    other arguments go to pytest
 source "$(dirname "$0")/env.sh"
 if [ -e /usr/include/libaio.h ]; then
@@ -15,7 +16,11 @@ marks="not slow and not multinode"
 [ "$gpus" ] || marks+=" and not gpu"
 words=()
 for word; do
-  if [ "$word" = --all ]; then marks=""; else words+=("$word"); fi
+  case $word in
+    --all) marks="" ;;
+    --simulated-gpu) marks=simulated ;;
+    *) words+=("$word") ;;
+  esac
 done
 ruff check .
 # Three workers on two cores, as many tests wait for processes. A file stays on one worker, as its tests share runs; files go

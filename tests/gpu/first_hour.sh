@@ -4,6 +4,7 @@
 #   bash tests/gpu/first_hour.sh numbers     some steps, whether or not they passed before
 #   WHEELS=FOLDER     packages that PYTHON (python3) lacks, as wheels, for a machine without network
 #   REHEARSAL=1       on a CPU in tiny sizes, to see that the steps run
+#   REHEARSAL=simulated   the same on a simulated GPU; what its checks find is in FOLDER/simulated
 # Logs are in FOLDER, by default runs/first_hour.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,6 +14,10 @@ if [ -n "${WHEELS-}" ]; then "$python" -m pip install -q --no-index --no-deps "$
 export HF_HUB_OFFLINE=1 REHEARSAL=${REHEARSAL-} PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 if [ "$REHEARSAL" ]; then
   export DS_ACCELERATOR=cpu
+  if [ "$REHEARSAL" = simulated ]; then
+    simulated=$("$python" tests/helpers/simulated.py "$folder/simulated" 1 8192) || exit
+    eval "$simulated"
+  fi
   layers=1 small=--small batches="1x1 1x2"
 else
   export PYTORCH_ALLOC_CONF=expandable_segments:True DS_ACCELERATOR=cuda

@@ -23,11 +23,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each."""
+    """One thread a rank (two ranks must not fight for two cores); the CPU unless there is a GPU for each.
+
+    What puts simulated GPUs into this process itself is on its PYTHONPATH.
+    """
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
     usual = {k: v for k, v in os.environ.items() if k not in own}
-    usual |= {} if more.get("DS_ACCELERATOR") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    return usual | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | more
+    on_gpu = more.get("DS_ACCELERATOR") == "cuda"
+    usual |= {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    usual |= {} if on_gpu and "SIMULATED_GPUS" in usual else {"PYTHONPATH": str(ROOT)}
+    return usual | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | more
 
 
 def wandistiller(

@@ -1,7 +1,13 @@
-"""Ranks on simulated GPUs: builds tests/helpers/simulated_gpu once, and reads what its checks found."""
+"""Ranks on simulated GPUs: builds tests/helpers/simulated_gpu once, and reads what its checks found.
+
+    eval "$(python tests/helpers/simulated.py FOLDER GPUS MIB)"
+
+gives them to all that is started from this shell; FOLDER takes the reports.
+"""
 
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -49,8 +55,9 @@ def library() -> Path:
 class Simulated:
     """Devices that ranks are started on, and what was found on them."""
 
-    def __init__(self, folder: Path, gpus: int = 1, mib: int = 4096):
-        self.folder, self.gpus, self.mib = folder, gpus, mib
+    def __init__(self, folder: Path, gpus: int = 1, mib: int | tuple[int, ...] = 4096):
+        """`folder` takes the reports; `mib`: memory of each, or of all."""
+        self.folder, self.gpus, self.mib = folder, gpus, mib if isinstance(mib, tuple) else (mib,)
 
     def environment(self) -> dict[str, str]:
         """Variables for a process that is to have them; what installs them is first on PYTHONPATH."""
@@ -59,7 +66,7 @@ class Simulated:
             "DS_ACCELERATOR": "cuda",
             "PYTHONPATH": path,
             "SIMULATED_GPUS": str(self.gpus),
-            "SIMULATED_GPU_MIB": str(self.mib),
+            "SIMULATED_GPU_MIB": ",".join(map(str, self.mib)),
             "SIMULATED_GPU_REPORTS": str(self.folder),
             "SIMULATED_GPU_SHARED": str(self.folder / "shared"),
         }
@@ -67,3 +74,14 @@ class Simulated:
     def reports(self) -> str:
         """Accesses that nothing orders, uses of freed memory, ranks that disagree."""
         return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.report")))
+
+
+def main() -> None:
+    folder, gpus, mib = Path(sys.argv[1]).absolute(), int(sys.argv[2]), int(sys.argv[3])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in Simulated(folder, gpus, mib).environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from wandistiller.engine.workarounds import load_extension
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
+from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import GIB
 
 EXTRAS = {
@@ -142,6 +143,7 @@ def slow_bf16(root: Path = Path("/")) -> list[str]:
 
 def _rates() -> list[str]:
     """Measured rates for people, and in the form that `plan --rates` takes."""
+    set_activity("measuring this machine's rates")
     dtype = torch.bfloat16 if collectives.device().type == "cuda" else torch.float32
     rates = hardware_rates.measure_rates(Path(), dtype)
     texts = [f"{rates[name]:g} {unit}" for name, unit in UNITS.items() if name in rates]

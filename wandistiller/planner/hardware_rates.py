@@ -72,6 +72,8 @@ EMULATION = 10
 """Times as long as in float32 that a CPU's products take in bf16 where it is emulated: 6 to 56."""
 MEASURED = 3
 """Measurements of each rate; the best counts."""
+LEAST_PRODUCT, LARGEST_PRODUCT, LONG_ENOUGH = 1024, 8192, 0.02
+"""Width of the square matrices whose product is measured, and seconds after which no larger one is needed."""
 
 
 def default_rates(device_bytes: int | None, name: str = "", *, emulated: bool = False) -> Rates:
@@ -144,9 +146,15 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:
-    """10^12 operations a second."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, dtype=dtype, device=device)
+    """10^12 operations a second, of products as large as take long enough to be timed."""
+    n, took = LEAST_PRODUCT // 2, 0.0
+    while n < LARGEST_PRODUCT and took < LONG_ENOUGH:
+        n *= 2
+        a = torch.ones(n, n, dtype=dtype, device=device)
+        (a[:1] @ a).sum().item()  # starts the libraries
+        began = time.perf_counter()
+        (a @ a).sum().item()
+        took = time.perf_counter() - began
     return 2 * n**3 / _seconds(lambda: a @ a) / 1e12
 
 

@@ -25,7 +25,14 @@ constexpr size_t ADDRESSES = 1ull << 36;  // of a device
 constexpr size_t MIB = 1ull << 20;
 constexpr size_t PAGE = 4096;
 
-inline size_t limit() { return setting("SIMULATED_GPU_MIB", 4096) * MIB; }
+// Bytes of a device: SIMULATED_GPU_MIB is a number for all of them, or one for each, by commas.
+inline size_t limit(int device) {
+  const char* given = std::getenv("SIMULATED_GPU_MIB");
+  std::istringstream list(given ? given : "4096");
+  std::string name, last;
+  for (int number = 0; number <= visible_devices().at(device) && std::getline(list, name, ','); number++) last = name;
+  return std::stoull(last) * MIB;
+}
 
 struct Access {
   uintptr_t begin, end;
@@ -149,7 +156,7 @@ inline size_t of_others(int device) {
 }
 inline size_t unused(int device) {
   size_t used = reserved(device) + of_others(device);
-  return used < limit() ? limit() - used : 0;
+  return used < limit(device) ? limit(device) - used : 0;
 }
 inline void reserve(int device, int64_t bytes) {
   auto& stat = memories[device].stats.reserved_bytes[0];
@@ -317,7 +324,7 @@ inline void split(Block* block, size_t size) {
   stats.num_ooms++;
   auto mib = [](size_t bytes) { return std::to_string(bytes / MIB) + " MiB"; };
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", mib(asked), ". GPU ", device,
-                   " has a total capacity of ", mib(limit()), " of which ", mib(unused(device)),
+                   " has a total capacity of ", mib(limit(device)), " of which ", mib(unused(device)),
                    " is free. Of the allocated memory ", mib(stats.allocated_bytes[0].current),
                    " is allocated by PyTorch, and ",
                    mib(stats.reserved_bytes[0].current - stats.allocated_bytes[0].current),
@@ -412,7 +419,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
     Lock lock(mutex);
-    return {unused(device), limit()};
+    return {unused(device), limit(device)};
   }
 };
 inline DeviceAllocator device_allocator;
