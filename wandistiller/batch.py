@@ -77,6 +77,11 @@ class Prediction:
     """Hidden states h_BSD by block number, S patches, D the teacher's width; in the network's dtype."""
 
 
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Copy from CPU memory without the wait that a copy from pageable memory makes the host do."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
 def concat_batches(batches: dict[str, Batch]) -> Batch:
     """Join `batches`, which are of one expert, into one batch for one forward pass."""
     first, *others = batches.values()

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, GeneratedBatch
+from wandistiller.batch import Batch, Expert, GeneratedBatch, to_device
 
 Level = TypeVar("Level", float, Tensor)
 States = Callable[[list[int]], Tensor]
@@ -175,7 +175,7 @@ class FlowSchedule:
         least, most = JUDGED
         sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
         sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
-            t.to(text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
+            to_device(t, text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
         )
         judged = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
         return GeneratedBatch(
@@ -256,7 +256,8 @@ def with_noise(
     x0_BCFHW: Tensor, text_BLD: Tensor, expert: Expert, sigmas: list[float], keys: list[tuple[int | str, ...]]
 ) -> Batch:
     """Put each clean latent on the path at its noise level, with the noise drawn by its key."""
-    noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys]).to(x0_BCFHW.device)
-    sigma_B = torch.tensor(sigmas, dtype=torch.float32, device=x0_BCFHW.device)
+    noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys])
+    sigma_B = torch.tensor(sigmas, dtype=torch.float32)
+    noise_BCFHW, sigma_B = (to_device(t, x0_BCFHW.device) for t in (noise_BCFHW, sigma_B))
     x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
     return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wandistiller.batch import to_device
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.measured import Measured
@@ -172,9 +173,7 @@ class CachedData:
         return self._moved(torch.stack([*map(self._latents.state, keys, state_B)]))
 
     def _moved(self, t: Tensor) -> Tensor:
-        """Copy to the accelerator without the synchronisation that a copy from pageable memory needs."""
-        device = self._latents.device
-        return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+        return to_device(t, self._latents.device)
 
     def has_rollouts(self, prompts: list[str]) -> bool:
         """Return whether the teacher's first rollout of each prompt is cached."""

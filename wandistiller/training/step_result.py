@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Expert
+from wandistiller.batch import Expert, to_device
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.flow import band_name
@@ -156,8 +156,9 @@ def _gathered(
     seconds = Seconds(current.seconds.get(READING, 0.0), sum(current.seconds.values()))
     stop = stopping.reason is not None
     about = [list(Expert).index(expert), *map(float, (stop, *over)), *seconds, *memory_usage.read()]
-    own = torch.cat([own_MKB.flatten(), own_MKB.new_tensor(about)])
-    all_ranks = collectives.gather_tensor(own).view(world, -1)
+    own = torch.cat([own_MKB.flatten(), to_device(torch.tensor(about), own_MKB.device)])
+    # the host waits for the accelerator here, once a step
+    all_ranks = collectives.gather_tensor(own).view(world, -1).cpu()
     values_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
     about_R = all_ranks[:, own_MKB.numel() :].tolist()
     experts = [numbers[0] for numbers in about_R]
