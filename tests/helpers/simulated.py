@@ -6,6 +6,7 @@ gives them to all that is started from this shell; FOLDER takes the reports.
 """
 
 import fcntl
+import hashlib
 import os
 import shlex
 import subprocess
@@ -39,16 +40,20 @@ simulated_gpu = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there i
 
 @cache
 def library() -> Path:
-    """The folder of the built library; the first call on a machine takes a minute."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / "simulated_gpu"
-    folder.mkdir(parents=True, exist_ok=True)
+    """The folder of the built library, one for each state of its sources; it takes a minute, once."""
+    sources = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(SOURCES.glob("*.[hc]*")))).hexdigest()
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    (folder := root / f"simulated_gpu_{sources[:16]}").mkdir(parents=True, exist_ok=True)
     with (folder / "building").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "built").exists():  # what processes have loaded is not written again
+            return folder
         words = [sys.executable, "-c", BUILD, str(SOURCES / "simulated_gpu.cpp"), str(folder)]
         done = subprocess.run(
             words, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}
         )
-    assert done.returncode == 0, f"the simulated GPU does not build:\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"the simulated GPU does not build:\n{done.stdout}\n{done.stderr}"
+        (folder / "built").touch()
     return folder
 
 

@@ -114,14 +114,17 @@ def test_a_teacher_that_is_forgotten_leaves_no_network(wan1: Path) -> None:
     assert network() is None
 
 
-def test_pages_are_unlocked_when_the_last_tensor_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int]] = []
+def test_pages_are_unlocked_after_a_wait_when_the_last_tensor_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
     driver = SimpleNamespace(
         cudaHostRegister=lambda address, *_: calls.append(("lock", address)) or 0,
         cudaHostUnregister=lambda address: calls.append(("unlock", address)),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     arena = Arena(4 * ALIGNED)
     arena.pin()
     kept = arena.take(torch.ones(3))
@@ -129,4 +132,4 @@ def test_pages_are_unlocked_when_the_last_tensor_has_gone(monkeypatch: pytest.Mo
     del arena
     assert calls == [("lock", address)]
     del kept
-    assert calls == [("lock", address), ("unlock", address)]
+    assert calls == [("lock", address), "wait", ("unlock", address)]
