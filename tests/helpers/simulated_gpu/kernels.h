@@ -69,7 +69,7 @@ struct Kernel {
 
 inline void require_one_device(const Tensor& tensor, int& device, const std::string& op) {
   TORCH_CHECK(device < 0 || device == tensor.get_device(), "Expected all tensors to be on the same device, but found ",
-              "at least two devices, cuda:", device, " and cuda:", tensor.get_device(), "! (", op, ")");
+              "at least two devices, cuda:", device, " and cuda:", static_cast<int>(tensor.get_device()), "! (", op, ")");
   device = tensor.get_device();
 }
 
