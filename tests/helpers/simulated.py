@@ -60,9 +60,18 @@ def library() -> Path:
 class Simulated:
     """Devices that ranks are started on, and what was found on them."""
 
-    def __init__(self, folder: Path, gpus: int = 1, mib: int | tuple[int, ...] = 4096):
-        """`folder` takes the reports; `mib`: memory of each, or of all."""
+    def __init__(
+        self, folder: Path, gpus: int = 1, mib: int | tuple[int, ...] = 4096, *, waits: bool = False
+    ):
+        """Name them; they are there in processes that have their `environment`.
+
+        Args:
+            folder: takes the reports.
+            mib: memory of all, or of each.
+            waits: note where the host waits for a device.
+        """
         self.folder, self.gpus, self.mib = folder, gpus, mib if isinstance(mib, tuple) else (mib,)
+        self._notes_waits = waits
 
     def environment(self) -> dict[str, str]:
         """Variables for a process that is to have them; what installs them is first on PYTHONPATH."""
@@ -74,11 +83,18 @@ class Simulated:
             "SIMULATED_GPU_MIB": ",".join(map(str, self.mib)),
             "SIMULATED_GPU_REPORTS": str(self.folder),
             "SIMULATED_GPU_SHARED": str(self.folder / "shared"),
+            "SIMULATED_GPU_WAITS": str(int(self._notes_waits)),
         }
 
     def reports(self) -> str:
         """Accesses that nothing orders, uses of freed memory, ranks that disagree."""
         return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.report")))
+
+    def waits(self, package: str) -> list[str]:
+        """The innermost line of a package, `FILE:LINE FUNCTION`, of each wait that has one."""
+        waits = "".join(file.read_text() for file in self.folder.glob("*.waits")).split("wait: ")[1:]
+        lines = ([line.strip() for line in wait.splitlines() if f"/{package}/" in line] for wait in waits)
+        return [own[0] for own in lines if own]
 
 
 def main() -> None:

@@ -36,7 +36,9 @@ def _started(simulated: bool) -> subprocess.Popen:
     from ranks import environment
     from simulated import Simulated
 
-    pipe, gpus = subprocess.PIPE, Simulated(Path(tempfile.gettempdir())).environment() if simulated else {}
+    pipe, gpus = subprocess.PIPE, Simulated(Path()).environment() if simulated else {}
+    for file in ("SIMULATED_GPU_REPORTS", "SIMULATED_GPU_SHARED"):  # each rank has its own
+        gpus.pop(file, None)
     env = environment(TQDM_DISABLE="1", **gpus)
     return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=env)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_runs import FLOAT32, on_both
 from recipes import student_engine
 from simulated import simulated_gpu
 from small_wan import make_wan
-from test_students import FLOAT32, compare
 
 from wandistiller.utils.files import read_json
 
@@ -37,7 +37,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_a_run_on_gpus_has_the_losses_of_one_on_cpus_bitwise(
     name: str, ranks: int, wan2: Path, tmp_path: Path
 ) -> None:
-    compare(tmp_path, wan2, ranks, **RUNS[name])
+    found = on_both(tmp_path, wan2, ranks, **RUNS[name])
+    assert found.gpu == found.cpu and found.reports == ""
 
 
 @pytest.mark.parametrize("objective", ["velocity", DMD2 | {"gan": 0.03}], ids=["velocity", "dmd2"])
@@ -45,4 +46,5 @@ def test_two_gpus_that_share_each_sample_have_the_losses_of_two_cpus_bitwise(
     objective: Any, tmp_path: Path
 ) -> None:
     wan = make_wan(tmp_path / "wan", heads=4)
-    compare(tmp_path, wan, 2, context_parallel=2, num_frames=5, objective=objective)
+    found = on_both(tmp_path, wan, 2, context_parallel=2, num_frames=5, objective=objective)
+    assert found.gpu == found.cpu and found.reports == ""

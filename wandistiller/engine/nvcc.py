@@ -36,8 +36,9 @@ def find_nvcc(expected: str) -> Nvcc:
     where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
     if installed.partition(".")[0] != expected.partition(".")[0]:
         return Nvcc(False, f"nvcc of torch's CUDA {expected}: there is {where}")
-    folders = (*torch.utils.cpp_extension.include_paths("cuda", torch_include_dirs=False), "/usr/include")
-    if lacking := [name for name in HEADERS if not any(Path(folder, name).is_file() for folder in folders)]:
+    home = Path(torch.utils.cpp_extension.CUDA_HOME)
+    folders = [home / "include", *home.glob("targets/*/include"), Path("/usr/include")]  # the second: conda's
+    if lacking := [name for name in HEADERS if not any((folder / name).is_file() for folder in folders)]:
         return Nvcc(False, f"headers of the CUDA toolkit, {', '.join(lacking)}: there is only {where}")
     return Nvcc(True, where)
 

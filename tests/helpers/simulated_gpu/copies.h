@@ -42,7 +42,7 @@ inline void host_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
   auto [begin, size] = range_of(device);
   auto [host_begin, host_size] = range_of(cpu);
   std::string op = is_upload ? "copy to the device" : "copy to the host";
-  if (!late) count_wait(op);
+  if (!late || !pinned_memory) note_wait(op + (pinned_memory ? "" : ", pageable memory"));
   Lock lock(mutex);
   int stream = current_stream(device.get_device());
   enqueue_copy(stream, begin, begin + size, host_begin, host_begin + host_size);

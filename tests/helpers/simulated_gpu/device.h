@@ -30,7 +30,7 @@ inline void set_device(int device) {
   if (device >= 0) current_device = device;
 }
 inline void wait_for_device(int device) {
-  count_wait("device");
+  note_wait("device");
   Lock lock(mutex);
   Clock all;
   for (auto& stream : streams) if (stream.device == device) all.join(stream.clock);
@@ -81,7 +81,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return host.covers(streams[number_of(stream)].clock);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    count_wait("stream");
+    note_wait("stream");
     Lock lock(mutex);
     host_waits_for(streams[number_of(stream)].clock);
   }
@@ -109,7 +109,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* pointer) const override {
-    count_wait("event");
+    note_wait("event");
     Lock lock(mutex);
     if (pointer) host_waits_for(event(pointer)->clock);
   }

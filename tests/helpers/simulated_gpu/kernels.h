@@ -61,7 +61,7 @@ struct Kernel {
     return made;
   }
   void host_waits(const std::string& kind) const {
-    count_wait(kind);
+    note_wait(kind);
     Lock lock(mutex);
     host_waits_for(streams[stream].clock);
   }

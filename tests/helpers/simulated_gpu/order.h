@@ -131,12 +131,9 @@ inline void write_reports() {
   }
 }
 
-// A place where the host waits for a device; counted, and with SIMULATED_GPU_WAITS written with its stack.
-inline std::map<std::string, Time> waits;
-inline void count_wait(const std::string& kind) {
-  static const bool told = setting("SIMULATED_GPU_WAITS", 0);
-  { Lock lock(mutex); waits[kind]++; }
-  if (!told) return;
+// A place where the host waits for a device; with SIMULATED_GPU_WAITS=1 it is written with its stack.
+inline void note_wait(const std::string& kind) {
+  if (!setting("SIMULATED_GPU_WAITS", 0)) return;
   py::gil_scoped_acquire python;
   append(".waits", "wait: " + kind + "\n" + written(stack()));
 }

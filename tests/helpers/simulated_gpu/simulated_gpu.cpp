@@ -114,13 +114,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int device) { device_allocator.resetPeakStats(static_cast<DeviceIndex>(device)); }, Release());
   m.def("mem_info", [](int device) { return device_allocator.getMemoryInfo(static_cast<DeviceIndex>(device)); }, Release());
   m.def("statistics", statistics, Release());
-  m.def("waits", [] { Lock lock(mutex); return waits; }, Release());
-  m.def("pinned_bytes", [] {
-    Lock lock(mutex);
-    size_t bytes = 0;
-    for (auto* ranges : {&pinned, &registered}) for (auto& [_, size] : *ranges) bytes += size;
-    return bytes;
-  }, Release());
   m.def("register_host", register_host, Release());
   m.def("unregister_host", unregister_host, Release());
   m.def("generators", [] { return generators(); });
