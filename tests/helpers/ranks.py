@@ -20,6 +20,8 @@ from zygote import Rank, fork
 from wandistiller.teacher.strategies import teacher_jsons
 
 ROOT = Path(__file__).parents[2]
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+"""The GPUs of the test process at its start: a command that runs in it, on the CPU, hides them."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -30,7 +32,9 @@ def environment(**more: str) -> dict[str, str]:
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
     usual = {k: v for k, v in os.environ.items() if k not in own}
     on_gpu = more.get("DS_ACCELERATOR") == "cuda"
-    usual |= {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    usual["CUDA_VISIBLE_DEVICES"] = VISIBLE if on_gpu else ""
+    if usual["CUDA_VISIBLE_DEVICES"] is None:
+        del usual["CUDA_VISIBLE_DEVICES"]
     usual |= {} if on_gpu and "SIMULATED_GPUS" in usual else {"PYTHONPATH": str(ROOT)}
     return usual | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | more
 

@@ -77,6 +77,13 @@ def test_memory_ends_with_cuda_s_error_and_is_given_back(devices: Simulated) -> 
     assert found["taken"] == 64 * 2**20 and found["free"] == 0 and found["left"] == 0
 
 
+def test_devices_are_there_after_a_command_on_the_cpu_in_the_test_process(
+    devices: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as `wandistiller.cli.process` leaves it
+    assert on(devices, torch.cuda.device_count) == [2]
+
+
 def test_an_event_has_not_happened_when_it_is_first_asked_for(devices: Simulated) -> None:
     assert on(devices, on_devices.poll) == [4]
 
