@@ -17,6 +17,7 @@ ORDER = """
 """.split()
 """Folders, and top-level modules, in import order: each imports only from itself and those before it."""
 ALLOWED = {
+    "deepspeed.accelerator": {"distributed.device"},
     "deepspeed": {"distributed", "engine", "teacher", "student", "cli.doctor"},
     "diffusers": {"wan", "teacher", "student", "export", "evaluation", "tiny"},
     "transformers": {"wan", "evaluation", "tiny"},
@@ -149,6 +150,10 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
     users = offenders(lambda m: [i for i in imports(m) if i == library or i.startswith(library + ".")])
     assert [m for m in users if not {m, room(m)} & ALLOWED[library]] == []
+
+
+def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
+    assert offenders(lambda m: "torch.cuda" in source(m)) == {"distributed.device": True}
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -79,7 +79,7 @@ class Prediction:
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
     """Copy from CPU memory without the wait that a copy from pageable memory makes the host do."""
-    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+    return value.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else value.to(device)
 
 
 def concat_batches(batches: dict[str, Batch]) -> Batch:

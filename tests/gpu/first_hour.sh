@@ -24,7 +24,7 @@ else
   layers=40 small="" batches="1x1 4x1 16x1 1x16"
 fi
 tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu "$@"; }
-streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" --layers "$@"; }
+streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" $small --layers "$@"; }
 measured() { "$python" tests/gpu/measure.py "$@" $small; }
 
 doctor() { "$python" -m wandistiller doctor --measure; }

@@ -1,7 +1,7 @@
 """A random bf16 teacher of Wan 14B's size, streamed from CPU memory: seconds a call next to the floor.
 
     python tests/gpu/stream_14b.py       # one GPU, 40 GB of CPU memory, 30 GB of disk in --folder, 10 minutes
-    python tests/gpu/stream_14b.py --layers 1 --batches 1x1  # a first look at whether it runs
+    python tests/gpu/stream_14b.py --layers 1 --small  # tiny sizes, to see that it runs
 
 One-frame latents of 480x832 (1560 tokens a sample), without guidance. A batch is SAMPLES x MICRO-STEPS of an
 update. Two floors: `bytes`, the weights over the bandwidth measured from page-locked memory; `operations`,
@@ -46,7 +46,8 @@ SETTINGS = {  # elements: prefetch bucket, most that are live, farthest reuse th
         "stage3_max_reuse_distance": 1_000_000_000,
     },
 }
-LATENT = (16, 1, 60, 104)
+LATENT, SMALL_LATENT = (16, 1, 60, 104), (16, 1, 8, 8)
+SMALL = {"num_attention_heads": 2, "ffn_dim": 256}
 CALLS = 3
 GIB = 2**30
 
@@ -65,11 +66,10 @@ def seconds(call: Callable[[], Any], times: int = CALLS) -> float:
     return best
 
 
-def machine_rates(device: torch.device) -> tuple[float, float]:
+def machine_rates(device: torch.device, small: bool) -> tuple[float, float]:
     """Bytes a second from page-locked memory, and bf16 operations a second."""
-    cuda = device.type == "cuda"
-    host = torch.empty(GIB if cuda else GIB // 8, dtype=torch.uint8, pin_memory=cuda)
-    there, n = torch.empty_like(host, device=device), 8192 if cuda else 512
+    host = torch.empty(GIB // 8 if small else GIB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there, n = torch.empty_like(host, device=device), 512 if small else 8192
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     copying, multiplying = (
         seconds(lambda: there.copy_(host, non_blocking=True), 5),
@@ -86,7 +86,7 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
     return 2 * layers * (tokens * per_token + text * 2 * width**2 + attention)
 
 
-def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[str, Any]:
+def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: bool) -> dict[str, Any]:
     """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
     from wandistiller.batch import Batch, Expert
     from wandistiller.distributed import collectives
@@ -98,7 +98,7 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[
 
     collectives.init("warning")
     device, teacher = collectives.device(), pipeline.open_wan(str(folder))
-    bandwidth, rate = machine_rates(device)
+    bandwidth, rate = machine_rates(device, small)
     name = STREAMED if setting == STREAMED else "zero_inference_cpu"
     ds = read_json(f"ds_configs/teacher/{name}.json")
     ds["zero_optimization"] = ds.get("zero_optimization", {}) | SETTINGS[setting]
@@ -109,9 +109,9 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[
         p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize
         for n, p in transformer.meta_transformer(teacher.config).named_parameters()
     )
-    rows = []
+    rows, latent = [], SMALL_LATENT if small else LATENT
     for samples, micro_steps in batches:
-        x_t = keyed_normal((samples, *LATENT), "x").to(device)
+        x_t = keyed_normal((samples, *latent), "x").to(device)
         text = keyed_normal((samples, 512, CONFIG["text_dim"]), "text").to(device, torch.bfloat16)
         batch = Batch(x_t, x_t, x_t, torch.full((samples,), 0.5, device=device), text, Expert.HIGH_NOISE)
         update = partial(made.predict_all, [batch] * micro_steps, ())
@@ -123,7 +123,7 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]]) -> dict[
         # memory that the GPU still uses, whether or not the host has freed it
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / GIB if device.type == "cuda" else 0
         sweeps = 1 if setting == STREAMED else micro_steps
-        products = samples * micro_steps * operations(teacher.config, LATENT[2] * LATENT[3] // 4)
+        products = samples * micro_steps * operations(teacher.config, latent[2] * latent[3] // 4)
         floors = sweeps * nbytes / bandwidth, products / rate
         rows.append((f"{samples} x {micro_steps}", took, *floors, max(floors) / took, peak))
     collectives.destroy()
@@ -136,16 +136,18 @@ def main() -> None:
     made.add_argument("--layers", type=int, default=40)
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     made.add_argument("--batches", nargs="+", default=["1x1", "4x1", "16x1", "1x16"])
+    made.add_argument("--small", action="store_true", help="narrow blocks and 16 tokens")
     args = made.parse_args()
     target = args.folder / f"{args.layers}_layers"
-    folder = make_large_wan(target, torch.bfloat16, "5GB", **CONFIG, num_layers=args.layers)
+    config = CONFIG | (SMALL if args.small else {}) | {"num_layers": args.layers}
+    folder = make_large_wan(target, torch.bfloat16, "5GB", **config)
     print(
         "| teacher | samples x micro-steps | seconds | bytes | operations | share | peak GPU GiB |\n"
         f"|{'---|' * 7}"
     )
     for name in args.settings:
         batches = [tuple(map(int, batch.split("x"))) for batch in args.batches]
-        (found,) = fresh(measure, folder, name, batches)
+        (found,) = fresh(measure, folder, name, batches, args.small)
         for samples, *row in found["rows"]:
             print(f"| {name} | {samples} | {' | '.join(f'{value:.2f}' for value in row)} |", flush=True)
         bandwidth = f"{found['bandwidth']:.1f} GiB/s from page-locked memory"

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 from torch.distributed import TCPStore
 
-from wandistiller.distributed import gpus
+from wandistiller.distributed import device, gpus
 from wandistiller.utils.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def compared(names: list[str], port: int) -> list[str]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore("127.0.0.1", port, world, rank == 0)
     problems: list[str] = []
-    with patch.object(gpus, "gpu_identity", lambda: names[rank]):
+    with patch.object(device, "identity", lambda: names[rank]):
         try:
             gpus.require_own_gpu(store, rank, world)
         except ConfigError as error:

@@ -12,6 +12,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBu
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import is_untried, on_accelerator, title
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.engine.workarounds import load_extension
@@ -67,7 +68,7 @@ def run(flags: dict[str, Any]) -> None:
 
 def _parts() -> dict[str, str]:
     """Name -> line for the compilers and DeepSpeed's compiled parts, which are built if they are not yet."""
-    on_gpu = collectives.device().type == "cuda"
+    on_gpu = on_accelerator()
     lines = {"nvcc": cuda_compiler(torch.version.cuda)} if on_gpu and torch.version.cuda else {}
     if not shutil.which("g++"):
         return lines | {"g++": f"missing    g++: {COMPILER}"}
@@ -120,9 +121,11 @@ def _memory() -> list[str]:
     gpus, n = "no GPU: ranks run on the CPU", machine.ranks
     if machine.device_free is not None:
         gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU"
+    untried = [f"untried    {title()}: nothing of wandistiller has run on it yet"] if is_untried() else []
     host, disk = machine.host_free / GIB, machine.disk_free / GIB
     right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
     return [
+        *untried,
         f"memory     {memory_line(collectives.rank())}",
         f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
         f"ranks      {n}, at most {machine.ranks_on_node} a node; "
@@ -133,7 +136,7 @@ def _memory() -> list[str]:
 def slow_bf16(root: Path = Path("/")) -> list[str]:
     """Warn of a CPU, described in `root`/proc, that emulates bf16, which is slower than float32."""
     info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
-    if collectives.device().type != "cpu" or not info.is_file() or "bf16" in info.read_text():
+    if on_accelerator() or not info.is_file() or "bf16" in info.read_text():
         return []
     return [
         "slow       bf16: this CPU has no instructions for it. Without a GPU give "
@@ -144,7 +147,7 @@ def slow_bf16(root: Path = Path("/")) -> list[str]:
 def _rates() -> list[str]:
     """Measured rates for people, and in the form that `plan --rates` takes."""
     set_activity("measuring this machine's rates")
-    dtype = torch.bfloat16 if collectives.device().type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if on_accelerator() else torch.float32
     rates = hardware_rates.measure_rates(Path(), dtype)
     texts = [f"{rates[name]:g} {unit}" for name, unit in UNITS.items() if name in rates]
     alone = [] if "link" in rates or "network" in rates else ["between ranks: start it with a launcher"]

@@ -7,7 +7,7 @@ import torch
 
 from wandistiller.config.sequence_checks import KEY, division_problems
 from wandistiller.config.validate import collecting
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives, device, sequence
 from wandistiller.engine import ds_config
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.preflight import config_problems
@@ -196,7 +196,7 @@ def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str,
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."
         problems.append(problem(where, "wandistiller.placement", AUTO, remedy))
-    problems += placement.teacher_problems(where, top_modules(teacher.config), collectives.number_of_gpus())
+    problems += placement.teacher_problems(where, top_modules(teacher.config), device.count())
     if problems:
         raise ConfigError(*problems)
     return ds

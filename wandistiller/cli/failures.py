@@ -10,6 +10,8 @@ from torch.distributed import DistError
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import on_accelerator
+from wandistiller.distributed.oom import Spent, chain, is_out_of_memory, what_ran_out
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
 from wandistiller.planner.machine import Machine, machine_now, memory_line
@@ -18,7 +20,6 @@ from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageE
 from wandistiller.utils.files import system_error
 from wandistiller.utils.interrupts import Interrupted
 from wandistiller.utils.logging import current, log_to_file
-from wandistiller.utils.oom import Spent, chain, is_out_of_memory, what_ran_out
 
 CODES = {ConfigError: WRONG_INPUT, NonFinite: NOT_FINITE, StorageError: STORAGE}
 LOST_CONTACT = re.compile(
@@ -77,7 +78,7 @@ class Failures:
         text = notice.text if first else notice.text.partition("\n")[0]
         if notice.code != OUT_OF_MEMORY:
             return text
-        spent = Spent.DEVICE if collectives.device().type == "cuda" else Spent.HOST
+        spent = Spent.DEVICE if on_accelerator() else Spent.HOST
         hints = self._advice(spent) if first else []
         return "\n".join([text, memory_line(collectives.rank()), *hints])
 

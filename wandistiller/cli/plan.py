@@ -14,6 +14,7 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, runs_of
 from wandistiller.config.summary import is_emulated
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.engine.kernels import emulates_bf16
@@ -212,7 +213,7 @@ def described(given: dict[str, Any]) -> Machine:
     launched = collectives.world_size() > 1
     gpus, none = given["gpus"], here.device_free is None
     if gpus is None:
-        gpus = here.ranks_on_node if launched or none else collectives.number_of_gpus()
+        gpus = here.ranks_on_node if launched or none else number_of_gpus()
         gpus *= not (none and given["gpu_memory"] is None)
     if gpus and given["gpu_memory"] is None and none:
         remedy = "There is no GPU here: write `--gpu_memory` too."

@@ -19,7 +19,7 @@ from wandistiller.config.start import read_start
 from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.data.media import video_problem
-from wandistiller.distributed import collectives
+from wandistiller.distributed import device
 from wandistiller.engine import ds_config
 from wandistiller.engine.activation_checkpointing import SECTION, recompute_problems, with_number
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
@@ -133,7 +133,7 @@ def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: 
     """List settings that do not fit each other, or this machine if the run is to be `here`."""
     problems: list[str] = []
     if "folder" in parts:
-        gpus = collectives.number_of_gpus() if here else world
+        gpus = device.count() if here else world
         problems += _placement_problems(run, parts, gpus) if "teacher_ds" in parts else []
         problems += parts["folder"].size_problems(run.height, run.width, run.num_frames)
         problems += objective_problems(run, parts) if "objective" in parts else []
@@ -172,7 +172,7 @@ def _profile_problems(run: RunConfig, here: bool) -> list[str]:
             f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. "
             "Write a step of it."
         )
-    if here and not collectives.number_of_gpus():
+    if here and not device.can_record_allocations():
         problems.append(
             "`profile_memory` records the memory of a GPU, and there is none here. Leave it out; "
             "OUTPUT/memory.json has the peaks of CPU memory by phase."

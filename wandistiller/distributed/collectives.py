@@ -12,12 +12,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from wandistiller.distributed import gpus
+from wandistiller.distributed.device import default_backend, device, nccl_version, on_accelerator
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils.errors import ConfigError, Problems
@@ -36,11 +36,6 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def local_rank() -> int:
-    """Return this process's number among those of its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -51,21 +46,10 @@ def ranks_here() -> int:
     return int(next(filter(None, map(os.environ.get, names)), world_size()))
 
 
-def device() -> torch.device:
-    """Return this rank's accelerator, or the CPU; the same one in every thread."""
-    kind = get_accelerator().device_name()
-    return torch.device(kind, local_rank()) if kind == "cuda" else torch.device(kind)
-
-
 def backend() -> str:
     """Return the name of the communication backend, with NCCL's version; after `init`."""
     name = dist.get_backend()
-    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
-
-
-def number_of_gpus() -> int:
-    """Count the GPUs that this process can see."""
-    return torch.cuda.device_count() if device().type == "cuda" else 0
+    return f"{name} {nccl_version()}" if name == "nccl" else name
 
 
 def log0(message: str, *args: object, level: int = logging.INFO) -> None:
@@ -86,7 +70,7 @@ def init(log_level: str = "info") -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": _free_port()})
     gpus.rank_zero_if_alone()
-    gpus.take_gpu(local_rank())
+    gpus.take_gpu()
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         set_activity(f"waiting for all {world_size()} ranks at {address}")
@@ -98,7 +82,7 @@ def init(log_level: str = "info") -> None:
 
 
 def _init_backend() -> None:
-    name = "nccl" if torch.cuda.is_available() else "gloo"
+    name = default_backend()
     if (
         name == "gloo"
     ):  # torch 2.13 records its last 2,000 collectives too, in MiB that only NCCL's dump shows
@@ -115,7 +99,7 @@ def _init_backend() -> None:
         rank=rank(),
         world_size=world_size(),
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device() if name == "nccl" else None,
+        device_id=device() if on_accelerator() else None,
     )
     deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
 

@@ -7,37 +7,39 @@ import subprocess
 import torch
 from torch.distributed import Store
 
+from wandistiller.distributed import device
 from wandistiller.utils.errors import ConfigError
 
 DRIVERS = {"13": 580, "12": 525, "11": 450}
 """Major version of CUDA -> least major version of the driver. Source: NVIDIA, CUDA compatibility, table 2."""
 
 
-def take_gpu(local_rank: int) -> None:
+def take_gpu() -> None:
     """Make the GPU of this rank the current one, if there are GPUs.
 
     Raises:
         ConfigError: CUDA does not start, or the node has fewer GPUs than ranks.
     """
-    if not torch.cuda.is_available():
+    if not device.on_accelerator():
         return
-    count = torch.cuda.device_count()
-    if local_rank >= count:
+    count = device.count()
+    if device.local_rank() >= count:
         raise ConfigError(
-            f"Rank {local_rank} of this node has no GPU of its own: {count} can be seen here. Start {count} "
-            "rank(s) a node, or let CUDA_VISIBLE_DEVICES name more GPUs."
+            f"Rank {device.local_rank()} of this node has no GPU of its own: {count} can be seen here. "
+            f"Start {count} rank(s) a node, or let CUDA_VISIBLE_DEVICES name more GPUs."
         )
     try:
-        torch.cuda.set_device(local_rank)
-        torch.cuda.mem_get_info()
+        device.make_current()
+        device.memory_size()
     except RuntimeError as error:  # NVML counts GPUs that CUDA cannot use
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"CUDA does not start: {reason}. {driver_remedy()}") from None
+        raise ConfigError(f"{device.title()} does not start: {reason}. {driver_remedy()}") from None
 
 
 def driver_remedy() -> str:
     """Compare the driver with the one that torch's CUDA needs, in words."""
-    cuda = str(torch.version.cuda)
+    if not (cuda := torch.version.cuda):
+        return f"torch is {torch.__version__}."
     needed, found = DRIVERS.get(cuda.partition(".")[0]), driver_version()
     have = f"the driver is {found}" if found else "nvidia-smi shows no driver"
     return (
@@ -55,20 +57,13 @@ def driver_version() -> str:
     return (done.stdout.split() or [""])[0] if done.returncode == 0 else ""
 
 
-def gpu_identity() -> str:
-    """Return what identifies this rank's GPU among all of the world; empty without one."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
 def require_own_gpu(store: Store, rank: int, world: int) -> None:
     """Compare the ranks' GPUs through the store, before NCCL would end or hang. Collective.
 
     Raises:
         ConfigError: on every rank, if two compute on the same GPU.
     """
-    store.set(f"gpu/{rank}", gpu_identity() or "none")
+    store.set(f"gpu/{rank}", device.identity() or "none")
     ranks_of: dict[str, list[int]] = {}
     for other in range(world):
         ranks_of.setdefault(store.get(f"gpu/{other}").decode(), []).append(other)
@@ -87,5 +82,5 @@ def require_own_gpu(store: Store, rank: int, world: int) -> None:
 
 def rank_zero_if_alone() -> None:
     """Number this rank 0 of its GPUs where it sees only one, as under srun; DeepSpeed reads it too."""
-    if torch.cuda.is_available() and torch.cuda.device_count() == 1:
+    if device.count() == 1:
         os.environ["LOCAL_RANK"] = "0"

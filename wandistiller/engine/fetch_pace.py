@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from wandistiller.distributed.device import kind, on_accelerator
 from wandistiller.engine.ds_config import offload_device, stage
 
 AHEAD = 1
@@ -66,5 +67,5 @@ def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
 
 def pace_fetches(model: nn.Module) -> None:
     """Bound the memory of the fetched blocks of a ZeRO-3 model in its engine, if it computes on a GPU."""
-    if torch.cuda.is_available():
-        FetchPace(model.blocks, torch.cuda.Event)
+    if on_accelerator():
+        FetchPace(model.blocks, torch.get_device_module(kind()).Event)

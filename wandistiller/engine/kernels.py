@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from wandistiller.distributed.device import kind, on_accelerator
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.utils.errors import problem
 
@@ -34,7 +34,7 @@ def emulates_bf16() -> bool:
     Its products in bf16 then take 6 to 56 times as long as in float32 (torch 2.13, whose oneDNN refuses
     them; `python tests/bench/emulation.py`).
     """
-    if get_accelerator().device_name() != "cpu":
+    if on_accelerator():
         return False
     return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -54,7 +54,7 @@ def kernel_problems(where: str, ds: dict[str, Any], *, here: bool) -> list[str]:
     kernels, key = read_kernels(ds), f"{BLOCK}.attention"
     if not here or kernels.attention == "native":
         return []
-    if not torch.cuda.is_available():
+    if kind() != "cuda":
         remedy = "It needs a CUDA GPU, and there is none here. Write native, or leave it out."
         return [problem(where, key, kernels.attention, remedy)]
     module, source = PACKAGES.get(kernels.attention, ("torch", ""))

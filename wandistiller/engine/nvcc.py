@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.utils.cpp_extension
-from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 
+from wandistiller.distributed.device import kind
 from wandistiller.engine.ds_config import offload_section
 from wandistiller.engine.ds_schema import section_of
 
@@ -45,9 +45,7 @@ def find_nvcc(expected: str) -> Nvcc:
 
 def lacks_nvcc() -> bool:
     """Return whether DeepSpeed cannot compile for this machine's GPUs."""
-    if get_accelerator().device_name() != "cuda":
-        return False
-    return not find_nvcc(str(torch.version.cuda)).fits
+    return kind() == "cuda" and bool(torch.version.cuda) and not find_nvcc(torch.version.cuda).fits
 
 
 def with_fused_adam(ds: dict[str, Any]) -> dict[str, Any]:

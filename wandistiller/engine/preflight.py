@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedConfig
-from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
+from wandistiller.distributed.device import on_accelerator, supports_fp16
 from wandistiller.engine.ds_config import dtype_name, offload_section, on_nvme
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.monitors import MONITORS
@@ -56,7 +56,7 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
         return [problem(where, f"zero_optimization.{key}.device", "nvme", text)]
     if problems := _machine_problems(where, ds):
         return problems
-    if dtype_name(ds) == "float16" and not get_accelerator().is_fp16_supported():
+    if dtype_name(ds) == "float16" and not supports_fp16():
         text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
         return [f"{where}: `fp16` {text}"]
     return []
@@ -64,7 +64,7 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
 
 def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
     """Return a problem for each thing that this machine or its Python packages lack."""
-    problems, on_cpu = [], get_accelerator().device_name() == "cpu"
+    problems, on_cpu = [], not on_accelerator()
     section, kind = ds.get("activation_checkpointing", {}), ds.get("optimizer", {}).get("type", "")
     offloaded = offload_section(ds, "optimizer")["device"] != "none"
     if on_cpu and section.get("cpu_checkpointing") and not section.get("partition_activations"):

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.profiling.flops_profiler import profiler
@@ -21,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.ds_config import stage
 from wandistiller.engine.optimizer_state import is_plain
 from wandistiller.engine.start_time import leave_out_muon, read_cpu_info_in_this_process
@@ -183,7 +183,7 @@ def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:
     it, so that a resumed run would differ by one ulp (deepspeed 0.19.8). tests/integration/test_layouts.py.
     """
     group = optimizer.param_groups[0]
-    if isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+    if isinstance(optimizer, FusedAdam) and not on_accelerator():
         # an update of step 0, after which the next is no step up
         zeros = [[torch.zeros(1)] for _ in range(4)]
         optimizer.multi_tensor_adam(

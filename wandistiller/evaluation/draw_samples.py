@@ -18,6 +18,7 @@ from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.data.turns import collective_turns, number_of_turns
 from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
+from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
@@ -88,7 +89,7 @@ def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
         return pipeline
     parts = (part for part in pipeline.components.values() if isinstance(part, nn.Module))
     weights = sum(p.nbytes for part in parts for p in part.parameters())
-    if find_spec("accelerate") and weights > torch.cuda.mem_get_info()[0] / 2:
+    if find_spec("accelerate") and weights > memory_size()[0] / 2:
         pipeline.enable_model_cpu_offload(device=device())
         return pipeline
     return pipeline.to(device())
@@ -96,7 +97,7 @@ def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
 
 def resolve_dtype(name: str) -> torch.dtype:
     """The dtype that --dtype names; `auto` is bfloat16 on a GPU and float32 on the CPU."""
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    auto = "bfloat16" if on_accelerator() else "float32"
     return getattr(torch, auto if name == "auto" else name)
 
 

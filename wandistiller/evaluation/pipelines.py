@@ -13,6 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
@@ -95,20 +96,14 @@ class Stopwatch:
         method = getattr(owner, name)
 
         def timed(*given: Any, **more: Any) -> Any:
-            _wait(collectives.device())
+            synchronize()
             start = time.monotonic()
             result = method(*given, **more)
-            _wait(collectives.device())
+            synchronize()
             self.seconds += time.monotonic() - start
             return result
 
         setattr(owner, name, timed)
-
-
-def _wait(device: torch.device) -> None:
-    """Wait until the accelerator has computed what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class PlacedTeacher:
@@ -131,7 +126,7 @@ class PlacedTeacher:
         start = time.monotonic()
         velocity = progress.counting(self.velocity)
         x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
-        _wait(device)
+        synchronize()
         self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()
 
@@ -158,10 +153,10 @@ class PeakMemory:
 
     def __init__(self) -> None:
         gc.collect()
+        empty_cache()
         self._held = {"host": memory_usage.read().host}
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            self._held["gpu"] = torch.cuda.memory_allocated()
+        if on_accelerator():
+            self._held["gpu"] = held_memory().allocated
         self._peak = dict(self._held)
 
     @contextmanager
@@ -170,7 +165,7 @@ class PeakMemory:
         is_reset = memory_usage.reset_peaks()
         yield
         usage = memory_usage.read()
-        peak = {"host": usage.host_peak if is_reset else usage.host, "gpu": torch.cuda.max_memory_allocated()}
+        peak = {"host": usage.host_peak if is_reset else usage.host, "gpu": held_memory().most_allocated}
         self._peak = {kind: max(before, peak[kind]) for kind, before in self._peak.items()}
 
     def peak_gib(self) -> dict[str, float]:

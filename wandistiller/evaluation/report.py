@@ -1,5 +1,6 @@
 """Results of an evaluation: JSON for programs, Markdown tables for people, and a picture."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -209,7 +210,7 @@ def slow_motion(result: dict[str, Any]) -> list[str]:
     if not ratio or ratio["value"] is None or ratio["value"] >= SLOW:
         return []
     return [
-        f"**Slow motion**: the student moves {_cell(ratio)} times as much as its teacher, less than {SLOW}. "
+        f"**Slow motion**: the student moves {cell(ratio)} times as much as its teacher, less than {SLOW}. "
         "Train more at high noise, where motion is decided: more sampling steps there, or a larger shift."
     ]
 
@@ -222,14 +223,14 @@ def markdown(result: dict[str, Any]) -> str:
     for key, label in ({m.name: m.label for m in METRICS} | COSTS).items():
         if key in teacher:
             values = (teacher[key], student[key], ratio.get(key, {"value": None}))
-            sides.append([label, *map(_cell, values)])
+            sides.append([label, *map(cell, values)])
     for where, gib in teacher["peak_memory_gib"].items():
         both = (gib, student["peak_memory_gib"][where])
         sides.append([f"peak memory, {where}, GiB", *(f"{value:.2f}" for value in both), "-"])
     error = result["relative_velocity_error"]
     errors = [["relative velocity error at sigma", "expert", "student"]]
-    errors += [[band, e["expert"], _cell(e)] for band, e in error["bands"].items()]
-    errors += [["all", expert, _cell(e)] for expert, e in error["experts"].items()]
+    errors += [[band, e["expert"], cell(e)] for band, e in error["bands"].items()]
+    errors += [["all", expert, cell(e)] for expert, e in error["experts"].items()]
     weights = [
         ["relative velocity error at sigma", f"teacher, {result.get('teacher_weights')}, to unquantised"]
     ]
@@ -237,7 +238,7 @@ def markdown(result: dict[str, Any]) -> str:
     weights += [[band, f"{error:.3g}"] for band, error in measured["bands"].items()]
     kinds = [["Fréchet distance, features", "student, same seeds", "student, other seeds", "floor"]]
     for kind, e in result["frechet"].items():
-        three = (_cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
+        three = (cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
         kinds.append([f"{kind.replace('_', ' ')}, {e['features']}", *three])
     return "\n\n".join(
         _table(rows) for rows in (sides, _steps(result), errors, weights, kinds) if len(rows) > 1
@@ -254,12 +255,12 @@ def _steps(result: dict[str, Any]) -> list[list[str]]:
         for n, figures in numbers.items():
             faster = (own[key]["value"] / figures[key]["value"] for key in TIMES)
             cells = (f"{figures[key]['value']:.3g}" for key in TIMES)
-            scores = (_cell(figures[name]) for name in labels)
+            scores = (cell(figures[name]) for name in labels)
             rows.append([f"{side}, {n}", *scores, *cells, *(f"{times:.3g}" for times in faster)])
     return rows
 
 
-def _cell(value: int | dict[str, Any]) -> str:
+def cell(value: int | dict[str, Any]) -> str:
     """Format a number, an estimate with its interval, or a share as hits."""
     if isinstance(value, int):
         return f"{value:,}"
@@ -268,7 +269,8 @@ def _cell(value: int | dict[str, Any]) -> str:
     unit, text = (100, str(value["count"])) if "count" in value else (1, f"{value['value']:.3g}")
     if value.get("low") is None:
         return text
-    return f"{text} ({unit * value['low']:.3g} to {unit * value['high']:.3g}{' %' * (unit == 100)})"
+    high = math.inf if value["high"] is None else value["high"]  # of a ratio to what may be 0
+    return f"{text} ({unit * value['low']:.3g} to {unit * high:.3g}{' %' * (unit == 100)})"
 
 
 def _table(rows: list[list[str]]) -> str:

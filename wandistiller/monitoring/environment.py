@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wandistiller import __version__
-from wandistiller.distributed import collectives, launchers
+from wandistiller.distributed import collectives, device, launchers
 from wandistiller.utils.system_memory import GIB
 
 PACKAGES = "torch deepspeed diffusers transformers safetensors huggingface_hub numpy pillow".split()
@@ -39,8 +39,7 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 def collect() -> dict[str, Any]:
     """Collect launcher, versions on rank 0, and nodes for OUTPUT/resolved/machine.json. Collective."""
-    device, node = collectives.device(), collectives.node_peers()[0]
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    gpu, node = device.name(), collectives.node_peers()[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     own = {"host": platform.node(), "cpu": cpu_model(), "cores": os.cpu_count()}
     own["memory_gib"] = round(memory / GIB, 1)

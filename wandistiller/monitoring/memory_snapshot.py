@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from wandistiller.config.job import Job
-from wandistiller.distributed import collectives
+from wandistiller.distributed import collectives, device
 from wandistiller.utils.files import atomic
 
 STEPS = 3
@@ -40,7 +38,7 @@ class MemoryProfile:
             yield
             return
         if not self._recording:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
+            device.record_allocations(MOST_EVENTS)
             self._recording = True
         try:
             yield
@@ -52,7 +50,7 @@ class MemoryProfile:
 
     def _write(self) -> None:
         with atomic(self._file) as temporary:
-            torch.cuda.memory._dump_snapshot(str(temporary))
-        torch.cuda.memory._record_memory_history(enabled=None)
+            device.write_allocations(temporary)
+        device.record_allocations(None)
         text = "memory    of steps %d to %d: %s; open it on https://pytorch.org/memory_viz"
         collectives.log0(text, self.steps[0], self.steps[-1], self._file)

@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from wandistiller.distributed import device
 from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import current
 from wandistiller.utils.system_memory import GIB, read_sizes
@@ -53,10 +52,8 @@ def read() -> Usage:
     files = max(0, sizes["RssFile"] - _libraries() - LATER)
     # the system keeps no peak without them: those of now are taken from it
     host = Usage(sizes["VmRSS"] - files, max(sizes["VmRSS"], sizes["VmHWM"]) - files)
-    if not torch.cuda.is_available():
-        return host
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    return host._replace(allocated=allocated, reserved=reserved, peak=torch.cuda.max_memory_reserved())
+    held = device.held_memory()
+    return host._replace(allocated=held.allocated, reserved=held.reserved, peak=held.most_reserved)
 
 
 @contextmanager
@@ -81,16 +78,13 @@ def _close() -> None:
     usage = read()
     peaks[current.phase] = Usage(*map(max, usage, peaks.get(current.phase, usage)))
     trim()
-    # blocks of one phase do not fit the next, and other streams cannot take them
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    device.empty_cache()  # blocks of one phase do not fit the next, and other streams cannot take them
     reset_peaks()
 
 
 def reset_peaks() -> bool:
     """Begin new peaks; return False where the system refuses, so that those of CPU memory carry over."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    device.reset_peaks()
     with suppress(OSError):  # 5 resets the peak alone. Source: Linux, Documentation/filesystems/proc.rst
         return bool(Path("/proc/self/clear_refs").write_text("5"))
     return False

@@ -12,6 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.machine import Demand, Machine
@@ -167,7 +168,7 @@ def fetch_problems(job: Job) -> list[str]:
         return []
     if not (nbytes := bytes_to_fetch(folder.name, folder.revision)):
         return []
-    free, still = disk_free(cache), to_come(job, accelerator=collectives.device().type != "cpu")
+    free, still = disk_free(cache), to_come(job, accelerator=on_accelerator())
     collectives.log0("fetch     %s of %s into %s, %s free", _size(nbytes), folder.name, cache, _size(free))
     if (need := nbytes + on_disk_of(cache, still)) <= free:
         return []
@@ -181,7 +182,7 @@ def log_disk_use(job: Job) -> None:
     """Log on rank 0 the files of the run and the free space of their disks: TOO LITTLE if they are larger."""
     if collectives.rank() != 0:
         return
-    accelerator = collectives.device().type != "cpu"
+    accelerator = on_accelerator()
     still, free = to_come(job, accelerator=accelerator), []
     for place in {disk(place): place for place in still}.values():
         short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""

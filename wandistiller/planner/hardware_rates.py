@@ -13,6 +13,7 @@ import torch
 from annotated_types import Gt, Lt
 
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import synchronize
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
 from wandistiller.utils.validation import check, types_of
@@ -117,7 +118,7 @@ def measure_rates(folder: Path, dtype: torch.dtype) -> dict[str, float]:
         "memory": len(peers) * _copies(cpu, cpu),
         "disk": len(peers) * _reads(folder),
     }
-    if device.type == "cuda":
+    if device.type != "cpu":
         measured |= {"pcie": _copies(cpu, device), "cpu_tflops": len(peers) * _products(cpu, dtype)}
     else:
         measured["cpu_tflops"] = len(peers) * measured["tflops"]
@@ -139,8 +140,7 @@ def _seconds(work: Callable[[], object]) -> float:
         collectives.gather_objects(None)
         began = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - began)
     return min(map(max, zip(*collectives.gather_objects(seconds), strict=True)))
 
@@ -160,7 +160,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
 
 def _copies(source: torch.device, target: torch.device) -> float:
     """10^9 bytes a second; within CPU memory each is read and written."""
-    locked = target.type == "cuda"
+    locked = target.type != "cpu"
     block = torch.ones(2**28, dtype=torch.uint8, device=source, pin_memory=locked)
     into = torch.empty_like(block, device=target)
     return (1 if locked else 2) * block.numel() / _seconds(lambda: into.copy_(block)) / 1e9

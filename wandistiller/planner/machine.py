@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import held_memory, local_rank, memory_size, on_accelerator
+from wandistiller.distributed.device import name as device_name
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.utils.system_memory import (
@@ -54,31 +54,24 @@ class Machine:
 
 def this_machine(swap_path: Path) -> Machine:
     """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""
-    device = collectives.device()
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    own = free, total, host_free(), disk_free(swap_path), len(collectives.node_peers()), _name(device)
+    own = *memory_size(), host_free(), disk_free(swap_path), len(collectives.node_peers()), device_name()
     frees, totals, hosts, disks, on_nodes, names = zip(*collectives.gather_objects(own), strict=True)
     return Machine(
-        device_free=None if free is None else min(frees),
+        device_free=None if frees[0] is None else min(frees),
         host_free=min(hosts),
         disk_free=min(disks),
         ranks=collectives.world_size(),
         ranks_on_node=max(on_nodes),
-        device_total=None if total is None else min(totals),
+        device_total=None if totals[0] is None else min(totals),
         device_name=names[0] if len(set(names)) == 1 else "",
     )
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-
-
 def machine_now() -> Machine:
     """Measure this rank's machine without communication; the launcher says how many ranks it has."""
-    device = collectives.device()
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
+    free, total = memory_size()
     own = free, host_free(), disk_free(Path()), collectives.world_size(), collectives.ranks_here()
-    return Machine(*own, device_total=total, device_name=_name(device))
+    return Machine(*own, device_total=total, device_name=device_name())
 
 
 def memory_line(rank: int, root: Path = Path("/")) -> str:
@@ -88,16 +81,10 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
         root: the folder of proc/ and sys/.
     """
     gpu = "no accelerator"
-    if torch.cuda.is_available():
-        device = collectives.device()
-        free, total = torch.cuda.mem_get_info(device)
-        numbers = {
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "in all": total,
-            "free": free,
-        }
-        gpu = f"GPU {device.index}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
+    if on_accelerator():
+        held, (free, total) = held_memory(), memory_size()
+        numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
+        gpu = f"GPU {local_rank()}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
     own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
     parts = [

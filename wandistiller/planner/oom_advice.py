@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator
 
-import torch
-
 from wandistiller.config.job import Job
+from wandistiller.distributed.device import held_memory
+from wandistiller.distributed.oom import Spent
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.planner.hardware_rates import default_rates
@@ -15,7 +15,6 @@ from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.resolve_auto import choices, each_pair
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
-from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB
 
 SHOWN = 3
@@ -78,9 +77,9 @@ def _hints(job: Job, preparing: bool) -> Iterator[str]:
 def _fragmentation(spent: Spent) -> Iterator[str]:
     """GPU memory in pieces too small to be used, if the environment turns expandable segments off."""
     given = {name: os.environ[name] for name in allocators.TORCH if name in os.environ}
-    if spent is Spent.DEVICE and torch.cuda.is_available() and "expandable_segments:True" not in str(given):
-        held = torch.cuda.memory_reserved()
-        if (unused := held - torch.cuda.memory_allocated()) > LEAST * held:
+    if spent is Spent.DEVICE and "expandable_segments:True" not in str(given):
+        held = held_memory()
+        if (unused := held.reserved - held.allocated) > LEAST * held.reserved:
             yield (
                 f"no {', '.join(given)} in the environment, or expandable_segments:True in it: makes usable "
                 f"up to {unused / GIB:.3g} GiB that lie in pieces too small to be used"

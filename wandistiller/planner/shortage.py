@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from wandistiller.checkpoint.loading import read_state
 from wandistiller.config.job import Job
-from wandistiller.distributed import collectives
+from wandistiller.distributed.device import local_rank
 from wandistiller.planner.disk import disk_demands
 from wandistiller.planner.machine import demands, machine_now
 from wandistiller.planner.peak_memory import plan
@@ -41,7 +41,7 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
         preparing: the run ends when its cache is full.
     """
     found = Shortages([], [], [])
-    if collectives.local_rank() != 0:
+    if local_rank() != 0:
         return found
     machine = machine_now()
     for job in stages:

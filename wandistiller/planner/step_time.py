@@ -16,7 +16,13 @@ from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.stage_time import StageTime
 from wandistiller.planner.student_memory import itemsize
-from wandistiller.planner.student_network import critic_shape, network_of, student_model, student_shape
+from wandistiller.planner.student_network import (
+    critic_shape,
+    matched_blocks,
+    network_of,
+    student_model,
+    student_shape,
+)
 from wandistiller.planner.teacher_memory import branches, sharers_of_a_call, swept
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.teacher.teacher_json import read_placement
@@ -114,7 +120,7 @@ class StepTime:
         if not read_placement(j.teacher_ds).works_ahead(j.teacher_ds, on_gpu=on_gpu):
             return 0.0
         teacher, *_, optimizer = self.all()
-        asked = teacher.seconds(self.rates) / (teacher.times if j.objective.student_blocks else 1)
+        asked = teacher.seconds(self.rates) / (teacher.times if matched_blocks(j) else 1)
         return min(asked, optimizer.moving(self.rates))
 
     def rollouts(self) -> float:

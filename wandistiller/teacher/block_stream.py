@@ -1,6 +1,5 @@
 """Networks whose blocks lie in CPU memory and come to the device one after the other, into two buffers."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,24 +20,21 @@ class Buffers:
         """The block in each buffer, or on its way there, as it is stored in CPU memory."""
         self.current: Tensor | None = None
         """The block that was asked for last."""
-        on_gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if on_gpu else None
-        self._arrived = [torch.cuda.Event() if on_gpu else None for _ in self.tensors]
+        self._streams = torch.get_device_module(device)
+        self._copies = self._streams.Stream(device)
+        self._arrived = [self._streams.Event() for _ in self.tensors]
 
     def fetch(self, stored: Tensor, place: int) -> None:
         """Copy a block once the device has computed all that it was given, which used the buffer before."""
         self.held[place] = stored
-        if self._copies:
-            self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+        self._copies.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._copies):
             self.tensors[place][: len(stored)].copy_(stored, non_blocking=True)
-            if self._copies:
-                self._arrived[place].record()
+            self._arrived[place].record()
 
     def wait(self, place: int) -> None:
         """Let the device wait for what was fetched last to this place; the host goes on."""
-        if self._copies:
-            torch.cuda.current_stream().wait_event(self._arrived[place])
+        self._streams.current_stream().wait_event(self._arrived[place])
 
 
 class BlockStream:

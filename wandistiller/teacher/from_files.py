@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,8 @@ class Slots:
         self._free: list[Weights] | None = None
         self._held: dict[tuple[int, int], tuple[Weights, Future]] = {}
         self._thread = ThreadPoolExecutor(1, "teacher_files")
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = torch.get_device_module(device)
+        self._copies = self._streams.Stream(device)
 
     def make_for(self, like: Weights) -> Weights:
         """Allocate the slots, once, for blocks with weights `like` these; return one of them."""
@@ -51,7 +51,7 @@ class Slots:
         for key in self._held.keys() - set(wanted):
             self._held[key][1].exception()  # it may still be read
             self._free.append(self._held.pop(key)[0])
-        used = torch.cuda.current_stream(self.device).record_event() if self._copies else None
+        used = self._streams.current_stream(self.device).record_event()
         for key in wanted:
             if key not in self._held:
                 slot = self._free.pop()
@@ -63,14 +63,14 @@ class Slots:
         return slot
 
     def _read(self, reader: WeightReader, number: int, slot: Weights, used: Any) -> None:
-        """Fill a slot, on a GPU after what was given to it before, which used the slot."""
-        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
-            if self._copies:
-                self._copies.wait_event(used)
+        """Fill a slot, after what the device was given before, which used the slot."""
+        arrived = self._streams.Event()
+        with self._streams.stream(self._copies):
+            self._copies.wait_event(used)
             for leaf, value in slot.items():
                 reader.read(f"blocks.{number}.{leaf}", value)
-            if self._copies:
-                self._copies.synchronize()
+            arrived.record()
+        arrived.synchronize()
 
 
 def read_by_block(

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import lock_pages, unlock_pages
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import offload_device, offload_section
@@ -133,8 +134,7 @@ def load_streamed(
             places.setdefault(name, []).append(sizes[block_name(name)])
             sizes[block_name(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
-    if device.type == "cuda":
-        arena.pin()
+    arena.lock()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
     for name, form in one_by_one(forms, reader):
@@ -235,8 +235,8 @@ def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks:
     """
     arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in parameters_of(model, dtype)))
     section = offload_section(ds, "param")
-    if torch.cuda.is_available() and section["device"] == "cpu" and section.get("pin_memory", False):
-        arena.pin()
+    if section["device"] == "cpu" and section.get("pin_memory", False):
+        arena.lock()
     return arena
 
 
@@ -259,12 +259,11 @@ class Arena:
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start)
         return flat.view(like.shape)
 
-    def pin(self) -> None:
-        """Lock the pages for fast copies to the accelerator."""
+    def lock(self) -> None:
+        """Lock the pages for fast copies to the accelerator, if there is one."""
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)
-        torch.cuda.check_error(int(error))
-        self._memory.locked = address
+        if lock_pages(address, len(self._memory)):
+            self._memory.locked = address
 
 
 class _Memory(mmap.mmap):
@@ -274,8 +273,7 @@ class _Memory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked is not None:
-            torch.cuda.synchronize()  # copies out of it may be under way; unlocking does not wait for them
-            torch.cuda.cudart().cudaHostUnregister(self.locked)
+            unlock_pages(self.locked)
 
 
 def _shared_memory(nbytes: int, peers: list[int]) -> _Memory:

@@ -2,21 +2,16 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Generic, TypeVar
 
-import torch
-
-from wandistiller.distributed import collectives
+from wandistiller.distributed.device import make_current
 
 T = TypeVar("T")
 
 
 def worker(name: str) -> ThreadPoolExecutor:
     """Make a thread for one task after the other on this rank's device, which CUDA keeps for each thread."""
-    device = collectives.device()
-    use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, name, initializer=use_device)
+    return ThreadPoolExecutor(1, name, initializer=make_current)
 
 
 class ReadAhead(Generic[T]):

@@ -13,7 +13,8 @@ from torch import Tensor
 from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, GeneratedBatch, Prediction
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import sequence
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
 from wandistiller.planner.teacher_memory import swept
@@ -162,7 +163,7 @@ class StudentTurn(Turn):
         Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
         is asked about the student's samples. Ranks that share a sequence exchange parts of it in one order.
         """
-        ds, on_gpu = self.job.teacher_ds, collectives.device().type == "cuda"
+        ds, on_gpu = self.job.teacher_ds, on_accelerator()
         depends = self._samples or not self.job.objective.asks_at_noised or sequence.degree() > 1
         return not depends and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
 
@@ -171,7 +172,7 @@ class StudentTurn(Turn):
 
         Of hidden states to compare, which are large, only those of the first micro-steps.
         """
-        groups = self._groups[:1] if self.job.objective.student_blocks else self._groups
+        groups = self._groups[:1] if self.job.matched_objective.student_blocks else self._groups
 
         def ask(group: range) -> Asked:
             batches = [reads(update, micro) for micro in group]

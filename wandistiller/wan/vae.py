@@ -9,6 +9,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import held_memory, memory_size
 from wandistiller.utils.system_memory import GIB, PIECES, host_free, reserve, room_of_a_rank
 from wandistiller.wan.fake_tensor_memory import Need, decoding, encoding, tile
 
@@ -102,6 +103,6 @@ def room_on(device: torch.device) -> int:
     """Return the bytes that this rank may take on `device` now, a reserve left out."""
     if device.type == "cpu":
         return room_of_a_rank(host_free(), collectives.ranks_here())
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
+    held = held_memory()
+    free = memory_size()[0] + held.reserved - held.allocated
     return int(free - reserve(free, PIECES))

@@ -190,7 +190,8 @@ def _fill_cuda() -> None:
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.device_count = native.device_count
     cuda._initialized, cuda._lazy_init, cuda._lazy_call = True, lambda: None, lambda call, **_: call()
-    cuda._exchange_device = cuda._maybe_exchange_device = native.exchange_device
+    cuda._exchange_device = native.exchange_device
+    cuda._maybe_exchange_device = lambda index: native.exchange_device(index)  # torch.compile wants two
     cuda.get_device_properties = properties
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_name = lambda device=None: "Simulated GPU"

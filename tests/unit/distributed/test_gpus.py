@@ -5,7 +5,7 @@ import pytest
 import torch
 from ranks import call, free_port
 
-from wandistiller.distributed import gpus
+from wandistiller.distributed import device, gpus
 from wandistiller.utils.errors import ConfigError
 
 
@@ -23,20 +23,21 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, error: str = "") -> N
         if error:
             raise RuntimeError(f"{error}\nmore")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    for name in ("set_device", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, start)
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    for name in ("set_device_index", "get_memory_info"):
+        monkeypatch.setattr(torch.accelerator, name, start)
 
 
 def test_a_driver_that_is_too_old_is_named_with_the_one_that_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with_gpus(monkeypatch, 1, "The NVIDIA driver on your system is too old (found version 12040).")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpus, "driver_version", lambda: "550.54.15")
     with pytest.raises(ConfigError) as raised:
-        gpus.take_gpu(0)
+        gpus.take_gpu()
     (text,) = raised.value.problems
     assert text.startswith(
         "CUDA does not start: The NVIDIA driver on your system is too old (found version 12040)"
@@ -51,6 +52,8 @@ def test_more_ranks_than_gpus_on_a_node_are_refused_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_gpus(monkeypatch, 2)
-    gpus.take_gpu(1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gpus.take_gpu()
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="Rank 2 of this node has no GPU of its own: 2 can be seen"):
-        gpus.take_gpu(2)
+        gpus.take_gpu()

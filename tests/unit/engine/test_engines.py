@@ -4,7 +4,6 @@ from collections import Counter
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -18,6 +17,7 @@ from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
+from wandistiller.distributed import device
 from wandistiller.engine import nvcc, preflight
 from wandistiller.engine.activation_checkpointing import with_number
 from wandistiller.engine.ds_config import student_engine
@@ -217,14 +217,14 @@ def test_a_monitor_whose_package_is_missing_is_refused_before_the_start(monitor:
     assert message.startswith(f"x.json: `{monitor}.enabled` is true. It needs: pip install")
 
 
-GPU = SimpleNamespace(device_name=lambda: "cuda", is_fp16_supported=lambda: True)
 PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
 
 
 def on_a_gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (preflight, nvcc):
-        monkeypatch.setattr(module, "get_accelerator", lambda: GPU)
+    for module in (device, nvcc):
+        monkeypatch.setattr(module, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(preflight.AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
 

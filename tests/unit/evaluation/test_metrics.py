@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from wandistiller.evaluation.metrics import METRICS, Estimate, ratio_of_sums, wilson
+from wandistiller.evaluation.report import cell
 
 DOUBLE = torch.float64
 
@@ -53,3 +54,8 @@ def test_proportional_numbers_have_one_ratio_without_doubt() -> None:
 
 def test_one_sample_gives_a_value_and_no_interval() -> None:
     assert ratio_of_sums(torch.tensor([2.0]), torch.tensor([4.0]), seed=0) == Estimate(0.5)
+
+
+def test_a_ratio_to_what_may_be_zero_has_an_interval_without_end_in_the_table() -> None:
+    ratio = ratio_of_sums(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]), seed=0).as_dict()
+    assert ratio["high"] is None and cell(ratio) == "2 (1 to inf)"

@@ -7,11 +7,11 @@ import pytest
 from planned import gpus, published_job
 
 from wandistiller.config.job import Job
+from wandistiller.distributed.oom import Spent
 from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.oom_advice import SHOWN, advice, needed
 from wandistiller.planner.resolve_auto import choices, each_pair
-from wandistiller.utils.oom import Spent
 from wandistiller.utils.system_memory import GIB
 
 GPUS = gpus(4, 80, 1000)

@@ -1,6 +1,7 @@
 """Arithmetic and transfers of a step of published Wans, against sums done by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planned import EIGHT_80, ON_CPU, ONE_24, RATES, TWO_NODES
@@ -196,12 +197,16 @@ def test_offloaded_gradients_go_there_and_back_for_each_micro_step_of_stage_2(
     assert stage.times * moved == pytest.approx(nbytes * numel, rel=1e-6)  # 4 k + 2, and 4 of one
 
 
-def test_the_teacher_s_sweep_hides_behind_adam_or_adam_behind_it(published: Path) -> None:
-    times = {}
+@pytest.mark.parametrize(("objective", "sweeps"), [("velocity", 1), (["velocity", "feature"], 4)])
+def test_the_teacher_s_sweep_hides_behind_adam_or_adam_behind_it(
+    published: Path, objective: Any, sweeps: int
+) -> None:
+    """Of hidden states only those of the first of four sweeps are held meanwhile."""
+    times, more = {}, {"objective": objective}
     for ahead in (True, False):
         ds = read_json("ds_configs/teacher/streamed.json")
-        ds["wandistiller"]["ahead"] = ahead
-        times[ahead] = StepTime(job(published, ONE_24, teacher_deepspeed_config=ds), ONE_24, RATES)
+        ds["wandistiller"] |= {"ahead": ahead, "sweep_micro_steps": 2}
+        times[ahead] = StepTime(job(published, ONE_24, teacher_deepspeed_config=ds, **more), ONE_24, RATES)
     teacher, *_, adam = times[True].all()
-    shorter = min(teacher.seconds(RATES), adam.moving(RATES))
+    shorter = min(teacher.seconds(RATES) / sweeps, adam.moving(RATES))
     assert times[True].floor() == pytest.approx(times[False].floor() - shorter)

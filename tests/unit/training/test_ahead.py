@@ -65,7 +65,7 @@ def trainer(folder: Path, wan: Path, name: str, **block: Any) -> Trainer:
     teacher = {"zero_optimization": {"stage": 0}, "wandistiller": {"guidance_passes": 1} | block}
     more = {"max_steps": 6, "sample_every": 4, "guidance_scale": 3.0, "teacher_deepspeed_config": teacher}
     more |= {"deepspeed_config": student_engine(2), "output_dir": str(folder / name)}
-    more |= {"sample_steps": 2}
+    more |= {"sample_steps": 2, "objective": ["velocity", "feature"]}
     return trainer_of(recipe(folder, wan, **more))
 
 

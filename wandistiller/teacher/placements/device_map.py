@@ -14,6 +14,7 @@ from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import local_rank
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.teacher.loading import one_by_one
 from wandistiller.teacher.placements.base import OnOneRank, dtype_of
@@ -64,7 +65,7 @@ class DeviceMap(OnOneRank):
 
     def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
         devices = self.device_map
-        if not isinstance(devices, dict) or collectives.local_rank() != self.owner_rank:
+        if not isinstance(devices, dict) or local_rank() != self.owner_rank:
             return []
         try:
             expand_device_map(devices, modules)
@@ -88,7 +89,7 @@ class DeviceMap(OnOneRank):
         config, dtype, device = folder.configs[expert], dtype_of(ds), collectives.device()
         model, index = meta_transformer(config), {}
         devices = self._devices(model, config, dtype, share=len(folder.configs))
-        main = device.index if device.type == "cuda" else "cpu"
+        main = "cpu" if device.type == "cpu" else device.index
         for name, p in one_by_one(dict(model.named_parameters()), reader, alone=True):
             own_dtype = parameter_dtype(name, dtype)
             where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run
 
+from wandistiller.distributed.oom import Spent, is_out_of_memory, what_ran_out
 from wandistiller.planner.machine import memory_line
-from wandistiller.utils.oom import Spent, is_out_of_memory, what_ran_out
 from wandistiller.utils.system_memory import GIB
 
 PROVOKED = """
@@ -20,7 +20,7 @@ import json, resource, sys
 import numpy, torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from wandistiller.utils.oom import is_out_of_memory, what_ran_out
+from wandistiller.distributed.oom import is_out_of_memory, what_ran_out
 from wandistiller.planner.machine import memory_line
 file, GIB = sys.argv[1], 2**30
 

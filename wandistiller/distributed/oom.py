@@ -7,6 +7,8 @@ from enum import Enum
 
 import torch
 
+from wandistiller.distributed import device
+
 
 class Spent(Enum):
     """Kind of memory that ran out; always HOST without an accelerator."""
@@ -39,9 +41,8 @@ def what_ran_out(error: BaseException) -> Spent:
     if isinstance(source, torch.OutOfMemoryError) or LIBRARIES.search(str(source)):
         return Spent.DEVICE
     # torch's allocator raises its own error; CUDA's is for page-locked host memory, unless the device is full
-    if "cuda" in str(source).lower() and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return Spent.DEVICE if free < 0.02 * total else Spent.HOST
+    if "cuda" in str(source).lower() and device.is_full():
+        return Spent.DEVICE
     return Spent.HOST
 
 

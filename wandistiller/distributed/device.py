@@ -1,0 +1,172 @@
+"""This rank's device: the only module that knows of which kind it is.
+
+DeepSpeed's accelerator chooses the kind, by DS_ACCELERATOR or by what the machine has. torch has the same
+functions for all kinds (torch.accelerator, torch.get_device_module); AMD's ROCm is `cuda` to both.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+FULL = 0.02
+"""Share of its memory below which what is free on a device counts as nothing."""
+
+
+def kind() -> str:
+    """Return torch's name of the kind of this process's devices, such as cpu, cuda or xpu."""
+    return get_accelerator().device_name()
+
+
+def on_accelerator() -> bool:
+    """Return whether ranks compute on an accelerator, not on the CPU."""
+    return kind() != "cpu"
+
+
+def title() -> str:
+    """Return the name of the kind for people."""
+    return "ROCm" if torch.version.hip else kind().upper()
+
+
+def is_untried() -> bool:
+    """Return whether nothing of this package has ever run on this kind of device."""
+    return title() not in ("CPU", "CUDA")
+
+
+def local_rank() -> int:
+    """Return this process's number among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device() -> torch.device:
+    """Return this rank's accelerator, or the CPU; the same one in every thread."""
+    return torch.device(get_accelerator().device_name(local_rank()))
+
+
+def count() -> int:
+    """Count the accelerators that this process can see."""
+    return torch.accelerator.device_count() if on_accelerator() else 0
+
+
+def make_current() -> None:
+    """Make this rank's accelerator the current one of the calling thread."""
+    if on_accelerator():
+        torch.accelerator.set_device_index(local_rank())
+
+
+def name() -> str:
+    """Return the model of this rank's accelerator, such as NVIDIA H100 80GB HBM3; empty on CPUs."""
+    return torch.get_device_module(kind()).get_device_name(local_rank()) if on_accelerator() else ""
+
+
+def identity() -> str:
+    """Return what identifies this rank's accelerator among all of the world; empty if nothing does."""
+    if not on_accelerator():
+        return ""
+    properties = torch.get_device_module(kind()).get_device_properties(local_rank())
+    return str(getattr(properties, "uuid", ""))
+
+
+def default_backend() -> str:
+    """Return the communication backend for tensors of this kind of device."""
+    return get_accelerator().communication_backend_name() if on_accelerator() else "gloo"
+
+
+def nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def supports_fp16() -> bool:
+    """Return whether DeepSpeed trains in float16 on this kind of device."""
+    return get_accelerator().is_fp16_supported()
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of this rank's accelerator that torch's allocator holds; 0 on CPUs."""
+
+    allocated: int = 0
+    """In tensors."""
+    reserved: int = 0
+    """Taken from the device, tensors included."""
+    most_allocated: int = 0
+    """Peak of `allocated` since `reset_peaks`."""
+    most_reserved: int = 0
+    """Peak of `reserved` since `reset_peaks`."""
+
+
+def held_memory() -> DeviceMemory:
+    """Return what this process holds of its accelerator's memory."""
+    if not on_accelerator():
+        return DeviceMemory()
+    m = torch.accelerator
+    return DeviceMemory(
+        m.memory_allocated(), m.memory_reserved(), m.max_memory_allocated(), m.max_memory_reserved()
+    )
+
+
+def memory_size() -> tuple[int, int] | tuple[None, None]:
+    """Return the free and all bytes of this rank's accelerator; None on CPUs."""
+    return torch.accelerator.get_memory_info(local_rank()) if on_accelerator() else (None, None)
+
+
+def is_full() -> bool:
+    """Return whether this rank's accelerator has no memory left."""
+    free, total = memory_size()
+    return total is not None and free < FULL * total
+
+
+def reset_peaks() -> None:
+    """Begin new peaks of `held_memory`."""
+    if on_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def empty_cache() -> None:
+    """Return what no tensor uses to the accelerator."""
+    if on_accelerator():
+        torch.accelerator.empty_cache()
+
+
+def synchronize() -> None:
+    """Wait until the accelerator has done all work that it was given."""
+    if on_accelerator():
+        torch.accelerator.synchronize()
+
+
+def lock_pages(address: int, nbytes: int) -> bool:
+    """Lock pages of CPU memory for copies that the host does not wait for; return whether they are locked.
+
+    Only CUDA and ROCm can; on other accelerators the host waits for each copy.
+
+    Raises:
+        RuntimeError: the system allows no more locked memory.
+    """
+    if kind() != "cuda":
+        return False
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))
+    return True
+
+
+def unlock_pages(address: int) -> None:
+    """Unlock what `lock_pages` locked, after all copies out of it; CUDA's call does not wait for them."""
+    synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def can_record_allocations() -> bool:
+    return kind() == "cuda"
+
+
+def record_allocations(most: int | None) -> None:
+    """Begin to keep the last `most` allocations with their Python stacks; None ends it. CUDA and ROCm."""
+    if most is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=most)
+
+
+def write_allocations(file: Path) -> None:
+    """Write what was recorded, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(file))
