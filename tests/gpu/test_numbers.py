@@ -87,11 +87,11 @@ def test_a_deterministic_run_that_was_cut_and_resumed_has_the_losses_of_one_that
 
 
 @not_rehearsed
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_fp16_student_skips_overflows_lowers_its_loss_scale_and_learns(
     stage: int, tmp_path: Path, wan2: Path
 ) -> None:
-    engine = student_engine(stage, offload=stage > 0) | {"fp16": {"enabled": True, "initial_scale_power": 24}}
+    engine = student_engine(stage) | {"fp16": {"enabled": True, "initial_scale_power": 24}}
     lines = metrics(on_gpu(tmp_path, wan2, max_steps=20, deepspeed_config=engine))
     assert lines[0]["skipped"] and lines[-1]["loss_scale"] < 2**24
     same = [line["loss"] for line in lines if line["expert"] == lines[0]["expert"]]

@@ -88,6 +88,11 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
         "Without the norm nothing can be clipped. Write `gradient_clipping`: 0, or remove it.",
     ),
     "bf16.bf16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
+    "fp16.enabled": (
+        lambda value, e: value is True and e.stage == 0,
+        "At stage 0 DeepSpeed divides the gradients by a scale by which it has not multiplied the loss (its "
+        "pull request 8393), and hardly anything is learned. Write `stage`: 1, or bf16.",
+    ),
     "fp16.fp16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
     "data_types.grad_accum_dtype": (
         lambda value, e: value == "fp32" and e.dtype == "bf16" and e.stage == 1 and not e.offloaded,
