@@ -82,7 +82,7 @@ def freed_too_early(record: bool) -> None:
 def unregister_too_early(wait: bool) -> None:
     """Free page-locked memory, as a teacher that is no longer needed, while a copy of it may be under way."""
     arena = Arena(4 * MANY)
-    arena.pin()
+    arena.lock()
     source, target = arena.take(torch.empty(MANY, device="meta")), torch.empty(MANY, device=GPU)
     target.copy_(source, non_blocking=True)
     if wait:

@@ -1,12 +1,12 @@
 """Commands on a simulated GPU: media, pictures, samples, scores and exports as on a CPU, without a fault."""
 
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpu_runs import take_texts_of_cpus
 from grey_videos import video
 from ranks import wandistiller
 from recipes import train
@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from simulated import Simulated, simulated_gpu
 from small_wan import make_wan
 
-from wandistiller.data.text_cache import text_fingerprint
 from wandistiller.utils.files import read_json
 
 pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
@@ -59,9 +58,7 @@ def runs(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         (folder / place).mkdir()
         more = STEPS | ({"profile_memory": 1} if place == GPU else {})
         if place == GPU:
-            texts = folder / CPU / "cache/text"
-            of_cpu, of_gpu = (text_fingerprint(wan2, dtype) for dtype in (torch.float32, torch.bfloat16))
-            shutil.copytree(texts / of_cpu, folder / GPU / "cache/text" / of_gpu)
+            take_texts_of_cpus(wan2, folder / CPU / "cache", folder / GPU / "cache")
         train(folder / place, wan2, ranks=1, accelerator=accelerator, data_path=str(data), **more)
     return found
 

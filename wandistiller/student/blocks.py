@@ -109,11 +109,15 @@ def _checkpointed(module: nn.Module, run: Callable[..., Tensor], copies: bool, *
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
+    kind = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
     def recompute(*tensors: Tensor) -> Tensor:
         full = list(rest)
         for i, tensor in zip(places, tensors, strict=True):
             full[i] = tensor
-        return run(*tree_unflatten(full, form))
+        with torch.autocast(kind, *autocast):  # DeepSpeed's is around the forward pass alone (0.19.8)
+            return run(*tree_unflatten(full, form))
 
     del leaves, inputs
     return deepspeed.checkpointing.checkpoint(recompute, *tensors)

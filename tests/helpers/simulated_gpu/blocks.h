@@ -20,7 +20,7 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 
-constexpr size_t ADDRESSES = 1ull << 36;  // of a device
+constexpr size_t ADDRESSES = 1ull << 39;  // of a device
 constexpr size_t MIB = 1ull << 20;
 constexpr size_t PAGE = 4096;
 
@@ -42,12 +42,12 @@ struct Access {
   Stack stack;
 };
 
-// A piece of a segment, which is what a driver gives; its neighbours there are `before` and `after`.
+// A piece of a segment, the addresses of a stream's small or large blocks; its neighbours there are `before` and `after`.
 struct Block {
   uintptr_t address;
   size_t size, asked;
   int device, stream;
-  bool is_small, in_use;
+  bool is_small, in_use, is_mapped = true;
   Block *before = nullptr, *after = nullptr;
   std::set<int> users;  // other streams, by record_stream
   Clock used_until;
@@ -63,8 +63,8 @@ struct BySize {
 struct DeviceMemory {
   uintptr_t base = 0;
   size_t next = 0;
-  std::map<size_t, std::vector<uintptr_t>> given_back;  // segments, by size
-  std::set<Block*, BySize> free_small, free_large;
+  std::map<std::pair<int, bool>, uintptr_t> segments;  // by stream, and whether for small blocks
+  std::set<Block*, BySize> free_small, free_large;     // mapped ones
   std::list<Block*> waiting;  // freed, while another stream may still use them
   c10::CachingDeviceAllocator::DeviceStats stats;
 

@@ -59,6 +59,9 @@ inline void reserve(int device, int64_t bytes) {
 }
 
 // ---- the caching allocator (c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, pools, splitting, merging) ---
+//
+// With expandable segments, which the package turns on: a segment has more addresses than the device has memory, and
+// memory is mapped to them, and taken back, in pieces of 2 MiB for small blocks and 20 MiB for others.
 
 constexpr size_t LONG_LOG = 16;
 
@@ -76,79 +79,22 @@ inline void shorten_log(Block* block) {
   block->log.push_back(last);
 }
 
-inline void to_pool(Block* block) {
-  auto& memory = memories[block->device];
-  memory.stats.active_bytes[0].decrease(block->size);
-  auto swallow = [&](Block* left, Block* right) {  // `right`, free, becomes part of `left`
-    left->size += right->size;
-    left->log.splice(left->log.end(), right->log);
-    if ((left->after = right->after)) left->after->before = left;
-    blocks.erase(right->address);
-    delete right;
-  };
-  auto idle = [&](Block* other) { return other && memory.free(other->is_small).erase(other); };
-  block->users.clear();
-  if (idle(block->after)) swallow(block, block->after);
-  if (auto* left = block->before; idle(left)) swallow(left, block), block = left;
-  shorten_log(block);
-  memory.free(block->is_small).insert(block);
+inline size_t piece(const Block* block) { return (block->is_small ? 2 : 20) * MIB; }
+inline size_t rounded_up(size_t bytes, size_t whole) { return (bytes + whole - 1) / whole * whole; }
+
+// Make `right` a part of its neighbour `left`.
+inline void join(Block* left, Block* right) {
+  left->size += right->size;
+  left->log.splice(left->log.end(), right->log);
+  if ((left->after = right->after)) left->after->before = left;
+  blocks.erase(right->address);
+  delete right;
 }
 
-// Take back what other streams used, if the host knows that they are done, or waits for it.
-inline void reap(int device, bool wait) {
-  auto& waiting = memories[device].waiting;
-  for (auto at = waiting.begin(); at != waiting.end();) {
-    if (wait) host_waits_for((*at)->used_until);
-    if (host.covers((*at)->used_until)) { auto* block = *at; at = waiting.erase(at); to_pool(block); } else ++at;
-  }
-}
-
-// Give whole segments back to the driver, which waits for the device.
-inline void empty_cache(int device) {
-  auto& memory = memories[device];
-  for (auto* pool : {&memory.free_small, &memory.free_large})
-    for (auto at = pool->begin(); at != pool->end();) {
-      auto* block = *at;
-      if (block->before || block->after) { ++at; continue; }
-      for (auto& stream : streams) if (stream.device == device) host_waits_for(stream.clock);
-      auto memory_of = reinterpret_cast<uintptr_t>(reachable(block->address));
-      madvise(reinterpret_cast<void*>(memory_of), block->size, MADV_DONTNEED);  // segments are whole pages
-      reserve(device, -static_cast<int64_t>(block->size));
-      memory.stats.segment[0].decrease(1);
-      memory.given_back[block->size].push_back(block->address);
-      at = pool->erase(at);
-      blocks.erase(block->address);
-      delete block;
-    }
-}
-
-inline Block* new_segment(int device, int stream, size_t size, bool is_small) {
-  auto& memory = memories[device];
-  size_t segment = is_small ? 2 * MIB : size < 10 * MIB ? 20 * MIB : (size + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);
-  if (segment > unused(device)) return nullptr;
-  auto& old = memory.given_back[segment];
-  uintptr_t address = memory.base + memory.next;
-  if (!old.empty()) address = old.back(), old.pop_back(); else memory.next += segment;
-  reserve(device, segment);
-  memory.stats.segment[0].increase(1);
-  memory.stats.num_device_alloc++;
-  return blocks[address] = new Block{address, segment, 0, device, stream, is_small, false};
-}
-
-inline Block* free_block_for(int device, int stream, size_t size, bool is_small) {
-  auto& pool = memories[device].free(is_small);
-  Block least{0, size, 0, device, stream, is_small, false};
-  auto at = pool.lower_bound(&least);
-  if (at == pool.end() || (*at)->stream != stream) return nullptr;
-  auto* block = *at;
-  pool.erase(at);
-  return block;
-}
-
-inline void split(Block* block, size_t size) {
-  size_t rest = block->size - size;
-  if (rest < (block->is_small ? 512 : MIB + 1)) return;
-  auto* right = new Block{block->address + size, rest, 0, block->device, block->stream, block->is_small, false};
+// Cut a block after `size` bytes; return the rest, which is in no pool.
+inline Block* cut(Block* block, size_t size) {
+  auto* right = new Block{block->address + size, block->size - size, 0, block->device, block->stream, block->is_small,
+                          false, block->is_mapped};
   right->before = block;
   if ((right->after = block->after)) right->after->before = right;
   block->after = right;
@@ -161,8 +107,111 @@ inline void split(Block* block, size_t size) {
     }
     if (access->begin >= access->end) access = block->log.erase(access); else ++access;
   }
-  blocks[right->address] = right;
-  memories[block->device].free(block->is_small).insert(right);
+  return blocks[right->address] = right;
+}
+
+inline void to_pool(Block* block) {
+  auto& memory = memories[block->device];
+  auto& pool = memory.free(block->is_small);
+  memory.stats.active_bytes[0].decrease(block->size);
+  block->users.clear();
+  if (auto* right = block->after; right && pool.erase(right)) join(block, right);
+  if (auto* left = block->before; left && pool.erase(left)) join(left, block), block = left;
+  shorten_log(block);
+  pool.insert(block);
+}
+
+// Take back what other streams used, if the host knows that they are done, or waits for it.
+inline void reap(int device, bool wait) {
+  auto& waiting = memories[device].waiting;
+  for (auto at = waiting.begin(); at != waiting.end();) {
+    if (wait) host_waits_for((*at)->used_until);
+    if (host.covers((*at)->used_until)) { auto* block = *at; at = waiting.erase(at); to_pool(block); } else ++at;
+  }
+}
+
+// Give the whole pieces of a free block back to the driver.
+inline void unmap(Block* block) {
+  auto& memory = memories[block->device];
+  auto& pool = memory.free(block->is_small);
+  uintptr_t begin = memory.base + rounded_up(block->address - memory.base, piece(block));
+  uintptr_t end = memory.base + (block->address + block->size - memory.base) / piece(block) * piece(block);
+  if (begin >= end) return;
+  pool.erase(block);
+  if (begin > block->address) {
+    auto* right = cut(block, begin - block->address);
+    pool.insert(block);
+    block = right;
+  }
+  if (end < block->address + block->size) pool.insert(cut(block, end - begin));
+  block->is_mapped = false;
+  block->log.clear();
+  madvise(reachable(begin), end - begin, MADV_DONTNEED);
+  reserve(block->device, -static_cast<int64_t>(end - begin));
+  if (block->after && !block->after->is_mapped) join(block, block->after);
+  if (block->before && !block->before->is_mapped) join(block->before, block);
+}
+
+// Give what is free back to the driver, which waits for the device.
+inline void empty_cache(int device) {
+  auto& memory = memories[device];
+  for (auto& stream : streams) if (stream.device == device) host_waits_for(stream.clock);
+  for (auto* pool : {&memory.free_small, &memory.free_large})
+    for (auto* block : std::vector<Block*>(pool->begin(), pool->end())) unmap(block);
+}
+
+// Map memory to the first `size` bytes of a block that has none, if there is as much.
+inline bool map(Block* block, size_t size) {
+  size = std::min(block->size, rounded_up(size, piece(block)));
+  if (size > unused(block->device)) return false;
+  if (size < block->size) cut(block, size);
+  block->is_mapped = true;
+  reserve(block->device, size);
+  memories[block->device].stats.num_device_alloc++;
+  return true;
+}
+
+inline Block* first_of_segment(int device, int stream, bool is_small) {
+  auto& memory = memories[device];
+  auto& begin = memory.segments[{stream, is_small}];
+  if (!begin) {
+    size_t size = rounded_up(limit(device) / 8 * 9, 20 * MIB);
+    begin = memory.base + memory.next;
+    memory.next += size;
+    TORCH_CHECK(memory.next <= ADDRESSES, "simulated GPU: no addresses are left for stream ", stream);
+    blocks[begin] = new Block{begin, size, 0, device, stream, is_small, false, false};
+  }
+  return blocks.at(begin);
+}
+
+// Map memory behind a free block, or where there is none, so that there is a block of this size; it is in no pool.
+inline Block* expand(int device, int stream, size_t size, bool is_small) {
+  auto& pool = memories[device].free(is_small);
+  for (auto* at = first_of_segment(device, stream, is_small); at; at = at->after) {
+    if (at->is_mapped) continue;
+    auto* start = at->before && pool.count(at->before) ? at->before : at;
+    size_t room = 0;
+    for (auto* one = start; one && (!one->is_mapped || pool.count(one)) && room < size; one = one->after) room += one->size;
+    if (room < size) continue;
+    if (start->is_mapped) pool.erase(start); else if (!map(start, size)) return nullptr;
+    while (start->size < size) {
+      auto* next = start->after;
+      if (!pool.erase(next) && !map(next, size - start->size)) { pool.insert(start); return nullptr; }
+      join(start, next);
+    }
+    return start;
+  }
+  return nullptr;
+}
+
+inline Block* free_block_for(int device, int stream, size_t size, bool is_small) {
+  auto& pool = memories[device].free(is_small);
+  Block least{0, size, 0, device, stream, is_small, false};
+  auto at = pool.lower_bound(&least);
+  if (at == pool.end() || (*at)->stream != stream) return nullptr;
+  auto* block = *at;
+  pool.erase(at);
+  return block;
 }
 
 [[noreturn]] inline void out_of_memory(int device, size_t asked) {
@@ -186,7 +235,7 @@ inline Block* allocate(int device, size_t asked) {
   reap(device, false);
   auto find = [&] {
     auto* block = free_block_for(device, stream, size, is_small);
-    return block ? block : new_segment(device, stream, size, is_small);
+    return block ? block : expand(device, stream, size, is_small);
   };
   auto* block = find();
   if (!block) {
@@ -195,7 +244,7 @@ inline Block* allocate(int device, size_t asked) {
     empty_cache(device);
     if (!(block = find())) out_of_memory(device, asked);
   }
-  split(block, size);
+  if (block->size >= size + 512) memories[device].free(is_small).insert(cut(block, size));
   for (auto& copy : late_copies)  // of the former owner: stream order
     if (copy.stream == stream && copy.device_begin < block->address + size && block->address < copy.device_end) {
       run_copies(streams[stream].clock);
@@ -259,7 +308,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void resetPeakStats(DeviceIndex device) override {
     Lock lock(mutex);
     auto& stats = memories[device].stats;
-    for (auto* one : {&stats.allocation, &stats.segment, &stats.allocated_bytes, &stats.reserved_bytes,
+    for (auto* one : {&stats.allocation, &stats.allocated_bytes, &stats.reserved_bytes,
                       &stats.active_bytes, &stats.requested_bytes})
       (*one)[0].reset_peak();
   }

@@ -81,7 +81,6 @@ std::map<std::string, int64_t> statistics(int device) {
     found[name + ".all.freed"] = stat[0].freed;
   };
   add("allocation", stats.allocation);
-  add("segment", stats.segment);
   add("allocated_bytes", stats.allocated_bytes);
   add("reserved_bytes", stats.reserved_bytes);
   add("active_bytes", stats.active_bytes);

@@ -152,6 +152,18 @@ def test_autocast_of_one_engine_does_not_scale_the_gradients_of_another(
     torch.testing.assert_close(gradients(ds), reference, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_blocks_are_recomputed_in_the_autocast_of_the_forward_pass(dtype: str) -> None:
+    ds = engine_json(torch_autocast={"enabled": True, "dtype": dtype})
+    recomputed = gradients(ds | {"activation_checkpointing": {"partition_activations": False}})
+    kept = gradients(ds)
+    for name in kept:  # shared inputs' gradients are added in another order, in half precision
+        torch.testing.assert_close(
+            recomputed[name], kept[name], rtol=0, atol=0.02 * kept[name].abs().max().item()
+        )
+
+
 USUAL = [("no key", 2), ("all", 2), ("partitioned on the CPU", 3)]
 
 

@@ -12,6 +12,7 @@ import torch
 from ranks import call, has_async_io
 
 from wandistiller.batch import Expert
+from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
@@ -124,9 +125,10 @@ def test_pages_are_unlocked_after_a_wait_when_the_last_tensor_has_gone(
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
     arena = Arena(4 * ALIGNED)
-    arena.pin()
+    arena.lock()
     kept = arena.take(torch.ones(3))
     address = kept.data_ptr()
     del arena

@@ -1,0 +1,86 @@
+"""Precisions, checkpoints, resumed runs and stages on simulated GPUs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_runs import numbers, on_both, take_texts_of_cpus
+from ranks import losses, metrics, wandistiller, write_json
+from recipes import recipe, student_engine, train
+from simulated import Simulated, simulated_gpu
+
+pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_fp16_student_skips_overflows_lowers_its_loss_scale_and_learns(
+    stage: int, tmp_path: Path, wan2: Path
+) -> None:
+    engine = student_engine(stage) | {"fp16": {"enabled": True, "initial_scale_power": 24}}
+    devices = Simulated(tmp_path)
+    run = train(tmp_path, wan2, ranks=1, accelerator=devices, max_steps=20, deepspeed_config=engine)
+    lines = metrics(run)
+    assert lines[0]["skipped"] and lines[-1]["loss_scale"] < 2**24
+    same = [line["loss"] for line in lines if line["expert"] == lines[0]["expert"]]
+    assert same[-1] < same[0] and devices.reports() == ""
+
+
+def test_autocast_on_a_gpu_has_the_losses_of_float32_on_a_cpu_to_its_rounding(
+    tmp_path: Path, wan2: Path
+) -> None:
+    autocast = student_engine(2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    devices, more = Simulated(tmp_path), {"ranks": 1, "max_steps": 3}
+    in_float32 = train(tmp_path, wan2, "cpu", **more)
+    run = train(tmp_path, wan2, "gpu", accelerator=devices, deepspeed_config=autocast, **more)
+    assert losses(run) == pytest.approx(losses(in_float32), rel=2e-2) and devices.reports() == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_in_cpu_memory_change_no_bit(stage: int, tmp_path: Path, wan2: Path) -> None:
+    devices, found = Simulated(tmp_path), []
+    for name, section in {
+        "gpu": {"partition_activations": False},
+        "host": {"cpu_checkpointing": True},
+    }.items():
+        engine = student_engine(stage, activation_checkpointing=section)
+        more = {"max_steps": 3, "deepspeed_config": engine}
+        found.append(numbers(train(tmp_path, wan2, name, ranks=1, accelerator=devices, **more)))
+    assert found[0] == found[1] and devices.reports() == ""
+
+
+def test_a_run_that_goes_on_under_another_stage_on_fewer_gpus_is_that_of_cpus_bitwise(
+    tmp_path: Path, wan2: Path
+) -> None:
+    def cut_and_resumed(name: str, **more: Any) -> list[Any]:
+        for ranks, stage, steps in ((2, 2, 2), (1, 3, 4)):
+            settings = {"max_steps": steps, "save_every": 2, "deterministic": True}
+            engine = {"deepspeed_config": student_engine(stage)}
+            output = train(tmp_path, wan2, name, ranks=ranks, **settings, **engine, **more)
+        return numbers(output)
+
+    cpu, devices = cut_and_resumed("cpu"), Simulated(tmp_path, gpus=2)
+    take_texts_of_cpus(wan2, tmp_path / "cache", tmp_path / "cache")
+    assert cut_and_resumed("gpu", accelerator=devices) == cpu and devices.reports() == ""
+
+
+def test_stages_of_a_recipe_have_the_losses_of_cpus_bitwise(tmp_path: Path, wan2: Path) -> None:
+    stages = [
+        {"name": "match", "max_steps": 2, "ema": 0.5},
+        {"name": "consistency", "max_steps": 2, "objective": {"name": "consistency", "edges": 2}},
+        {"name": "dmd2", "max_steps": 2, "objective": {"name": "dmd2", "steps": 2, "critic_updates": 1}},
+    ]
+    devices, found = Simulated(tmp_path), []
+    for name, accelerator in (("cpu", "cpu"), ("gpu", devices)):
+        given = recipe(tmp_path, wan2, output_dir=str(tmp_path / name), stages=stages)
+        del given["max_steps"]
+        file = write_json(tmp_path / f"{name}.json", given)
+        wandistiller("train", "--recipe", file, accelerator=accelerator)
+        take_texts_of_cpus(wan2, tmp_path / "cache", tmp_path / "cache")
+        found.append([numbers(folder) for folder in sorted((tmp_path / name).glob("?_*"))])
+    assert found[0] == found[1] and len(found[0]) == 3 and devices.reports() == ""
+
+
+def test_accumulated_micro_steps_have_the_losses_of_cpus_bitwise(tmp_path: Path, wan2: Path) -> None:
+    engine = student_engine(2) | {"train_micro_batch_size_per_gpu": 1}
+    found = on_both(tmp_path, wan2, 2, deepspeed_config=engine)
+    assert found.gpu == found.cpu and found.reports == ""
