@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.teacher import block_stream
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
-from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 
@@ -191,3 +192,25 @@ def one_collective_less() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def call_often(folder: Path, name: str, times: int) -> tuple[int, int]:
+    """Call a teacher of large blocks without ever waiting for the GPU.
+
+    Returns:
+        The most bytes in use there at once, and those that are planned for its weights.
+    """
+    from wandistiller.planner.teacher_memory import teacher_bytes
+
+    ds, wan = teacher_engine(name, read_json(f"ds_configs/teacher/{name}.json")), open_wan(str(folder))
+    ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": 1}
+    teacher = build_teacher(wan, ds)
+    x_BCFHW, text_BLD = torch.randn(1, 16, 1, 2, 2, device=GPU), torch.randn(1, 1, 32, device=GPU)
+    batch = Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.full((1,), 0.5, device=GPU), text_BLD, Expert.HIGH_NOISE)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(times):
+        teacher.velocity(batch)
+    planned = teacher_bytes(wan, ds, collectives.world_size())
+    behind = read_placement(ds).behind(wan.config, ds)
+    most = torch.cuda.memory_stats()["active_bytes.all.peak"]
+    return most, planned.device + planned.transient + behind

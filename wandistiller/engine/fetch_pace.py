@@ -66,6 +66,6 @@ def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
 
 
 def pace_fetches(model: nn.Module) -> None:
-    """Bound the memory of the fetched blocks of a ZeRO-3 model in its engine, if it computes on a GPU."""
+    """Bound the memory of the fetched weights of a ZeRO-3 model in its engine, if it computes on a GPU."""
     if on_accelerator():
-        FetchPace(model.blocks, torch.get_device_module(kind()).Event)
+        FetchPace([model.condition_embedder, *model.blocks], torch.get_device_module(kind()).Event)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from wandistiller.engine.ds_config import offload_device, offload_section
+from wandistiller.engine.fetch_pace import AHEAD
 
 _DEFAULTS = {field.alias or key: field.default for key, field in DeepSpeedZeroConfig.model_fields.items()}
 
@@ -86,6 +87,17 @@ def gathered_bytes(
     in_flight = item * zero_setting(ds, "stage3_prefetch_bucket_size") + largest if ranks > 1 else 0
     transient = min(modules.total(), available) + min(modules.total(), in_flight)
     return partition_bytes(sizes, ranks=1) - modules.total(), transient
+
+
+def behind_bytes(sizes: list[ParameterSize], ds: dict[str, Any]) -> int:
+    """Bytes of the blocks that an accelerator has yet to finish when the host fetches the next.
+
+    See `FetchPace`. Their memory comes back once it has; on a CPU there are none.
+    """
+    small, blocks = zero_setting(ds, "stage3_param_persistence_threshold"), Counter()
+    for s in sizes:
+        blocks[block_name(s.name)] += s.part(1) if s.numel > small else 0
+    return AHEAD * max(blocks.values())
 
 
 def swapped_bytes(sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, item: int) -> Bytes:

@@ -69,7 +69,8 @@ def teacher_parts(
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
         kept = Bytes(node=kept.device)
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
-    arriving = Bytes(transient=weights.transient)
+    behind = max(placement.behind(config, ds) for config in job.teachers_folder.configs.values())
+    arriving = Bytes(transient=weights.transient + (behind if on_gpu else 0))
     return {"teacher's weights": kept}, {
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,

@@ -243,6 +243,7 @@ inline Block* allocate(int device, size_t asked) {
     reap(device, true);
     empty_cache(device);
     if (!(block = find())) out_of_memory(device, asked);
+    streams[stream].clock.join(host);  // of the kernel that asks: CUDA's is launched after this
   }
   if (block->size >= size + 512) memories[device].free(is_small).insert(cut(block, size));
   for (auto& copy : late_copies)  // of the former owner: stream order

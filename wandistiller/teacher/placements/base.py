@@ -137,6 +137,10 @@ class Placement(Kernels, ABC):
         linear = (s for name, s in shapes(config).items() if is_quantized(name, s, self.weights))
         return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
 
+    def behind(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
+        """Bytes of weights that an accelerator still uses when the host has asked for the next ones."""
+        return 0
+
     def in_all(self, experts: list[Bytes]) -> Bytes:
         """Memory of a rank for all experts, from `memory` of each."""
         return one_at_a_time(experts)

@@ -14,7 +14,13 @@ from wandistiller.engine.ds_config import offload_device, stage
 from wandistiller.engine.ds_schema import BLOCK, section_of, without_block
 from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
 from wandistiller.engine.transfers import Topology, Transfer, ring_transfers
-from wandistiller.engine.zero_memory import Bytes, gathered_bytes, partition_bytes, swapped_bytes
+from wandistiller.engine.zero_memory import (
+    Bytes,
+    behind_bytes,
+    gathered_bytes,
+    partition_bytes,
+    swapped_bytes,
+)
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
 from wandistiller.utils.errors import problem
@@ -82,6 +88,9 @@ class Engine(Placement):
             return Bytes(kept, transient) + swapped_bytes(sizes, ds, sharers, dtype_of(ds).itemsize)
         parts = partition_bytes(sizes, sharers)
         return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
+
+    def behind(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
+        return behind_bytes(parameter_sizes(config, ds), ds) if stage(ds) == 3 else 0
 
     def overhead(self, ds: dict[str, Any]) -> int:
         return OVERHEAD if stage(ds) == 3 else 0

@@ -1,0 +1,87 @@
+"""Memory of runs on a simulated GPU, which is infinitely slow, next to what is planned for them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import active_peaks
+import on_devices
+import planned
+import pytest
+import torch
+from ranks import STUDENTS, TEACHERS, call, program, write_json
+from simulated import Simulated, simulated_gpu
+from small_wan import make_large_wan
+
+from wandistiller.utils.files import read_json
+
+pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
+
+WIDTH, LAYERS = 512, 6
+PIECES = 80
+"""MiB for four streams, whose segments grow by 20 MiB: much beside networks of 100 MiB."""
+MAPS = [name for name in TEACHERS if name.startswith("device_map")]
+PAIRS = [(student, "streamed") for student in STUDENTS if not student.endswith("nvme")]
+PAIRS += [("zero2_offload", name) for name in TEACHERS if name not in ("zero_inference_nvme", "streamed")]
+ROOMY = {"zero2": 1.35}
+"""Student JSON -> the most by which its plan may exceed what it takes; else a tenth.
+
+At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
+"""
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planned.pipeline(tmp_path_factory.mktemp("wan"), WIDTH, LAYERS)
+
+
+def in_float32(kind: str, name: str) -> dict[str, Any]:
+    return read_json(f"ds_configs/{kind}/{name}.json") | {"bf16": {"enabled": False}}
+
+
+def peaks(given: dict[str, Any], devices: Simulated) -> dict[str, float]:
+    """MiB in use by phase."""
+    output = Path(given["output_dir"])
+    file = write_json(output.with_suffix(".json"), given)
+    program(Path(active_peaks.__file__), "train", "--recipe", file, "--despite_plan", ranks=1, gpus=devices)
+    found = read_json(output / "memory.json")
+    return {phase: 1024 * max(kinds.get("peak", [0])) for phase, kinds in found.items()}
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
+    student: str, teacher: str, wan: Path, tmp_path: Path
+) -> None:
+    given = planned.recipe(tmp_path, wan, LAYERS, student, teacher, rollout_steps=1, sample_steps=1)
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    given["deepspeed_config"] = in_float32("student", student)
+    given["teacher_deepspeed_config"] = in_float32("teacher", teacher)
+    start = partial(program, gpus=Simulated(tmp_path))
+    (plan,) = call(planned.predicted, given, 1, ranks=1, start=start)
+    most = max(plan.values())
+    # a device map is made for the memory that is free
+    devices = Simulated(tmp_path, mib=4096 if teacher in MAPS else int(1.1 * most) + PIECES)
+    found = peaks(given, devices)
+    print(
+        f"| {student} | {teacher} | {most} | {max(found.values()):.0f} | {most / max(found.values()):.3f} |"
+    )
+    assert most / ROOMY.get(student, 1.1) <= max(found.values()) <= 1.1 * most
+    assert devices.reports() == ""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four blocks of Wan 14B's sizes."""
+    sizes = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 4}
+    return make_large_wan(tmp_path_factory.mktemp("large") / "wan", torch.bfloat16, "10GB", **sizes)
+
+
+@pytest.mark.parametrize("teacher", ["streamed", "zero_inference_cpu", "files"])
+def test_a_teacher_of_a_14b_s_blocks_never_holds_more_than_is_planned_however_far_the_host_runs_ahead(
+    teacher: str, large: Path, tmp_path: Path
+) -> None:
+    devices = Simulated(tmp_path, mib=8192)
+    start = partial(program, gpus=devices)
+    ((most, plan),) = call(on_devices.call_often, large, teacher, 2, ranks=1, start=start)
+    print(f"| four 14B blocks | {teacher} | {plan / 2**20:.0f} | {most / 2**20:.0f} | {plan / most:.3f} |")
+    assert plan / 1.1 <= most <= 1.1 * plan and devices.reports() == ""
