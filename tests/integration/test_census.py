@@ -11,11 +11,9 @@ from tensor_owners import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHERS, ST
 from wandistiller.planner.student_memory import BUCKETS, GATHERED, HELD, MASTERS, WEIGHTS
 from wandistiller.planner.student_memory import GRADIENTS as PLANNED_GRADIENTS
 
-PAIRS = [
-    ("zero2_offload", "zero_inference_cpu"),
-    pytest.param(("zero1", "replicated"), marks=pytest.mark.slow),
-    pytest.param(("zero3_offload", "host_cpu"), marks=pytest.mark.slow),
-]
+pytestmark = pytest.mark.slow
+
+PAIRS = [("zero2_offload", "zero_inference_cpu"), ("zero1", "replicated"), ("zero3_offload", "host_cpu")]
 TURNS = [
     "reading the data",
     "the teacher's forward pass",

@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dmd2 with heads": {"objective": JUDGED},
 }
 """Settings of a recipe by name."""
-QUICK = ["stage 2", "features", "dmd2 with heads"]
+QUICK = ["features", "dmd2 with heads"]
 
 
 @pytest.fixture(scope="module")

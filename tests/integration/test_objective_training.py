@@ -42,6 +42,7 @@ def reference(folder: Path, wan2: Path) -> Path:
     return trained(folder, wan2, "zero2_1", 1, save_every=2)
 
 
+@pytest.mark.slow
 def test_losses_of_a_sum_are_weighted_terms_that_change_and_do_not_depend_on_ranks_stage_or_accumulation(
     folder: Path, wan2: Path, reference: Path
 ) -> None:

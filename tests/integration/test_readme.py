@@ -67,7 +67,7 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
 
 
 @pytest.mark.usefixtures("folder", "quiet_logging")
-@pytest.mark.parametrize("command", DRY + OF_PLACEMENTS, ids=named)
+@pytest.mark.parametrize("command", slow_but(DRY, DRY + OF_PLACEMENTS), ids=named)
 def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
     command: Command, capsys: pytest.CaptureFixture
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_stage_starts_from_the_average_of_the_one_before_in_float32(
     assert not equal(weights(folder / "slow" / FOLDERS[0], 3), before)
 
 
+@pytest.mark.slow  # test_faults.py kills such runs, too
 def test_a_recipe_stopped_in_any_stage_goes_on_there_and_ends_bit_for_bit_the_same(
     folder: Path, wan2: Path, whole: Path
 ) -> None:

@@ -9,6 +9,8 @@ from ranks import ROOT, wandistiller
 
 from wandistiller.utils.files import read_json
 
+pytestmark = pytest.mark.slow  # tests/unit/tiny has the teacher's clips, test_evaluate.py the figures
+
 PROMPTS = "a red circle on a blue background, moving left\na white cross on a black background, growing\n"
 
 

@@ -98,6 +98,7 @@ def test_what_a_dry_run_says_will_be_fetched_is_what_is_fetched_then(online: dic
     assert online["then_to_fetch"] == 0
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_hub_id_refuses_a_disk_without_room_for_the_weights(
     whole: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow_but
 from planned import gpus, published_job
 
 from wandistiller.config.job import Job
@@ -48,10 +49,11 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("machine", "spent", "more"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("run", slow_but(["GPU"], RUNS))
 def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run_s_batch(
-    published: Path, machine: Machine, spent: Spent, more: dict[str, Any]
+    published: Path, run: str
 ) -> None:
+    machine, spent, more = RUNS[run]
     job = greedy(published, machine, **more)
     fits = choices(job, machine, default_rates(machine.device_free), here=True)
     own, *others = (needed(j, spent, machine, preparing=False) for j in (job, *(c.job for c in fits)))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from planned import ONE_24, TWO_NODES, plan_output
 from planned import published_job as job
 from ranks import wandistiller, write_json
@@ -171,7 +172,7 @@ def test_what_this_machine_lacks_is_no_fault_of_another(output: Callable[..., st
     assert "a step takes" in output(machine, "--deepspeed_config", str(file))
 
 
-@pytest.mark.parametrize(("given", "disk"), [([], 7), (["--rates", '{"disk": 3}'], 3)])
+@pytest.mark.parametrize(("given", "disk"), slow_but([([], 7)], [([], 7), (["--rates", '{"disk": 3}'], 3)]))
 def test_rates_are_measured_on_the_swap_folder_s_disk_unless_given_and_the_others_named(
     given: list[str], disk: int, output: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from recipes import ADAM
 from small_wan import small_transformer
 from tensors import tensor_bytes
@@ -58,7 +59,7 @@ def train_a_step(made: Learner, device: torch.device) -> None:
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
 
 
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize("bf16", slow_but([True], [True, False]), ids=["bf16", "float32"])
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), *((s, home) for s in (1, 2, 3) for home in ("none", "cpu"))]
 )
