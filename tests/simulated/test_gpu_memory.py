@@ -1,11 +1,13 @@
 """Memory of a simulated GPU: what a run takes of it, and how it ends when there is none left."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import wandistiller
 from recipes import recipe_file, train
 from simulated import Simulated, simulated_gpu
+from small_wan import make_wan
 
 from wandistiller.utils.files import read_json
 
@@ -41,3 +43,34 @@ def test_a_gpu_whose_memory_runs_out_ends_all_ranks_with_code_3_and_advice(
     error = wandistiller(*words, ranks=ranks, code=3, accelerator=devices).stderr
     assert devices.reports() == ""
     assert "Traceback" not in error and "Out of memory on rank" in error and "What helps:" in error
+
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 2}}
+EIGHT = ADAM | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
+TWO = ADAM | {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
+RECOMPUTED = {"activation_checkpointing": {"partition_activations": False}}
+CLIPS = {"height": 256, "width": 256, "num_frames": 5}
+PHASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "pictures of the teacher": (2, 64, CLIPS),
+    "the student's forward pass": (2, 84, CLIPS | {"sample_prompts": [], "deepspeed_config": EIGHT}),
+    "the student's backward pass": (
+        2,
+        64,
+        CLIPS | {"sample_prompts": [], "deepspeed_config": EIGHT | RECOMPUTED},
+    ),
+    "building the student": (16, 120, {"sample_prompts": [], "deepspeed_config": TWO | RECOMPUTED}),
+    "the optimizer's step": (16, 200, {"sample_prompts": [], "deepspeed_config": TWO | RECOMPUTED}),
+}
+"""What it does -> heads of the teacher, MiB of its GPU, and settings of the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_memory_that_runs_out_names_what_was_done_and_leaves_no_trace(phase: str, tmp_path: Path) -> None:
+    heads, mib, settings = PHASES[phase]
+    wan, devices = make_wan(tmp_path / "wan", heads=heads), Simulated(tmp_path, mib=mib)
+    file = recipe_file(tmp_path, wan, max_steps=2, student_config={"num_layers": 4}, **settings)
+    error = wandistiller("train", "--recipe", file, "--despite_plan", code=3, accelerator=devices).stderr
+    assert "Out of memory on rank 0, " in error and f"{phase}: CUDA out of memory" in error
+    assert "Traceback" not in error and devices.reports() == ""
+    assert not list((tmp_path / "run").rglob("*.tmp"))
