@@ -13,7 +13,6 @@ from wandistiller.engine.ds_config import dtype_name, offload_device, offload_se
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
-    behind_bytes,
     block_name,
     gathered_bytes,
     one_at_a_time,
@@ -133,8 +132,6 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     reused = zero_setting(ds, "stage3_max_reuse_distance")
     kept, transient = gathered_bytes(every, ds, ranks, reused, blocks=False)
     held = _held_bytes(every, ds) if transient else 0
-    if transient and accelerator:
-        transient += behind_bytes(every, ds)
     in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
     weights = {
         "none": Bytes(device=item * all_parts),
