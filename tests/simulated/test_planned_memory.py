@@ -28,6 +28,8 @@ ROOMY = {"zero2": 1.35}
 
 At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
 """
+LATE = 1.15
+"""The most by which a student of stage 3 may exceed its plan: by blocks that the GPU has yet to finish."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,8 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
     print(
         f"| {student} | {teacher} | {most} | {max(found.values()):.0f} | {most / max(found.values()):.3f} |"
     )
-    assert most / ROOMY.get(student, 1.1) <= max(found.values()) <= 1.1 * most
+    above = LATE if student.startswith("zero3") else 1.1
+    assert most / ROOMY.get(student, 1.1) <= max(found.values()) <= above * most
     assert devices.reports() == ""
 
 
