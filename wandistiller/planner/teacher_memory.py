@@ -70,7 +70,8 @@ def teacher_parts(
         kept = Bytes(node=kept.device)
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
     behind = max(placement.behind(config, ds) for config in job.teachers_folder.configs.values())
-    arriving = Bytes(transient=weights.transient + (behind if on_gpu else 0))
+    late = behind if on_gpu and weights.transient else 0  # a single rank's own shards are used where they lie
+    arriving = Bytes(transient=weights.transient + late)
     return {"teacher's weights": kept}, {
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,
