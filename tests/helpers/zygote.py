@@ -113,8 +113,8 @@ def _serve() -> None:
     _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("a library has started a thread, which a fork would lose")
+    if len(threads := [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]) > 1:
+        raise RuntimeError(f"a library has started a thread, which a fork would lose: {threads}")
     for line in sys.stdin:
         words, cwd, ranks = json.loads(line)
         children = []

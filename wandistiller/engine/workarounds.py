@@ -1,6 +1,8 @@
 """Workarounds for faults of DeepSpeed's engines (0.19.8)."""
 
 import inspect
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,6 +28,9 @@ from wandistiller.engine.optimizer_state import is_plain
 from wandistiller.engine.start_time import leave_out_muon, read_cpu_info_in_this_process
 from wandistiller.utils.extension_locks import sole_builder
 
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+"""Environment variable with those that CUDA code is compiled for."""
+
 read_cpu_info_in_this_process()
 leave_out_muon()
 
@@ -44,12 +49,18 @@ def without_empty_buckets(ds: dict[str, Any], numel: int) -> dict[str, Any]:
     return ds | {"zero_optimization": zero | {"reduce_bucket_size": numel}}
 
 
+def numbers_alone(architectures: str) -> str:
+    """Leave out the letters of GPU architectures: some containers set 9.0a, which DeepSpeed fails to read."""
+    return re.sub(r"(\d)[a-z]", r"\1", architectures)
+
+
 def build_one_at_a_time() -> None:
     """Let every build of an extension by DeepSpeed (0.19.8) go through `sole_builder`."""
     load = OpBuilder.jit_load
 
     def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
-        with sole_builder(builder.name):
+        given = {name: numbers_alone(os.environ[name]) for name in (ARCHITECTURES,) if name in os.environ}
+        with sole_builder(builder.name), patch.dict(os.environ, given):
             return load(builder, verbose)
 
     OpBuilder.jit_load = jit_load

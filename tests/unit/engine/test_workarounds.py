@@ -1,11 +1,13 @@
 """Workarounds for DeepSpeed that change no number."""
 
+import os
 import sys
 
 import cpuinfo
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from ranks import run
 
 from wandistiller.engine import workarounds
@@ -29,6 +31,14 @@ def test_adam_in_parts_changes_no_bit(size: int, monkeypatch: pytest.MonkeyPatch
     whole = weights_after(3, size)
     monkeypatch.setattr(workarounds, "ADAM_PART", 1024)
     assert all(map(torch.equal, weights_after(3, size), whole))
+
+
+def test_gpu_architectures_with_letters_are_read_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", workarounds.numbers_alone("8.0 9.0a;10.0f+PTX"))
+    builder = FusedAdamBuilder()
+    builder.jit_mode = True
+    builder.compute_capability_args()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0;10.0+PTX"
 
 
 def test_the_processor_is_known_as_the_library_knows_it() -> None:
