@@ -1,17 +1,24 @@
-"""Memory of a GPU: planned, measured, and exhausted. Never run by the authors."""
+"""Memory of a GPU: planned, measured, and exhausted."""
 
+import sys
 from pathlib import Path
 
+import active_peaks
 import planned
 import pytest
 import torch
 from gpu import not_rehearsed, on_gpu
-from ranks import wandistiller
+from ranks import run, wandistiller, write_json
 from recipes import recipe_file
+
+from wandistiller.planner.peak_memory import CONTEXT, MIB
+from wandistiller.utils.files import read_json
 
 pytestmark = pytest.mark.gpu
 
-LEFT = 900 * 2**20
+PIECES = 80
+"""MiB for four streams, whose segments grow by 20 MiB."""
+LEFT = 900 * MIB
 """Bytes that are left free where memory is to run out: CUDA starts in them, and no run fits."""
 
 
@@ -25,14 +32,23 @@ LEFT = 900 * 2**20
         ("zero3_offload_all", "streamed"),
     ],
 )
-def test_a_gpu_s_memory_is_planned_within_a_tenth(
+def test_a_run_fits_a_gpu_with_a_tenth_more_than_its_plan_and_takes_as_much(
     student: str, teacher: str, num_frames: int, tmp_path: Path
 ) -> None:
+    """With more it may take more: DeepSpeed (0.19.8) joins weights on the GPU where they fit twice."""
     wan = planned.pipeline(tmp_path, width=1024, layers=12)
     size = {"height": 256, "width": 256, "num_frames": num_frames}
     given = planned.recipe(tmp_path, wan, 12, student, teacher, **size)
-    expected, actual = planned.predicted(given, 1), planned.measured(given, 1)
-    assert 0.95 <= max(expected.values()) / max(actual.values()) <= 1.1
+    plan = max(planned.predicted(given, 1).values())
+    room = CONTEXT + int(1.1 * plan + PIECES) * MIB
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - room, dtype=torch.uint8, device="cuda")
+    file = write_json(tmp_path / "run.json", given)
+    words = [active_peaks.__file__, "train", "--recipe", str(file), "--despite_plan"]
+    run([sys.executable, *words], DS_ACCELERATOR="cuda")
+    del taken
+    found = read_json(Path(given["output_dir"]) / "memory.json")
+    most = 1024 * max(max(kinds.get("peak", [0])) for kinds in found.values())
+    assert plan / 1.1 <= most <= 1.1 * plan
 
 
 @not_rehearsed

@@ -1,4 +1,4 @@
-"""Numbers on a GPU: as on a CPU, the same in every layout, and after a resume. Never run by the authors."""
+"""Numbers on a GPU: as on a CPU, the same in every layout, and after a resume."""
 
 from pathlib import Path
 

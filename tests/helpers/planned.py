@@ -25,7 +25,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.distributed.collectives import device
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, machine_now
-from wandistiller.planner.peak_memory import CONTEXT, plan
+from wandistiller.planner.peak_memory import CONTEXT, CUBLAS, plan
 from wandistiller.utils.system_memory import GIB
 
 RATES = Rates(tflops=100, cpu_tflops=1, pcie=20, link=50, network=10, memory=100, disk=5)
@@ -134,5 +134,6 @@ def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:
         for phase, p in plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks)).items()
     }
     if device().type == "cuda":
-        return {phase: round((b.device + b.transient - CONTEXT) / 2**20) for phase, b in peaks.items()}
+        left_out = CONTEXT + (CUBLAS if "SIMULATED_GPUS" in os.environ else 0)
+        return {phase: round((b.device + b.transient - left_out) / 2**20) for phase, b in peaks.items()}
     return {phase: round((b.host + b.node) / 2**20) for phase, b in peaks.items()}

@@ -39,9 +39,12 @@ library keeps (tests/bench/memory.py)."""
 EARLY = 540 * MIB
 """CPU memory while the cache is filled, before an engine is trained (tests/bench/memory.py)."""
 CUDA_PROCESS = 2500 * MIB
-"""CPU memory of a rank with CUDA's libraries; not measured by us."""
-CONTEXT = 500 * MIB
-"""GPU memory of CUDA next to torch's allocator; not measured by us."""
+"""CPU memory of a rank with CUDA's libraries: 2,400 MiB in the quick start (H100, torch 2.11)."""
+CONTEXT = 520 * MIB
+"""GPU memory of CUDA next to torch's allocator: 518 MiB on an H100 (driver 580, CUDA 13)."""
+CUBLAS = 64 * MIB
+"""cuBLAS's workspaces in torch's allocator, for the threads of forward and backward passes: 32 MiB each on
+Hopper, 8 on other GPUs (torch 2.13, `getChosenWorkspaceSize`)."""
 NCCL = 700 * MIB
 """GPU memory of NCCL's channels for each group of several ranks: 0.5 GB for two A100, 1.1 for eight H100
 (issues 964 and 1685 of NVIDIA/nccl); not measured by us."""
@@ -97,7 +100,7 @@ class _Planner:
             return {"libraries": Bytes(host=process)}
         groups = (self.machine.ranks > 1) + (self.sharers > 1)  # all ranks; those of a sequence
         nccl = groups * NCCL
-        return {"libraries": Bytes(device=CONTEXT + nccl, host=CUDA_PROCESS)}
+        return {"libraries": Bytes(device=CONTEXT + CUBLAS + nccl, host=CUDA_PROCESS)}
 
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)

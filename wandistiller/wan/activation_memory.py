@@ -35,10 +35,16 @@ Latent = tuple[int, int, int, int]
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside, each storage once and as long as it is alive."""
+    """Counts the bytes of all tensors made inside, each storage once and as long as it is alive.
 
-    def __init__(self) -> None:
+    Args:
+        cudnn: count what cuDNN takes for a convolution, too: input, weights and output in its layout, NHWC
+            (H100, torch 2.11: tests/gpu/measure.py coders).
+    """
+
+    def __init__(self, *, cudnn: bool = False) -> None:
         super().__init__()
+        self._cudnn = cudnn
         self.now = self.most = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -50,6 +56,8 @@ class Live(TorchDispatchMode):
                 self._known.add(storage)
                 weakref.finalize(storage, self._add, -storage.nbytes())
                 self._add(storage.nbytes())
+        if self._cudnn and func is torch.ops.aten.convolution.default:
+            self.most = max(self.most, self.now + sum(t.nbytes for t in (*args[:2], out)))
         return out
 
     def _add(self, nbytes: int) -> None:

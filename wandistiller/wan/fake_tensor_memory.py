@@ -66,7 +66,7 @@ def decoding(vae: Config, latents: Shape, *, accelerator: bool, tiles: bool = Fa
 def _coding_of_batch(config: Config, part: str, shape: Shape, accelerator: bool, tiles: bool) -> Need:
     """Memory of a call that takes one sample of a batch at a time, as `load_vae` sets it."""
     batch, one = shape[0], (1, *shape[1:])
-    weights, work = (_in_tiles if tiles else _coding)(config, part, one)
+    weights, work = (_in_tiles if tiles else _coding)(config, part, one, accelerator)
     given, made = 4 * math.prod(one), _result(config, part, one)
     work = max(work + (batch - 1) * (given + made), batch * (given + JOINED * made))
     on_cpu = int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0)
@@ -74,18 +74,18 @@ def _coding_of_batch(config: Config, part: str, shape: Shape, accelerator: bool,
 
 
 @once_for_each
-def _coding(config: Config, part: str, shape: Shape) -> Need:
+def _coding(config: Config, part: str, shape: Shape, accelerator: bool) -> Need:
     """Memory of one part of the VAE, which is called for every four frames."""
     calls = shape[2] if part == "decoder" else 1 + (shape[2] - 1) // 4
     with FakeTensorMode(), torch.no_grad():
         vae = vae_of(config)
-        with shortened(getattr(vae, part), calls), Live() as live:
+        with shortened(getattr(vae, part), calls), Live(cudnn=accelerator) as live:
             (decoded if part == "decoder" else encoded)(vae, torch.empty(shape))
-    return _need(vae, live, accelerator=True)
+    return _need(vae, live, accelerator=True)  # the margin of a CPU is of a whole batch
 
 
 @once_for_each
-def _in_tiles(config: Config, part: str, shape: Shape) -> Need:
+def _in_tiles(config: Config, part: str, shape: Shape, accelerator: bool) -> Need:
     """Memory of one part of the VAE in diffusers' overlapping tiles; that of the whole if it is one tile.
 
     All finished tiles are held, of the last its parts too, and at the end three copies of the result: tiles
@@ -96,12 +96,12 @@ def _in_tiles(config: Config, part: str, shape: Shape) -> Need:
     pixels = 1 if part == "encoder" else config.get("scale_factor_spatial", 8)
     tall, wide = (_tiles(n * pixels, pixels) for n in (height, width))
     if len(tall) == len(wide) == 1:
-        return _coding(config, part, shape)
+        return _coding(config, part, shape, accelerator)
     copies = 2 if part == "encoder" and patch > 1 else 1  # pixels, and patches of them
     held = peak = copies * 4 * math.prod(shape)
     last = 0
     for h, w in product(tall, wide):
-        weights, work = _coding(config, part, (*ends, h, w))
+        weights, work = _coding(config, part, (*ends, h, w), accelerator)
         peak = max(peak, held + last + work - copies * 4 * math.prod((*ends, h, w)))  # a view of all
         last = _result(config, part, (*ends, h, w))
         held += last

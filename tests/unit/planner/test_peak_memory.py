@@ -12,7 +12,7 @@ from planned import published_job as job
 
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands
-from wandistiller.planner.peak_memory import CONTEXT, FREED, MIB, plan
+from wandistiller.planner.peak_memory import CONTEXT, CUBLAS, FREED, MIB, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
@@ -82,7 +82,7 @@ def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(p
     student = 2 * sum(numels(job(published, ONE_24).student_transformer).values())
     assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
     assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=3e-3)  # and its engine
-    assert parts["libraries"].device == CONTEXT
+    assert parts["libraries"].device == CONTEXT + CUBLAS
 
 
 def test_wan_s_text_encoder_is_counted_though_its_config_is_not_there(published: Path) -> None:
@@ -112,7 +112,7 @@ def test_only_a_run_with_media_has_them_encoded_one_by_one(published: Path, tmp_
     turn = plan(job(published, ONE_24, data_path=str(tmp_path)), ONE_24)["prepare"].alternatives["media"]
     assert turn["pixels as they were read"].host == 4 * 3 * 480 * 832
     assert turn["VAE"].device == pytest.approx(4 * 126.9e6, rel=1e-3)
-    assert turn["VAE's activations"].transient == pytest.approx(1474 * MIB, rel=0.01)
+    assert turn["VAE's activations"].transient == pytest.approx(2063 * MIB, rel=0.01)
     assert "media" not in plan(job(published, ONE_24), ONE_24)["prepare"].alternatives
 
 
@@ -127,7 +127,7 @@ def test_whole_clips_are_decoded_beside_teacher_student_and_vae(published: Path)
     draws = {n: plan(job(published, EIGHT_80, num_frames=n), EIGHT_80)["draw"] for n in (41, 81)}
     some, work = (draws[n].alternatives["decode"]["VAE's activations"].transient for n in (41, 81))
     frames = 40 * 3 * 480 * 832 * 4  # of float32, beside what decoding takes of any clip
-    assert work == pytest.approx(7797 * MIB, rel=1e-3) and work - some == pytest.approx(frames, rel=0.05)
+    assert work == pytest.approx(8973 * MIB, rel=1e-3) and work - some == pytest.approx(frames, rel=0.05)
     draw = draws[81]
     assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
 
