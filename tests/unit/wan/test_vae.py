@@ -22,8 +22,8 @@ MEASURED = [("encode", (1, 3, 1, 480, 832), 847), ("decode", (1, 16, 1, 60, 104)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("gib", "tiles", "work"), [(8, False, 7.61), (7, True, 1.81), (1, True, 1.81)])
-def test_a_clip_is_decoded_in_tiles_if_its_7_6_gib_are_not_free(gib: int, tiles: bool, work: float) -> None:
+@pytest.mark.parametrize(("gib", "tiles", "work"), [(9, False, 8.76), (8, True, 2.05), (1, True, 2.05)])
+def test_a_clip_is_decoded_in_tiles_if_its_8_8_gib_are_not_free(gib: int, tiles: bool, work: float) -> None:
     need, chosen = fitting("decode", PUBLISHED, CLIP, gib * GIB, accelerator=True)
     assert chosen is tiles and need.work / GIB == pytest.approx(work, abs=0.01)
 
@@ -42,7 +42,7 @@ def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, siz
     for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
         model, x_BCFHW = FittingVae.from_config(vae_of(vae).config), torch.zeros(shape)
         in_tiles(model, x_BCFHW, call.__name__.removesuffix("d"))
-        with torch.no_grad(), Live() as measured:
+        with torch.no_grad(), Live(cudnn=True) as measured:
             call(model, x_BCFHW)
         planned = plan(vae, shape, accelerator=True, tiles=True).work
         assert measured.most <= planned <= 1.5 * measured.most
@@ -57,7 +57,7 @@ def test_planned_memory_of_a_batch_is_at_least_that_of_real_tensors(name: str, f
     for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
         model = vae_of(vae)
         model.enable_slicing()
-        with torch.no_grad(), Live() as measured:
+        with torch.no_grad(), Live(cudnn=True) as measured:
             call(model, torch.zeros(shape))
         assert measured.most <= plan(vae, shape, accelerator=True).work <= 1.5 * measured.most
 
