@@ -14,7 +14,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from simulated import Simulated
 from zygote import Rank, fork
 
@@ -49,8 +48,7 @@ def wandistiller(
 ) -> subprocess.CompletedProcess:
     """Run our command on `ranks` processes; each must exit with `code` (1 on several ranks: by torchrun)."""
     words, gpus = [str(a) for a in arguments], accelerator if isinstance(accelerator, Simulated) else None
-    forks = not torch.version.cuda  # a build for GPUs starts threads, which a fork would lose
-    if (gpus or accelerator == "cpu") and forks and (ranks == 1 or code != 1) and _hub() == HUB:
+    if (gpus or accelerator == "cpu") and (ranks == 1 or code != 1) and _hub() == HUB:
         return _forked(["wandistiller", *words], ranks, code, cwd, gpus)
     start = launcher(ranks) if ranks > 1 else [sys.executable]
     more = gpus.environment() if gpus else {"DS_ACCELERATOR": accelerator}
