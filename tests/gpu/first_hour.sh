@@ -18,10 +18,10 @@ if [ "$REHEARSAL" ]; then
     simulated=$("$python" tests/helpers/simulated.py "$folder/simulated" 1 8192) || exit
     eval "$simulated"
   fi
-  layers=1 small=--small batches="1x1 1x2" few="--max_steps 3 --placements replicated streamed"
+  layers=10 small=--small batches="1x1 1x2" few_batches=2x1 few="--max_steps 3 --placements replicated streamed"
 else
   export PYTORCH_ALLOC_CONF=expandable_segments:True DS_ACCELERATOR=cuda
-  layers=40 small="" few="" batches="1x1 4x1 16x1 1x16"
+  layers=40 small="" few="" batches="1x1 4x1 16x1 1x16" few_batches="16x1 1x16"
 fi
 tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu "$@"; }
 streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" $small --layers "$@"; }
@@ -32,6 +32,7 @@ numbers() { tests tests/gpu/test_numbers.py -k in_float32; }
 stream() { streamed $((layers > 4 ? 4 : 1)) --batches $batches; }
 overlap() { measured overlap; }
 stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches $batches; }
+training() { "$python" tests/gpu/train_14b.py --folder "$folder/stream" $small --layers "$layers" --batches $few_batches; }
 students() { measured students; }
 kernels() { measured kernels; }
 coders() { measured coders; }
@@ -40,7 +41,7 @@ memory() { tests tests/gpu/test_memory.py; }
 placements() { "$python" tests/bench/placements.py --ranks 1 $few; }
 quickstart() { "$python" -m wandistiller train --recipe ds_configs/recipes/quickstart.json --output_dir "$folder/quickstart"; }
 
-ALL=(doctor numbers stream overlap stream_whole students kernels coders layouts memory placements quickstart)
+ALL=(doctor numbers stream_whole training overlap kernels coders memory layouts quickstart stream students placements)
 figure() { # of a log: the lines that begin with =>, or the last one
   grep '^=>' "$1" | cut -c4- | paste -sd ';' | grep . || tail -n 1 "$1" | cut -c1-160
 }
@@ -50,7 +51,7 @@ for step in "${@:-${ALL[@]}}"; do
   if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
   (
     export -f $(compgen -A function)
-    export folder python layers small few batches
+    export folder python layers small few batches few_batches
     exec timeout -k 10 600 bash -uc "$step"
   ) >"$log" 2>&1
   code=$?
