@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def _of_run(
     best = choices(job, with_disk(job, True), rates, here, keeps_sharing=keeps)
     fastest = "fastest of the shipped JSONs that fit:"
     lines.append(fastest if best else "no combination of the shipped JSONs fits")
-    lines += [f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in each_pair(best)[:LISTED]]
+    lines += [
+        f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in islice(each_pair(best), LISTED)
+    ]
     return lines, job, best
 
 

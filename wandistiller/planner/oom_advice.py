@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 
 from wandistiller.config.job import Job
 from wandistiller.distributed.device import held_memory
@@ -53,7 +54,7 @@ def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iter
     most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
     fits = choices(job, machine, default_rates(machine.device_size, machine.device_name), here=True)
     saves = (c for c in fits if not known or needed(c.job, spent, machine, preparing) < most_of_it)
-    less = each_pair(list(saves))[:SHOWN]
+    less = list(islice(each_pair(saves), SHOWN))
     if not less:
         yield f"no student and teacher JSON of ds_configs/ take less {spent.value} and fit"
     for choice in less:

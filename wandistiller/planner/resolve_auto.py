@@ -7,6 +7,7 @@ teacher JSON is read by teacher/placements/auto.py, which loads nothing and deci
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
@@ -132,11 +133,12 @@ def choices(
     return fitting([one for each in jobs for one in ranked(each, machine, rates, here=here)], machine)
 
 
-def each_pair(every: list[Choice]) -> list[Choice]:
+def each_pair(every: Iterable[Choice]) -> Iterator[Choice]:
     """The first of each pair of JSONs and number of ranks for a sample, without its other micro-batches."""
-    return list({(c.student, c.teacher, c.job.run.context_parallel): c for c in reversed(every)}.values())[
-        ::-1
-    ]
+    first: dict[tuple[str, str, int], Choice] = {}
+    for c in every:
+        if first.setdefault((c.student, c.teacher, c.job.run.context_parallel), c) is c:
+            yield c
 
 
 def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
@@ -175,13 +177,21 @@ def _choice(
     rates: Rates,
     order: tuple[int, int, int],
 ) -> Choice:
-    """Return the combination at the first of the sizes that fits, or else at the last."""
-    for each in sizes:
-        takes, seconds = moments(plan(each, machine)), StepTime(each, machine, rates).floor()
-        choice = Choice(student, teacher, each, takes, seconds, order)
-        if all(d.is_met for d in choice.demands(machine)):
-            return choice
-    return choice
+    """Return the combination at the first of the sizes that fits, or else at the last, the smallest."""
+
+    def at(job: Job) -> Choice:
+        seconds = StepTime(job, machine, rates).floor()
+        return Choice(student, teacher, job, moments(plan(job, machine)), seconds, order)
+
+    def fits(choice: Choice) -> bool:
+        return all(demand.is_met for demand in choice.demands(machine))
+
+    first, *smaller = sizes
+    choice = at(first)
+    if not smaller or fits(choice):
+        return choice
+    least = at(smaller[-1])
+    return next(filter(fits, map(at, smaller[:-1])), least) if fits(least) else least
 
 
 def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
@@ -296,7 +306,7 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     every = ranked(job, machine, rates, left_open(job), here)
     if fits := fitting(every, machine):
         return fits[0]
-    near = each_pair(sorted(every, key=lambda c: c.tightest(machine).over))[:NEAREST]
+    near = list(islice(each_pair(sorted(every, key=lambda c: c.tightest(machine).over)), NEAREST))
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
     half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""

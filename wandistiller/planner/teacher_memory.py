@@ -33,6 +33,13 @@ def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], sharers: int) -> B
     return read_placement(ds).memory(config, ds, sharers)
 
 
+@once_for_each
+def _on_the_way(config: dict[str, Any], ds: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of weights of a call that are unpacked, and of those that a GPU has yet to finish with."""
+    placement = read_placement(ds)
+    return placement.unpacked(config, ds), placement.behind(config, ds)
+
+
 def branches(job: Job) -> int:
     """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
     return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
@@ -62,14 +69,15 @@ def teacher_parts(
     activations = call_bytes(job.folder.config, ds, latent, batch, **how)
     if together > 1:
         activations += (together - 1) * waiting_bytes(job.folder.config, ds, latent, batch, **how)
-    activations += max(placement.unpacked(config, ds) for config in job.teachers_folder.configs.values())
+    each = [_on_the_way(config, ds) for config in job.teachers_folder.configs.values()]
+    unpacked, behind = map(max, zip(*each, strict=True))
+    activations += unpacked
     pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
     host = weights.host + placement.overhead(ds)
     kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
         kept = Bytes(node=kept.device)
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
-    behind = max(placement.behind(config, ds) for config in job.teachers_folder.configs.values())
     late = behind if on_gpu and weights.transient else 0  # a single rank's own shards are used where they lie
     arriving = Bytes(transient=weights.transient + late)
     return {"teacher's weights": kept}, {

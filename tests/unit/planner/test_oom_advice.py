@@ -58,7 +58,7 @@ def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run
     fits = choices(job, machine, default_rates(machine.device_free), here=True)
     own, *others = (needed(j, spent, machine, preparing=False) for j in (job, *(c.job for c in fits)))
     less = [choice for choice, need in zip(fits, others, strict=True) if need < 0.99 * own]
-    less = each_pair(less)[:SHOWN]
+    less = list(each_pair(less))[:SHOWN]
     lines = named(advice(job, spent, machine))
     assert len(lines) == len(less) == SHOWN
     for line, choice in zip(lines, less, strict=True):
