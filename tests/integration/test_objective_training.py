@@ -70,6 +70,7 @@ def few(folder: Path, wan2: Path) -> Path:
     return trained(folder, wan2, "consistency_1", 1, save_every=2, **FEW)
 
 
+@pytest.mark.slow
 def test_losses_of_consistency_do_not_depend_on_ranks_stage_or_accumulation_and_a_resumed_run_has_them(
     folder: Path, wan2: Path, few: Path
 ) -> None:

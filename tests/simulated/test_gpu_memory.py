@@ -14,6 +14,7 @@ from wandistiller.utils.files import read_json
 pytestmark = [pytest.mark.simulated, simulated_gpu]
 
 
+@pytest.mark.slow
 def test_a_small_student_takes_no_gpu_memory_for_gradients_that_it_does_not_have(
     wan2: Path, tmp_path: Path
 ) -> None:
