@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
-from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import is_untried, on_accelerator, title
+from wandistiller.engine.extensions import BUILD_ERRORS, load_extension, reason
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
-from wandistiller.engine.workarounds import load_extension
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
@@ -34,8 +33,6 @@ EXTRAS = {
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
 NVCC = "nvcc compiles Lamb and Lion on GPUs, a faster Adam, and async_io"
-# TypeError: async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
-BUILD_ERRORS = RuntimeError, OSError, ImportError, TypeError, MissingCUDAException, CUDAMismatchException
 UNITS = {
     "tflops": "x 10^12 operations/s a rank",
     "cpu_tflops": "x 10^12 on the CPU cores of a node",
@@ -90,7 +87,7 @@ def built(name: str, builder: Any, why: str) -> str:
             return f"missing    {name}: {why}"
         load_extension(builder)
     except BUILD_ERRORS as error:
-        return f"missing    {name} does not build: {str(error).strip().splitlines()[-1]}"
+        return f"missing    {name} does not build: {reason(error)}"
     return f"built      {name}"
 
 

@@ -93,11 +93,6 @@ def keep_autocast_to_its_engine() -> None:
 keep_autocast_to_its_engine()
 
 
-def load_extension(builder: OpBuilder) -> None:
-    """Load an extension of DeepSpeed, and build it first if it is not there."""
-    builder.load(verbose=False)
-
-
 @contextmanager
 def partition_before_moving(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
     """While an engine is built, let ZeRO-3 move each parameter as it cuts it, not the whole module before.

@@ -14,6 +14,7 @@ from wandistiller.config.stages import whole_output, write_resolved
 from wandistiller.config.start import DONE, read_start
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
+from wandistiller.engine import extensions
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.output import replaced
@@ -114,6 +115,9 @@ def _export(job: Job) -> Path:
 @within("load")
 def _distil(job: Job) -> None:
     """Prepare, load and train; free all memory afterwards. Collective."""
+    with collectives.raise_on_all_ranks():
+        extensions.build("deepspeed_config", job.student_ds)
+        extensions.build("teacher_deepspeed_config", job.teacher_ds)
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:

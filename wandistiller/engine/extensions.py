@@ -1,0 +1,82 @@
+"""DeepSpeed's C++ and CUDA extensions: which a run needs, and their builds before anything is loaded."""
+
+from collections.abc import Iterator
+from subprocess import SubprocessError
+from typing import Any
+
+from deepspeed.ops import op_builder
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
+
+import wandistiller.engine.workarounds  # noqa: F401  one process builds at a time
+from wandistiller.engine.ds_config import offload_section, on_nvme
+from wandistiller.engine.ds_schema import section_of
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.logging import set_activity
+
+# TypeError: async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
+BUILD_ERRORS = (
+    RuntimeError,
+    SubprocessError,
+    OSError,
+    ImportError,
+    TypeError,
+    ValueError,
+    MissingCUDAException,
+    CUDAMismatchException,
+)
+OFFLOADED = {
+    "adam": op_builder.CPUAdamBuilder,
+    "adamw": op_builder.CPUAdamBuilder,
+    "adagrad": op_builder.CPUAdagradBuilder,
+    "lion": op_builder.CPULionBuilder,
+}
+"""Optimizer -> builder of the extension that DeepSpeed (0.19.8) steps it with where it is offloaded."""
+NOT_OFFLOADED = {
+    "adam": op_builder.FusedAdamBuilder,
+    "adamw": op_builder.FusedAdamBuilder,
+    "lamb": op_builder.FusedLambBuilder,
+    "lion": op_builder.FusedLionBuilder,
+}
+"""The same where it is not."""
+
+
+def needed(ds: dict[str, Any]) -> Iterator[type[OpBuilder]]:
+    """Yield the builders of what an engine with this JSON loads."""
+    kind = str(section_of(ds, "optimizer").get("type")).lower()
+    offloaded = offload_section(ds, "optimizer")["device"] != "none"
+    builder = (OFFLOADED if offloaded else NOT_OFFLOADED).get(kind)
+    if builder and not section_of(ds, "optimizer.params").get("torch_adam", False):
+        yield builder
+    if on_nvme(ds):
+        yield op_builder.AsyncIOBuilder
+
+
+def load_extension(builder: OpBuilder) -> None:
+    """Load an extension of DeepSpeed, and build it first if it is not there."""
+    builder.load(verbose=False)
+
+
+def build(where: str, ds: dict[str, Any]) -> None:
+    """Build what an engine needs, while a failure costs nothing yet.
+
+    Args:
+        where: the JSON, for messages.
+    Raises:
+        ConfigError: an extension does not build.
+    """
+    for builder in needed(ds):
+        made = builder()
+        set_activity(f"building DeepSpeed's {made.name}")
+        try:
+            load_extension(made)
+        except BUILD_ERRORS as error:
+            remedy = "`wandistiller doctor` shows what is missing here"
+            raise ConfigError(
+                f"{where}: DeepSpeed's {made.name} does not build: {reason(error)}. {remedy}."
+            ) from None
+
+
+def reason(error: BaseException) -> str:
+    """Return the line of a failed build that tells most: the compiler's first error, or the last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "error:" in line), lines[-1]).rstrip(".")
