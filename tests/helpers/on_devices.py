@@ -7,17 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small_wan import VAE21
 from torch import Tensor, nn
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
+from wandistiller.flow import keyed_normal
 from wandistiller.teacher import block_stream
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.files import read_json
+from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.vae import FittingVae, fitting
 
 GPU = "cuda:0"
 MANY = 100_000
@@ -192,6 +196,19 @@ def one_collective_less() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def coded_in_tiles(device: str) -> list[Tensor]:
+    """Latents and pixels of a VAE that codes in tiles, in CPU memory."""
+    torch.manual_seed(0)
+    vae = FittingVae.from_config(vae_of(VAE21).config).to(device)
+    pixels, found = keyed_normal((1, 3, 5, 288, 480), "pixels").to(device), []
+    for code, name, shape in ((encoded, "encode", pixels.shape), (decoded, "decode", (1, 16, 2, 36, 60))):
+        _, vae.chosen[name, torch.Size(shape)] = fitting(name, vae.settings, shape, 0, accelerator=True)
+        with torch.no_grad():
+            found.append(code(vae, found[-1] if found else pixels))
+    assert list(vae.chosen.values()) == [True, True]
+    return [value.cpu() for value in found]
 
 
 def call_often(folder: Path, name: str, times: int) -> tuple[int, int]:

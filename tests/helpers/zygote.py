@@ -131,6 +131,15 @@ def _plan_usual_runs() -> None:
             plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), machine_now())
 
 
+def _take_async_io_of_cpus() -> None:
+    """Let async_io be the build for CPUs: the one for GPUs links libraries that torch's CPU build lacks."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder import async_io, cpu
+
+    async_io.AsyncIOBuilder.load = lambda _, verbose=False: cpu.AsyncIOBuilder().load(verbose)
+    installed_ops["async_io"] = True  # no nvcc is asked for
+
+
 def _serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
     from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -139,6 +148,8 @@ def _serve() -> None:
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
 
     CPUAdamBuilder().load()
+    if "SIMULATED_GPUS" in os.environ:
+        _take_async_io_of_cpus()
     _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more

@@ -9,7 +9,7 @@ import on_devices
 import planned
 import pytest
 import torch
-from ranks import STUDENTS, TEACHERS, call, program, write_json
+from ranks import STUDENTS, TEACHERS, call, has_async_io, program, runs_here, write_json
 from simulated import Simulated, simulated_gpu
 from small_wan import make_large_wan
 
@@ -21,8 +21,9 @@ WIDTH, LAYERS = 512, 6
 PIECES = 80
 """MiB for four streams, whose segments grow by 20 MiB: much beside networks of 100 MiB."""
 MAPS = [name for name in TEACHERS if name.startswith("device_map")]
-PAIRS = [(student, "streamed") for student in STUDENTS if not student.endswith("nvme")]
-PAIRS += [("zero2_offload", name) for name in TEACHERS if name not in ("zero_inference_nvme", "streamed")]
+PAIRS = [(student, "streamed") for student in STUDENTS if runs_here(student)]
+PAIRS += [("zero2_offload", name) for name in TEACHERS if name != "streamed"]
+PAIRS = [pair for pair in PAIRS if not pair[1].endswith("nvme") or has_async_io()]
 ROOMY = {"zero2": 1.35}
 """Student JSON -> the most by which its plan may exceed what it takes; else a tenth.
 

@@ -30,6 +30,13 @@ def test_every_number_is_the_cpu_s_bitwise(devices: Simulated) -> None:
     assert devices.reports() == ""
 
 
+@pytest.mark.slow
+def test_a_vae_in_tiles_codes_as_on_a_cpu_bitwise(tmp_path: Path) -> None:
+    devices = Simulated(tmp_path, mib=1024)
+    (found,) = on(devices, on_devices.coded_in_tiles, on_devices.GPU)
+    assert all(map(torch.equal, found, on_devices.coded_in_tiles("cpu"))) and devices.reports() == ""
+
+
 def test_a_kernel_that_does_not_wait_for_a_copy_is_reported_and_computes_nan(devices: Simulated) -> None:
     assert on(devices, on_devices.late_copy, False) == [False]
     report = devices.reports()
