@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from gpu_runs import FLOAT32, on_both
+from ranks import has_async_io
 from recipes import student_engine
 from simulated import simulated_gpu
 from small_wan import make_wan
@@ -16,6 +17,10 @@ pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
 NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 STREAMED = read_json("ds_configs/teacher/streamed.json") | FLOAT32
+FEW = read_json("ds_configs/student/few_step_wan.json") | FLOAT32 | {"train_batch_size": 8}
+NVME = read_json("ds_configs/student/zero3_nvme.json") | FLOAT32
+for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"):
+    del NVME[key]
 RUNS: dict[str, dict[str, Any]] = {
     "two experts, an average": {"student_config": {"num_layers": 2, "experts": "two"}, "ema": 0.5},
     "features": {"objective": ["velocity", {"name": "feature", "weight": 0.5}], "student_config": NARROW},
@@ -24,12 +29,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "consistency": {"objective": {"name": "consistency", "intervals": 8, "edges": 2}},
     "dmd2": {"objective": DMD2},
     "dmd2 with heads": {"objective": DMD2 | {"gan": 0.03}},
+    "few steps by the JSON of a 14B": {"objective": DMD2, "deepspeed_config": FEW, "lr": 1e-3},
     "merged padding": {"merge_text_padding": True},
     "streamed teacher, ZeRO-3": {
         "teacher_deepspeed_config": STREAMED,
         "deepspeed_config": student_engine(3),
     },
 }
+
+if has_async_io():
+    without_lr = {key: value for key, value in DMD2.items() if key != "critic_lr"}
+    RUNS["a critic on NVMe"] = {"objective": without_lr, "critic_deepspeed_config": NVME}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
