@@ -188,6 +188,7 @@ def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -
         assert pipe.config.boundary_ratio == wanted.boundary
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, reference: Path) -> None:
     output = trained(folder, wan2, "resumed", 1, resume=str(reference / "checkpoints" / "step_00000002"))
     assert losses(output) == losses(reference)[2:]

@@ -177,6 +177,7 @@ def test_a_changed_earlier_stage_is_refused_before_anything_runs(
     assert len(losses(whole / FOLDERS[0])) == 3
 
 
+@pytest.mark.slow
 def test_a_report_has_all_stages_on_one_page(whole: Path) -> None:
     assert main(["report", str(whole)]) == 0
     page = (whole / "report" / "index.html").read_text()

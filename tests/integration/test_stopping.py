@@ -105,6 +105,7 @@ def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Pa
         assert run.end() == 75, run.output()
 
 
+@pytest.mark.slow
 def test_a_rollout_of_a_thousand_steps_ends_between_two_calls_of_the_teacher(
     folder: Path, wan1: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_every_student_json_learns_on_gpus_bitwise_what_it_learns_on_cpus(
     assert found.gpu == found.cpu and found.reports == ""
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_the_gpu_once_for_its_numbers_and_never_for_what_it_sends(
     wan2: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_device_map_without_accelerate(
     assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
     tmp_path: Path, wan2: Path

@@ -101,6 +101,7 @@ def lines(output: Path) -> list[dict]:
     return [json.loads(line)["memory_gib"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_step_has_each_rank_s_memory_and_peak(output: Path) -> None:
     for memory in lines(output):
         now, most = (memory["train"][kind] for kind in ("host", "host_peak"))

@@ -61,7 +61,11 @@ SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
 
 @pytest.mark.parametrize("bf16", slow_but([True], [True, False]), ids=["bf16", "float32"])
 @pytest.mark.parametrize(
-    ("stage", "offload"), [(0, "none"), *((s, home) for s in (1, 2, 3) for home in ("none", "cpu"))]
+    ("stage", "offload"),
+    slow_but(
+        [(0, "none"), (2, "cpu"), (3, "cpu")],
+        [(0, "none"), *((s, home) for s in (1, 2, 3) for home in ("none", "cpu"))],
+    ),
 )
 def test_a_student_s_engine_keeps_the_planned_bytes(
     one_rank: torch.device, stage: int, offload: str, bf16: bool
@@ -75,7 +79,9 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.01)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "none"), (2, "cpu"), (3, "cpu")])
+@pytest.mark.parametrize(
+    ("stage", "offload"), slow_but([(2, "cpu")], [(0, "none"), (2, "none"), (2, "cpu"), (3, "cpu")])
+)
 @pytest.mark.parametrize("tuned", ["frozen", "lora"])
 def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     one_rank: torch.device, stage: int, offload: str, tuned: str

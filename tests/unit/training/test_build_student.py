@@ -193,6 +193,7 @@ def same_start(output: Path, alone: Path) -> bool:
     return all(numbers(actual) == numbers(expected) for actual, expected in pairs)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_again_takes_what_was_measured_and_drawn_with_the_teacher(
     folder: Path, wan2: Path, alone: Path
 ) -> None:
