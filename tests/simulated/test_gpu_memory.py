@@ -1,10 +1,12 @@
 """Memory of a simulated GPU: what a run takes of it, and how it ends when there is none left."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import planned
 import pytest
-from ranks import wandistiller
+from ranks import wandistiller, write_json
 from recipes import recipe_file, train
 from simulated import Simulated, simulated_gpu
 from small_wan import make_wan
@@ -44,6 +46,24 @@ def test_a_gpu_whose_memory_runs_out_ends_all_ranks_with_code_3_and_advice(
     error = wandistiller(*words, ranks=ranks, code=3, accelerator=devices).stderr
     assert devices.reports() == ""
     assert "Traceback" not in error and "Out of memory on rank" in error and "What helps:" in error
+
+
+@pytest.mark.slow
+def test_a_run_that_has_run_out_of_memory_ends_with_the_jsons_that_are_advised(tmp_path: Path) -> None:
+    wan = planned.pipeline(tmp_path, width=1024, layers=8)
+    devices = Simulated(tmp_path, mib=2500)
+
+    def trained(student: str, teacher: str, *flags: str, code: int = 0) -> str:
+        given = planned.recipe(tmp_path, wan, 8, "", "", rollout_steps=1, sample_steps=1) | {"max_steps": 1}
+        for key, file in (("deepspeed_config", student), ("teacher_deepspeed_config", teacher)):
+            given[key] = read_json(file) | {"bf16": {"enabled": False}}
+        words = ["train", "--recipe", write_json(tmp_path / "run.json", given), *flags]
+        return wandistiller(*words, code=code, accelerator=devices).stderr
+
+    own = "ds_configs/student/zero0.json", "ds_configs/teacher/replicated.json"
+    error = trained(*own, "--despite_plan", code=3)
+    trained(*re.search(r"\((ds_configs/\S+), (ds_configs/\S+)\): takes", error).groups())
+    assert (tmp_path / "run" / "student").is_dir() and devices.reports() == ""
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 2}}

@@ -10,6 +10,7 @@ from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAE
 import wandistiller.engine.workarounds  # noqa: F401  one process builds at a time
 from wandistiller.engine.ds_config import offload_section, on_nvme
 from wandistiller.engine.ds_schema import section_of
+from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 
@@ -64,7 +65,7 @@ def build(where: str, ds: dict[str, Any]) -> None:
     Raises:
         ConfigError: an extension does not build.
     """
-    for builder in needed(ds):
+    for builder in needed(with_fused_adam(ds)):
         made = builder()
         set_activity(f"building DeepSpeed's {made.name}")
         try:
