@@ -20,17 +20,22 @@ pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
 WIDTH, LAYERS = 512, 6
 PIECES = 80
 """MiB for four streams, whose segments grow by 20 MiB: much beside networks of 100 MiB."""
-MAPS = [name for name in TEACHERS if name.startswith("device_map")]
+TAKES_WHAT_IS_FREE = ("device_map_balanced", "device_map_sequential")
+"""Placements whose memory is not planned."""
 PAIRS = [(student, "streamed") for student in STUDENTS if runs_here(student)]
-PAIRS += [("zero2_offload", name) for name in TEACHERS if name != "streamed"]
+PAIRS += [("zero2_offload", name) for name in TEACHERS if name not in ("streamed", *TAKES_WHAT_IS_FREE)]
 PAIRS = [pair for pair in PAIRS if not pair[1].endswith("nvme") or has_async_io()]
 ROOMY = {"zero2": 1.35}
 """Student JSON -> the most by which its plan may exceed what it takes; else a tenth.
 
 At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
 """
-LATE = 1.15
-"""The most by which a student of stage 3 may exceed its plan: by blocks that the GPU has yet to finish."""
+LATE = {"zero3_offload_64": 1.4, "zero3": 1.15, "zero_inference_nvme": 1.2}
+"""Student or teacher JSON, or its beginning -> the most by which a run may exceed its plan; else a tenth.
+
+At stage 3 blocks, gradients and activations that the GPU has yet to finish with are not planned; the device
+here is infinitely slow.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +67,14 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
     start = partial(program, gpus=Simulated(tmp_path))
     (plan,) = call(planned.predicted, given, 1, ranks=1, start=start)
     most = max(plan.values())
-    # a device map is made for the memory that is free
-    devices = Simulated(tmp_path, mib=4096 if teacher in MAPS else int(1.1 * most) + PIECES)
+    above = next(
+        (n for name, n in LATE.items() if f"{student} {teacher}".startswith(name) or name == teacher), 1.1
+    )
+    devices = Simulated(tmp_path, mib=int(above * most) + PIECES)
     found = peaks(given, devices)
     print(
         f"| {student} | {teacher} | {most} | {max(found.values()):.0f} | {most / max(found.values()):.3f} |"
     )
-    above = LATE if student.startswith("zero3") else 1.1
     assert most / ROOMY.get(student, 1.1) <= max(found.values()) <= above * most
     assert devices.reports() == ""
 
