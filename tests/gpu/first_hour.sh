@@ -2,6 +2,7 @@
 # What only a GPU shows, unattended: a line for each step with its figure, at most ten minutes each.
 #   bash tests/gpu/first_hour.sh             all steps; run again, it goes on after the last that passed
 #   bash tests/gpu/first_hour.sh numbers     some steps, whether or not they passed before
+#   PARALLEL=3        as many steps beside each other, where time is short; their seconds are then upper bounds
 #   WHEELS=FOLDER     packages that PYTHON (python3) lacks, as wheels, for a machine without network
 #   REHEARSAL=1       on a CPU in tiny sizes, to see that the steps run
 #   REHEARSAL=simulated   the same on a simulated GPU; what its checks find is in FOLDER/simulated
@@ -45,17 +46,24 @@ ALL=(doctor numbers stream_whole training overlap kernels coders memory layouts 
 figure() { # of a log: the lines that begin with =>, or the last one
   grep '^=>' "$1" | cut -c4- | paste -sd ';' | grep . || tail -n 1 "$1" | cut -c1-160
 }
-failed=0
-for step in "${@:-${ALL[@]}}"; do
-  log=$folder/$step.log start=$SECONDS
-  if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
+run_step() {
+  log=$folder/$1.log start=$SECONDS
   (
     export -f $(compgen -A function)
     export folder python layers small few batches few_batches
-    exec timeout -k 10 600 bash -uc "$step"
+    exec timeout -k 10 600 bash -uc "$1"
   ) >"$log" 2>&1
   code=$?
-  if [ $code -eq 0 ]; then touch "$folder/$step.passed"; state=pass; else state="FAIL $code" failed=1; fi
-  printf '%-8s %-12s %4d s   %s\n' "$state" "$step" $((SECONDS - start)) "$(figure "$log")"
+  if [ $code -eq 0 ]; then touch "$folder/$1.passed"; state=pass; else state="FAIL $code"; fi
+  printf '%-8s %-12s %4d s   %s\n' "$state" "$1" $((SECONDS - start)) "$(figure "$log")"
+  return $code
+}
+started=() failed=0
+for step in "${@:-${ALL[@]}}"; do
+  if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
+  while (($(jobs -rp | wc -l) >= ${PARALLEL:-1})); do wait -n; done
+  run_step "$step" &
+  started+=($!)
 done
+for job in "${started[@]}"; do wait "$job" || failed=1; done
 exit $failed
