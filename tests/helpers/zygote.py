@@ -63,13 +63,7 @@ def fork(words: list[str], cwd: Path, ranks: list[Rank], simulated: bool = False
 
 def _spawned(words: list[str], cwd: Path, ranks: list[Rank]) -> list[int]:
     """The same by new processes."""
-    command = [
-        "timeout",
-        str(LONGEST),
-        sys.executable,
-        *(["-m"] if words[0] == "wandistiller" else []),
-        *words,
-    ]
+    command = [sys.executable, *(["-m"] if words[0] == "wandistiller" else []), *words]
     with ExitStack() as files:
         started = [
             subprocess.Popen(

@@ -224,7 +224,7 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     add("--host_memory", type=float, metavar="GIB", help="of a node; default what is free here")
     add("--disk", type=float, metavar="GIB", help="of a node, for the swap folder; default what is free here")
     add("--nodes", type=int, help="default 1, or a launcher's")
-    text = 'such as {"tflops": 165, "pcie": 24}; see docs/memory.md'
+    text = 'such as {"tflops": 100, "pcie": 24}; see docs/memory.md'
     add("--rates", type=_json, default={}, metavar="JSON", help=text)
     add("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     add("--price_per_gpu_hour", type=float, help="print the cost of the run too")

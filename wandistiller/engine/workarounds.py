@@ -50,8 +50,12 @@ def without_empty_buckets(ds: dict[str, Any], numel: int) -> dict[str, Any]:
 
 
 def numbers_alone(architectures: str) -> str:
-    """Leave out the letters of GPU architectures: some containers set 9.0a, which DeepSpeed fails to read."""
-    return re.sub(r"(\d)[a-z]", r"\1", architectures)
+    """Leave out what torch knows and DeepSpeed fails to read: letters, as in 9.0a, which some containers set.
+
+    Of names, such as Hopper, nothing is left: DeepSpeed then asks the GPUs.
+    """
+    numbers = re.sub(r"(\d)[a-z]", r"\1", architectures)
+    return "" if re.search("[A-Za-z]", numbers.replace("PTX", "")) else numbers
 
 
 def build_one_at_a_time() -> None:
@@ -59,8 +63,8 @@ def build_one_at_a_time() -> None:
     load = OpBuilder.jit_load
 
     def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
-        given = {name: numbers_alone(os.environ[name]) for name in (ARCHITECTURES,) if name in os.environ}
-        with sole_builder(builder.name), patch.dict(os.environ, given):
+        architectures = {ARCHITECTURES: numbers_alone(os.environ.get(ARCHITECTURES, ""))}
+        with sole_builder(builder.name), patch.dict(os.environ, architectures):
             return load(builder, verbose)
 
     OpBuilder.jit_load = jit_load

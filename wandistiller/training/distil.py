@@ -118,6 +118,8 @@ def _distil(job: Job) -> None:
     with collectives.raise_on_all_ranks():
         extensions.build("deepspeed_config", job.student_ds)
         extensions.build("teacher_deepspeed_config", job.teacher_ds)
+        if job.objective.critic:
+            extensions.build("critic_deepspeed_config", job.critic_ds)
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:

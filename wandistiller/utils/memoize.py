@@ -13,7 +13,7 @@ def once_for_each(f: F) -> F:
 
     @wraps(f)
     def cached(*args: Any, **more: Any) -> Any:
-        key = repr((args, more))  # in a quarter of the time that json takes
+        key = repr((args, more))
         if key not in results:
             results[key] = f(*args, **more)
         return results[key]

@@ -41,6 +41,11 @@ def test_gpu_architectures_with_letters_are_read_by_deepspeed(monkeypatch: pytes
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0;10.0+PTX"
 
 
+def test_of_gpu_architectures_by_name_nothing_is_left_so_that_deepspeed_asks_the_gpus() -> None:
+    assert workarounds.numbers_alone("Ampere;9.0a") == workarounds.numbers_alone("Hopper") == ""
+    assert workarounds.numbers_alone("9.0+PTX") == "9.0+PTX"
+
+
 def test_the_processor_is_known_as_the_library_knows_it() -> None:
     found, whole = cpuinfo.get_cpu_info(), cpuinfo.cpuinfo._get_cpu_info_internal()
     assert all(found[key] == whole[key] for key in ("arch", "bits", "vendor_id_raw"))
