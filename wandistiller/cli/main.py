@@ -1,6 +1,7 @@
 """`wandistiller COMMAND`: environment, flags, the command, its exit code, and one message for all ranks."""
 
 import atexit
+import faulthandler
 import logging
 import os
 import re
@@ -95,6 +96,7 @@ def command() -> None:
     """
     process.read_utf8()
     process.open_streams()
+    faulthandler.enable()  # says where a library crashed, such as an extension that was compiled here
     interrupts.raise_on_signals()
     stopping.remember_launchers()
     try:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
+from deepspeed.utils import groups
 from torch import Tensor
 from torch.distributed import TCPStore
 
@@ -102,6 +103,8 @@ def _init_backend() -> None:
         device_id=device() if on_accelerator() else None,
     )
     deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
+    # the engines' own group, now: NCCL allocates for it, and cannot use what torch holds of a full GPU
+    groups._get_data_parallel_group()
 
 
 def _common_store() -> TCPStore:

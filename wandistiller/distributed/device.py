@@ -112,8 +112,11 @@ def memory_size() -> tuple[int, int] | tuple[None, None]:
 
 
 def is_full() -> bool:
-    """Return whether this rank's accelerator has no memory left."""
-    free, total = memory_size()
+    """Return whether this rank's accelerator has no memory left, not even for CUDA to start in."""
+    try:
+        free, total = memory_size()
+    except RuntimeError:
+        return True
     return total is not None and free < FULL * total
 
 

@@ -19,6 +19,7 @@ class Spent(Enum):
 
 MESSAGE = re.compile(
     r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
+    r"|failed to CUDA [cm]alloc"  # NCCL 2.28
     r"|(can't|cannot|unable to) allocate memory|not enough memory"  # torch's CPU allocator, mmap, the system
     r"|could not create a (primitive|memory object)"  # oneDNN
     r"|failed to map segment|Resource temporarily unavailable"  # the dynamic linker; a new thread's stack
@@ -26,7 +27,7 @@ MESSAGE = re.compile(
     re.IGNORECASE,
 )
 """Messages of libraries that raise another error, such as RuntimeError."""
-LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure", re.IGNORECASE)
+LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure|failed to CUDA [cm]alloc", re.IGNORECASE)
 """Messages of CUDA's own libraries and NCCL, which allocate on the device."""
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.profiling.flops_profiler import profiler
 from deepspeed.runtime import torch_autocast
@@ -71,6 +72,19 @@ def build_one_at_a_time() -> None:
 
 
 build_one_at_a_time()
+
+
+def keep_libraries_of_pin_memory_to_itself() -> None:
+    """Let the extension `pin_memory` export none of the symbols of archives that the compiler links into it.
+
+    DeepSpeed (0.19.8) loads it with RTLD_GLOBAL, for async_io. A compiler that links libstdc++ statically, as
+    those of some containers do, thereby replaced streams of libraries that were loaded later: the first
+    convolution of cuDNN ended in a segmentation fault.
+    """
+    PinMemoryBuilder.extra_ldflags = lambda _: ["-Wl,--exclude-libs,ALL"]
+
+
+keep_libraries_of_pin_memory_to_itself()
 
 
 def keep_autocast_to_its_engine() -> None:

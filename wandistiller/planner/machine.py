@@ -74,6 +74,15 @@ def machine_now() -> Machine:
     return Machine(*own, device_total=total, device_name=device_name())
 
 
+def _gpu_memory() -> str:
+    try:
+        held, (free, total) = held_memory(), memory_size()
+    except RuntimeError:  # CUDA itself does not start
+        return "other processes hold all its memory"
+    numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
+    return ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
+
+
 def memory_line(rank: int, root: Path = Path("/")) -> str:
     """The memory of this process and of its machine, in one line.
 
@@ -82,9 +91,7 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
     """
     gpu = "no accelerator"
     if on_accelerator():
-        held, (free, total) = held_memory(), memory_size()
-        numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
-        gpu = f"GPU {local_rank()}: " + ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
+        gpu = f"GPU {local_rank()}: {_gpu_memory()}"
     own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
     parts = [

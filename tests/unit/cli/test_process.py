@@ -120,3 +120,9 @@ def test_a_command_on_a_machine_without_a_gpu_prints_no_warning_of_deepspeed(tmp
     del env["DS_ACCELERATOR"]
     done = subprocess.run([*WORDS, "doctor"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert "Setting accelerator" not in done.stderr and "no GPU" in done.stderr
+
+
+def test_a_crash_inside_a_library_prints_where_python_was() -> None:
+    crashing = "from wandistiller.cli import main; main.main = lambda: __import__('ctypes').string_at(0)"
+    error = run([sys.executable, "-c", f"{crashing}; main.command()"], code=-signal.SIGSEGV).stderr
+    assert "Segmentation fault" in error and "in command" in error

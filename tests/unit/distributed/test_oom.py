@@ -11,7 +11,9 @@ import pytest
 import torch
 from ranks import run
 
+from wandistiller.distributed import device
 from wandistiller.distributed.oom import Spent, is_out_of_memory, what_ran_out
+from wandistiller.planner import machine
 from wandistiller.planner.machine import memory_line
 from wandistiller.utils.system_memory import GIB
 
@@ -73,6 +75,10 @@ def test_a_real_failure_to_allocate_is_recognized(provoked: dict[str, Any], case
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), Spent.DEVICE),
         (RuntimeError("NCCL error: unhandled\nLast error:\nCuda failure 2 'out of memory'"), Spent.DEVICE),
+        (
+            RuntimeError("NCCL error: unhandled\nLast error:\nFailed to CUDA calloc async 24 bytes"),
+            Spent.DEVICE,
+        ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f(handle)`"), Spent.DEVICE),
         # a page-locked buffer; there is no GPU here to be full
         (RuntimeError("CUDA error: out of memory"), Spent.HOST),
@@ -86,6 +92,14 @@ def test_a_real_failure_to_allocate_is_recognized(provoked: dict[str, Any], case
 )
 def test_the_kind_of_memory_follows_from_the_error(error: Exception, spent: Spent) -> None:
     assert is_out_of_memory(error) and what_ran_out(error) is spent
+
+
+def test_a_gpu_whose_memory_cannot_even_be_asked_for_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not start where other processes hold all memory; here it does not start for want of a GPU."""
+    for module in (device, machine):
+        monkeypatch.setattr(module, "on_accelerator", lambda: True)
+    assert what_ran_out(RuntimeError("CUDA error: out of memory")) is Spent.DEVICE
+    assert "GPU 0: other processes hold all its memory; this process: " in memory_line(0)
 
 
 @pytest.mark.parametrize(

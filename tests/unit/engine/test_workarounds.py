@@ -1,12 +1,16 @@
 """Workarounds for DeepSpeed that change no number."""
 
+import ctypes
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import cpuinfo
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from ranks import run
 
@@ -64,3 +68,13 @@ deepspeed.initialize(model=torch.nn.Linear(2, 2), config=ds | {"zero_optimizatio
 assert "torch._inductor.lowering" not in sys.modules
 """
     run([sys.executable, "-c", code])
+
+
+def test_pin_memory_exports_nothing_of_a_libstdcpp_that_is_linked_statically(tmp_path: Path) -> None:
+    """Its streams replaced those of cuDNN, as DeepSpeed loads the extension with RTLD_GLOBAL."""
+    source, library = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text('#include <sstream>\nextern "C" void print(long x) { std::ostringstream() << x; }\n')
+    flags = ["-shared", "-fPIC", "-static-libstdc++", *PinMemoryBuilder().extra_ldflags()]
+    subprocess.run(["g++", source, "-o", library, *flags], check=True)
+    found = ctypes.CDLL(str(library))
+    assert hasattr(found, "print") and not hasattr(found, "_ZNSo9_M_insertIlEERSoT_")
