@@ -226,6 +226,7 @@ def test_a_byte_order_mark_is_no_fault_in_any_file(tmp_path: Path, wan1: Path) -
     assert (found.code, found.errors) == (0, []), found.printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_million_prompts_are_read_in_seconds(tmp_path: Path, wan1: Path) -> None:
     lines = "\n".join(f"a red circle {i}" for i in range(1_000_000))

@@ -170,6 +170,7 @@ def untimed(result: dict[str, Any]) -> dict[str, Any]:
     return result | {side: {k: v for k, v in result[side].items() if k not in timed} for side in sides}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp_path: Path) -> None:
     flags = ["--teacher_path", wan2, "--batch", "2", "--clip_path", clip]
@@ -181,6 +182,7 @@ def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp
     assert one["prompts"] == 5 and set(one["frechet"]) == {"latent", "clip"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
     wan1: Path, clip: Path, tmp_path: Path

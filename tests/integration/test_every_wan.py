@@ -147,6 +147,7 @@ def run(
         yield Run(job, prepared, Path(student), Path(drawn))
 
 
+@pytest.mark.slow
 def test_prepare_makes_latents_of_the_medium_and_of_the_prompt_alone(run: Run) -> None:
     latents = [file for file in run.prepared if file.parent.parent.name == "latents"]
     shapes = [t.shape for file in latents for t in load_file(file).values()]

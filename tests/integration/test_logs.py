@@ -98,7 +98,7 @@ def _no_files_afterwards() -> None:
             logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("experts", slow_but([2], [1, 2]))
+@pytest.mark.parametrize("experts", slow_but([], [1, 2]))
 def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
     experts: int, wan1: Path, wan2: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +139,7 @@ def test_csv_files_of_a_run_that_goes_on_have_one_head_and_each_step_once(wan1: 
     assert [float(row.split(",")[1]) for row in rows[1:]] == [line["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_of_every_step_and_the_pictures(wan1: Path, tmp_path: Path) -> None:
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"

@@ -52,7 +52,7 @@ def student(name: str) -> Learner:
     return build(RunConfig(), ds | own, ema=0.8)
 
 
-USUAL = ["0 float32", "2 float32", "2 bfloat16, unchecked", "3 float32"]
+USUAL = ["0 float32", "2 bfloat16, unchecked"]
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "a loss that is not a number": lambda loss: loss * math.nan,
     "an infinite loss with a finite gradient": lambda loss: loss + math.inf,
@@ -156,6 +156,7 @@ def stopped(given: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_and_name_the_sample_and_one_that_goes_on_comes_to_the_same(
     broken: Broken, wan1: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_two_ranks_stop_and_name_the_sample_and_one_that_goes_on_comes_to_the_sa
         assert [p.name for p in output.glob("checkpoints/step_*")] == [good.name]
 
 
+@pytest.mark.slow
 def test_a_run_that_skips_is_bitwise_the_same_after_a_cut(broken: Broken, wan1: Path) -> None:
     params = {"warmup_num_steps": 6, "warmup_max_lr": 1e-3, "warmup_type": "linear"}
     warmup = {"type": "WarmupLR", "params": params}

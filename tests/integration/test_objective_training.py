@@ -104,6 +104,7 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
     assert torch.dist(stock, ours) < 1e-5 * ours.norm()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan2: Path) -> None:
     objective = {"name": "consistency", "intervals": 8, "steps": 2}
@@ -227,6 +228,7 @@ def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_picture
     assert start.keys() == {"parameters"} and 0 < start["parameters"]["student"]
 
 
+@pytest.mark.slow
 def test_a_run_that_needs_that_teacher_names_its_fault(folder: Path, spoilt: Path) -> None:
     file = recipe_file(folder, spoilt, "velocity", student_config=NARROW)
     done = wandistiller("train", "--recipe", file, code=2)

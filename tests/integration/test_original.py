@@ -69,6 +69,7 @@ def as_folder(two_experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 def test_single_files_open_as_the_same_networks(two_experts: Path, as_folder: Path, tmp_path: Path) -> None:
     export(two_experts, tmp_path / "w.safetensors", "--format original --dtype float32")
     for side, name in (("high", "transformer"), ("low", "transformer_2")):

@@ -20,6 +20,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import _teacher_fingerprint
 
 
+@pytest.mark.slow
 def test_a_run_prints_the_error_and_stands_by_its_format_when_it_resumes(tmp_path: Path, wan1: Path) -> None:
     def teacher(weights: str | None) -> dict[str, Any]:
         return {"wandistiller": {"placement": "streamed", **({"weights": weights} if weights else {})}}
@@ -59,6 +60,7 @@ def test_a_run_ends_with_the_same_losses_in_every_placement(tmp_path: Path, wan2
     assert all(losses == found[0] for losses in found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_evaluate_reports_the_error_of_a_quantised_teacher(tmp_path: Path, wan2: Path) -> None:
     file = tmp_path / "teacher.json"

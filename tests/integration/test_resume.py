@@ -12,9 +12,7 @@ from recipes import recipe_file, student_engine, train
 from wandistiller.cli.main import main
 
 
-@pytest.mark.parametrize(
-    "stage", slow_but([2], [2, 3])
-)  # test_layouts.py and test_trainable.py resume stage 3
+@pytest.mark.parametrize("stage", slow_but([], [2, 3]))  # test_layouts.py resumes both by default
 def test_resumed_run_is_bitwise_equal(stage: int, tmp_path: Path, wan2: Path) -> None:
     engine = student_engine(
         stage, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}}
@@ -33,6 +31,7 @@ def test_checkpoint_of_another_run_is_refused_by_name(trained: Path) -> None:
     assert json.loads((trained / "run" / "resolved" / "run.json").read_text())["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_changed_learning_rate_is_refused_and_goes_on_when_it_is_allowed(
     tmp_path: Path, wan2: Path
 ) -> None:

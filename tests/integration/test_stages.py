@@ -61,6 +61,7 @@ def test_each_stage_is_a_run_folder_and_the_student_is_the_last_one_s(whole: Pat
     assert trained_steps(student).steps == 2 and json.loads((whole / "DONE").read_text())["stages"]
 
 
+@pytest.mark.slow
 def test_a_stage_equals_a_run_of_its_own_that_starts_from_the_folder_of_the_one_before(
     folder: Path, wan2: Path, whole: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_stage_equals_a_run_of_its_own_that_starts_from_the_folder_of_the_one_
     assert equal(weights(alone, 2), weights(whole / FOLDERS[1], 2))
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_the_average_of_the_one_before_in_float32(
     folder: Path, wan2: Path, whole: Path
 ) -> None:
@@ -199,6 +201,7 @@ def copied(whole: Path, target: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_a_stage_whose_checkpoints_were_deleted_after_the_next_began_is_not_trained_again(
     tmp_path: Path, whole: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert json.loads((output / "DONE").read_text())["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Path) -> None:
     words = [sys.executable, "-m", *training(folder, wan1, "alone")]
     with live(words, folder / "alone.log") as run:
@@ -151,7 +152,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
     assert "step 1/" not in run.output()
 
 
-@pytest.mark.parametrize("gone", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder: Path, wan1: Path) -> None:
     name = f"killed{gone}"
     with live([*torchrun(), *training(folder, wan1, name)], folder / f"{name}.log") as run:

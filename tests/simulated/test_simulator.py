@@ -23,6 +23,7 @@ def on(devices: Simulated, function: Callable[..., Any], *arguments: Any, ranks:
     return call(function, *arguments, ranks=ranks, start=partial(program, gpus=devices))
 
 
+@pytest.mark.slow
 def test_every_number_is_the_cpu_s_bitwise(devices: Simulated) -> None:
     (found,) = on(devices, on_devices.arithmetic, on_devices.GPU)
     expected = on_devices.arithmetic("cpu")

@@ -23,6 +23,7 @@ def test_doctor_names_versions_builds_and_memory() -> None:
     assert [words for words in expected if words not in output] == []
 
 
+@pytest.mark.slow
 def test_two_ranks_communicate_and_measure_the_planner_s_rates() -> None:
     output = wandistiller("doctor", "--measure", ranks=2).stderr
     assert "ranks      2, at most 2 a node; gloo, sum over them right" in output and "differs" not in output

@@ -31,6 +31,7 @@ def test_a_command_with_all_standard_streams_closed_has_the_exit_code_of_one_wit
     assert run(shell, code=code, cwd=tmp_path).returncode == code
 
 
+@pytest.mark.slow
 def test_paths_and_messages_outside_ascii_work_where_python_is_told_to_use_ascii(tmp_path: Path) -> None:
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     done = run([*WORDS, "report", "tröpfe"], code=2, cwd=tmp_path, **ascii_only)
@@ -77,7 +78,9 @@ def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> N
     assert done.stderr == "interrupted by SIGTERM\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]), ids=lambda s: s.name
+)
 def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_any_values_of_a_recipe_are_checked(
     check(tmp_path / "r.json", sound | changes)
 
 
+@pytest.mark.slow
 @fuzz(150)
 @given(changes=st.dictionaries(st.sampled_from(STUDENT_KEYS), VALUES, min_size=1, max_size=3))
 def test_any_values_of_a_student_are_checked(
@@ -137,7 +138,10 @@ CHANGES = st.lists(st.tuples(st.sampled_from(ENGINE_KEYS), VALUES), min_size=1, 
 
 @pytest.mark.parametrize(
     ("key", "engine"),
-    [("deepspeed_config", ENGINE), ("teacher_deepspeed_config", {"zero_optimization": {"stage": 3}})],
+    [
+        pytest.param("deepspeed_config", ENGINE, marks=pytest.mark.slow),
+        ("teacher_deepspeed_config", {"zero_optimization": {"stage": 3}}),
+    ],
 )
 @fuzz(150)
 @given(changes=CHANGES)
@@ -147,6 +151,7 @@ def test_any_values_of_an_engine_are_checked(
     check(tmp_path / "r.json", sound | {key: spoilt(engine, changes)})
 
 
+@pytest.mark.slow
 @fuzz(100)
 @given(kind=st.sampled_from(SCHEDULERS), data=st.data())
 def test_a_schedule_that_passes_can_be_built(

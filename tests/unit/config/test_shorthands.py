@@ -66,6 +66,7 @@ def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
     assert again.teacher_ds == job.teacher_ds and again.identity == job.identity
 
 
+@pytest.mark.slow
 def test_flags_that_the_launcher_makes_needless_are_accepted(tmp_path: Path, one_rank: object) -> None:
     paths = ["--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", str(tmp_path)]
     needless = "--distributed --multi_gpu --save_samples --num_workers 4".split()

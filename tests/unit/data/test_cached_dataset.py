@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow_but
 from data_on_ranks import digest_of, samples_by_step
 from PIL import Image
 from ranks import call, wandistiller, write_json
@@ -113,6 +114,7 @@ def test_a_longer_run_begins_as_the_shorter_one_and_makes_only_new_samples(
     assert files == {f: f.stat().st_mtime_ns for f in files}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_repaired_file_is_used_again_and_all_else_stays(tmp_path: Path, wan1: Path) -> None:
     write_media(tmp_path, 10, corrupt=(3,))
@@ -126,7 +128,7 @@ def test_a_repaired_file_is_used_again_and_all_else_stays(tmp_path: Path, wan1: 
     assert changed and all(after == 3 != before for before, after in changed)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_strict_stops_with_the_files_named(media: Path, wan1: Path, tmp_path: Path, ranks: int) -> None:
     file = write_json(tmp_path / "strict.json", a_run(media, wan1, f"strict{ranks}", strict=True))
     done = wandistiller("prepare", "--recipe", file, ranks=ranks, code=2)

@@ -213,6 +213,7 @@ def test_postscript_and_other_formats_start_no_program(
     assert not (tmp_path / "run").exists() and buckets._dimensions(tmp_path / name) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_large_picture_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     Image.new("L", (10_000, 9_500)).save(tmp_path / "a.png")
     assert load_media(tmp_path / "a.png", Size(16, 16, 1), 16.0).min() == -1 and not recwarn.list

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from PIL import Image
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
@@ -109,7 +110,7 @@ print(len(items), items[len(items) - 1].prompt, peak() - before, sep="|")
 """
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+@pytest.mark.parametrize("name", slow_but([], ["p.txt", "p.jsonl"]))
 def test_200000_prompts_take_20_mib_at_most(tmp_path: Path, name: str) -> None:
     prompts = (
         f"A cinematic drone shot of a red fox running through deep snow at sunrise, take {i}"

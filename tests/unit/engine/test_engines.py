@@ -70,7 +70,9 @@ def plain_bf16_curve(steps: int = 5) -> list[float]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("stage", "tolerance"), [(0, 1e-6), (1, 1e-6), (2, 1e-6), (3, 3e-3)])
+@pytest.mark.parametrize(
+    ("stage", "tolerance"), slow_but([(0, 1e-6), (2, 1e-6)], [(0, 1e-6), (1, 1e-6), (2, 1e-6), (3, 3e-3)])
+)
 def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: float) -> None:
     # stage 3's hooks change the order in which autograd sums the text's gradient over the blocks, which
     # rounds in bf16, and differently on each kind of CPU
@@ -180,7 +182,7 @@ def test_checkpointed_gradients_equal_plain_autograd_s(
 @pytest.mark.parametrize(
     ("stage", "section"), slow_but([(3, "no key")], product((2, 3), ("no key", "partitioned on the CPU")))
 )
-@pytest.mark.parametrize("block", MODULES, ids=str)
+@pytest.mark.parametrize("block", slow_but(MODULES[:1], MODULES), ids=str)
 def test_gradients_do_not_depend_on_which_modules_are_checkpointed(
     stage: int, section: str, block: dict[str, Any], reference: dict[str, Tensor]
 ) -> None:

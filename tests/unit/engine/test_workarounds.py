@@ -57,6 +57,7 @@ def test_the_processor_is_known_as_the_library_knows_it() -> None:
     assert all((flag in found["flags"]) == (flag in whole["flags"]) for flag in ("avx2", "avx512f"))
 
 
+@pytest.mark.slow
 def test_an_engine_with_adam_starts_without_torch_s_compiler() -> None:
     code = """
 import sys, torch, deepspeed

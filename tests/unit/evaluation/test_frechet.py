@@ -82,6 +82,7 @@ def pairs(count: int) -> list[Estimate]:
     return [frechet_estimate(a_ND[:, None], b_ND[:, None]) for a_ND, b_ND in draws]
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_distance_of_the_gaussians() -> None:
     assert 0.88 < sum(e.low <= 4 <= e.high for e in pairs(200)) / 200 < 0.99
 

@@ -83,6 +83,7 @@ def online(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(done.stdout) | {"downloads": downloads}
 
 
+@pytest.mark.slow
 def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read(online: dict) -> None:
     assert set(online["opened"]) == NEEDED_FIRST and online["revision"] == COMMIT
 

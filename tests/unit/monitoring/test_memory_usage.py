@@ -156,6 +156,7 @@ print("KiB:", (memory_usage.read().host - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_collectives_leave_nothing_behind() -> None:
     """torch's record of them was 1.8 MiB after 2,000."""
     done = run([sys.executable, "-c", COLLECTIVES])

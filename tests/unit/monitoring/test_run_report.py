@@ -70,6 +70,7 @@ WORDS = "4 done|1 &lt; 2|student_deepspeed.json|teacher_deepspeed.json|run &lt;1
 HEAD = "<tr><th>phase</th><th>CPU memory</th><th>CPU memory at most</th></tr><tr><th>start</th>"
 
 
+@pytest.mark.slow
 def test_the_page_has_curves_memory_evaluation_and_settings_and_fetches_nothing(page: str) -> None:
     read = Page(page)
     assert read.open == []

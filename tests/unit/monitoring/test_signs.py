@@ -107,6 +107,7 @@ def test_statistics_of_a_step_drawn_again_take_the_place_of_the_earlier_ones(tmp
     assert [line["motion"]["student"] for line in read_lines(file)] == [0.0, 0.2]
 
 
+@pytest.mark.slow
 def test_a_run_of_few_steps_writes_variety_of_teacher_and_student_and_the_exit(
     tmp_path: Path, wan2: Path
 ) -> None:

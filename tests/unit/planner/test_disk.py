@@ -122,6 +122,7 @@ def test_plan_looks_at_the_disks_that_the_run_names(
     assert f"of the disk of {MEMORY / 'nowhere'} (" in output and output.count("of the disk of ") > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_logging")
 def test_plan_counts_files_and_names_what_fewer_checkpoints_save(
     published: Path, capsys: pytest.CaptureFixture

@@ -49,7 +49,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", slow_but(["GPU"], RUNS))
+@pytest.mark.parametrize("run", slow_but([], RUNS))
 def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run_s_batch(
     published: Path, run: str
 ) -> None:
@@ -68,6 +68,7 @@ def test_the_fastest_that_fit_and_take_less_of_what_ran_out_are_named_at_the_run
         assert choice.job.batch.total == job.batch.total
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_only_hints_are_left(published: Path) -> None:
     small = gpus(4, 2, 8)
     lines = advice(greedy(published, small), Spent.DEVICE, small)
@@ -76,6 +77,7 @@ def test_where_nothing_fits_only_hints_are_left(published: Path) -> None:
     assert all(word in "\n".join(lines) for word in ("--num_frames", "--height, --width", "`num_layers`"))
 
 
+@pytest.mark.slow
 def test_only_what_the_run_does_not_have_is_hinted_at(published: Path) -> None:
     frugal = STUDENT | {"activation_checkpointing": {}}
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}

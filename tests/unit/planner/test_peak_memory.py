@@ -142,6 +142,7 @@ def test_clips_that_are_drawn_wait_on_the_cpu_in_8_bits_as_stills_and_as_small_a
     assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].kept
 
 
+@pytest.mark.slow
 def test_a_clip_that_does_not_fit_beside_the_others_is_decoded_in_tiles(published: Path) -> None:
     draw = plan(job(published, ONE_24, num_frames=81, height=704, width=1280), ONE_24)["draw"]
     in_tiles = draw.alternatives["decode"]["VAE's activations, in tiles"].transient
@@ -195,6 +196,7 @@ def test_hidden_states_that_are_matched_are_counted_where_they_wait(published: P
     assert turns["teacher"]["the teacher's hidden states"].transient == states * 2 * 3
 
 
+@pytest.mark.slow
 def test_states_of_two_kinds_go_through_the_student_together(published: Path) -> None:
     live = []
     for objective in ("velocity", "trajectory", ["velocity", "trajectory"]):

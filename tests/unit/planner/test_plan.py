@@ -187,6 +187,7 @@ def test_rates_are_measured_on_the_swap_folder_s_disk_unless_given_and_the_other
     assert f"from and to disk at {disk} GB/s" in text
 
 
+@pytest.mark.slow
 def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
     text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stderr
     assert text.count("1 node(s), each with no GPU") == 1

@@ -86,6 +86,7 @@ def test_a_call_has_room_for_the_largest_layer_that_is_unpacked(
 AUTO = {"bf16": {"enabled": True}, "wandistiller": {"placement": "auto"}}
 
 
+@pytest.mark.slow
 def test_auto_tries_all_placements_that_hold_the_weights_and_no_other_weights(published: Path) -> None:
     block = AUTO["wandistiller"] | {"weights": "nf4"}
     given = {"teacher_deepspeed_config": AUTO | {"wandistiller": block}}

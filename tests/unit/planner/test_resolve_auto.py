@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow_but
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from planned import EIGHT_80, ONE_24, RATES, TWO_NODES, gpus
 from planned import published_job as job
@@ -56,7 +57,7 @@ def test_of_what_is_auto_the_fastest_that_fits_is_chosen(
     assert (choice.student, choice.teacher) == (student, teacher)
 
 
-@pytest.mark.parametrize(("given", "fits"), [(None, 1), (4, 2)])
+@pytest.mark.parametrize(("given", "fits"), slow_but([(4, 2)], [(None, 1), (4, 2)]))
 def test_a_video_s_teacher_computes_on_the_gpu_in_calls_halved_until_they_fit(
     published: Path, given: int | None, fits: int
 ) -> None:
@@ -72,6 +73,7 @@ def test_of_equally_fast_micro_batches_the_largest_that_fits_is_chosen(published
     assert (best.teacher, best.job.batch.micro) == ("replicated", 8)
 
 
+@pytest.mark.slow
 def test_what_is_swapped_has_room_beside_the_run_s_files(published: Path) -> None:
     fits, not_beside = gpus(1, 24, 128), replace(gpus(1, 24, 128), disk_free=200 * GIB)
     run = job(published, fits, LARGE, **BOTH)
@@ -86,6 +88,7 @@ def names(run: Job, machine: Machine, here: bool = False) -> set[tuple[str, str]
     return {(c.student, c.teacher) for c in ranked(run, machine, GPU[24], here=here)}
 
 
+@pytest.mark.slow
 def test_an_average_keeps_the_optimizer_off_nvme(published: Path) -> None:
     machine = gpus(1, 24, 128)
     plain, averaged = (
@@ -101,6 +104,7 @@ def test_a_micro_step_never_spans_expert_blocks(published: Path) -> None:
         assert {choice.job.batch.micro for choice in every} == micro
 
 
+@pytest.mark.slow
 def test_what_this_machine_cannot_build_is_passed_over(
     published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +171,7 @@ def test_gradients_that_go_around_once_a_step_are_recommended_where_the_network_
     assert seconds["zero0"] < 0.9 * seconds["zero2"]
 
 
-@pytest.mark.parametrize("wan", [SMALL, LARGE, FIVE, TWO])
+@pytest.mark.parametrize("wan", slow_but([SMALL], [SMALL, LARGE, FIVE, TWO]))
 def test_what_is_recommended_fits_and_nothing_faster_does(published: Path, wan: str) -> None:
     fits = choices(job(published, EIGHT_80, wan), EIGHT_80, default_rates(EIGHT_80.device_free))
     assert fits and all(demand.is_met for demand in fits[0].demands(EIGHT_80))
@@ -208,10 +212,11 @@ RECOMMENDED = {
 }
 
 
-@pytest.mark.parametrize(("values", "flags"), RECOMMENDED.values(), ids=RECOMMENDED)
+@pytest.mark.parametrize("name", slow_but(["flags"], RECOMMENDED))
 def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
-    tmp_path: Path, wan1: Path, values: dict[str, Any], flags: dict[str, Any]
+    tmp_path: Path, wan1: Path, name: str
 ) -> None:
+    values, flags = RECOMMENDED[name]
     keys = ("teacher_path", "data_path", "student_config", "height", "width")
     given = {key: recipe(tmp_path, wan1)[key] for key in keys} | values
     file, recommended = write_json(tmp_path / "given.json", given), tmp_path / "recommended.json"

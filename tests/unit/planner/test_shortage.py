@@ -56,6 +56,7 @@ def test_a_run_that_needs_far_more_memory_than_is_free_is_refused_with_a_remedy_
     assert "`--despite_plan` starts the run nevertheless" in text and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_refuse_such_a_run_together_and_one_speaks(large: list[str], tmp_path: Path) -> None:
     ds = read_json(str(tmp_path / "large.json"))
     write_json(tmp_path / "large.json", ds | {TOTAL: 2 * ds[TOTAL]})

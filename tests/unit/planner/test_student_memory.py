@@ -82,7 +82,7 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
 @pytest.mark.parametrize(
     ("stage", "offload"), slow_but([(2, "cpu")], [(0, "none"), (2, "none"), (2, "cpu"), (3, "cpu")])
 )
-@pytest.mark.parametrize("tuned", ["frozen", "lora"])
+@pytest.mark.parametrize("tuned", slow_but(["lora"], ["frozen", "lora"]))
 def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     one_rank: torch.device, stage: int, offload: str, tuned: str
 ) -> None:

@@ -129,9 +129,7 @@ def test_adams_first_update_is_the_learning_rate_times_the_factor(stage: int, on
         assert change.abs().median().item() == pytest.approx(rate, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"), slow_but([("lora", 2), ("partly", 3)], product(("lora", "partly"), (0, 2, 3)))
-)
+@pytest.mark.parametrize(("kind", "stage"), slow_but([("lora", 2)], product(("lora", "partly"), (0, 2, 3))))
 def test_a_resumed_student_is_bitwise_equal(
     kind: str, stage: int, tmp_path: Path, one_rank: torch.device
 ) -> None:

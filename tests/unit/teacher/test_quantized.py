@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow_but
 from diffusers import WanTransformer3DModel
 from engines import batch_for
 from ranks import call
@@ -130,7 +131,7 @@ def test_a_rank_reads_what_it_would_without_quantising(wide: Path) -> None:
     assert stored / 2 < first["read"] < stored and first["shared"] == second["shared"] != []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("weights", FORMATS)
 def test_the_planned_bytes_are_those_that_are_held(
     one_rank: torch.device, wan2: Path, weights: str, dtype: str

@@ -79,11 +79,13 @@ def test_distances_are_those_to_rendered_clips() -> None:
     torch.testing.assert_close(distance_BN, expected_BN, atol=1e-3, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_nearest_candidate_of_each_canonical_clip_is_its_prompt() -> None:
     for prompts in (list(clips.SPECS)[start::10] for start in range(10)):
         assert clip_scores.nearest(rendered(prompts)) == prompts
 
 
+@pytest.mark.slow
 def test_every_jittered_clip_is_judged_right() -> None:
     for prompts in (list(clips.SPECS)[start::10] for start in range(10)):
         assert all(clip_scores.fully_right(rendered(prompts, 7), prompts))

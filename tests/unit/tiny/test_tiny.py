@@ -86,6 +86,7 @@ def test_official_negative_prompt_guides_as_well(pipeline: WanPipeline) -> None:
     assert sum(shapes.fully_right(image_BCHW, prompts)) >= 7
 
 
+@pytest.mark.slow
 def test_the_vae_reproduces_held_out_pictures_at_28_db(pipeline: WanPipeline) -> None:
     assert vae_psnr(pipeline.vae, WORLD, seed=10_000) >= 28
 
@@ -100,11 +101,13 @@ def test_the_vae_reproduces_a_still_video_as_five_equal_frames(pipeline: WanPipe
     torch.testing.assert_close(decoded_BCFHW, first_BCFHW, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [slice(EACH), slice(EACH, None)], ids=["seen", "held out"])
 def test_guided_pictures_are_right(guided_BCHW: torch.Tensor, part: slice) -> None:
     assert sum(shapes.fully_right(guided_BCHW[part], PROMPTS[part])) >= 0.9 * EACH
 
 
+@pytest.mark.slow
 def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCHW: torch.Tensor) -> None:
     unguided_BCHW = sample(WORLD, pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))[:, :, 0]
     pair = (guided_BCHW, unguided_BCHW)

@@ -75,6 +75,7 @@ def test_held_out_clips_are_judged_right_after_the_vae(pipeline: WanPipeline) ->
     assert abs(speed_B.nanmean() - 1) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [slice(EACH), slice(EACH, None)], ids=["seen", "held out"])
 def test_guided_clips_are_right_and_as_fast_as_asked(guided_BCFHW: torch.Tensor, part: slice) -> None:
     assert sum(clip_scores.fully_right(guided_BCFHW[part], PROMPTS[part])) >= 0.9 * EACH

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from recipes import recipe, student_engine
 from trainers import trainer_of
 
@@ -78,7 +79,7 @@ def learned(one: Trainer) -> list[Any]:
     return [losses, [p.detach().clone() for p in student.parameters()]]
 
 
-@pytest.mark.parametrize("placement", [{}, {"placement": "streamed", "sweep_micro_steps": 3}])
+@pytest.mark.parametrize("placement", slow_but([{}], [{}, {"placement": "streamed", "sweep_micro_steps": 3}]))
 def test_a_teacher_that_works_ahead_changes_no_bit_of_losses_and_weights(
     placement: dict[str, Any], folder: Path, wan2: Path, one_rank: torch.device
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from recipes import TEACHER_FP32, train
 from small_wan import small_transformer
 from torch import nn
@@ -208,9 +209,7 @@ def test_a_run_that_begins_again_takes_what_was_measured_and_drawn_with_the_teac
     assert [(alone / name).read_bytes() for name in names] == contents
 
 
-@pytest.mark.parametrize(
-    ("name", "teacher"), [("sharded", TEACHER_FP32), pytest.param("owner", OWNER, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "teacher"), slow_but([], [("sharded", TEACHER_FP32), ("owner", OWNER)]))
 def test_two_ranks_measure_and_choose_as_one(
     folder: Path, wan2: Path, alone: Path, name: str, teacher: dict
 ) -> None:

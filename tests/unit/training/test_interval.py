@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from recipes import train
 
 from wandistiller.training.interval import Interval
@@ -38,6 +39,7 @@ def test_what_takes_long_is_done_in_at_most_a_tenth_of_the_time() -> None:
     assert interval.over()
 
 
+@pytest.mark.slow
 def test_ranks_save_after_a_step_and_draw_after_the_next_by_the_clock_of_rank_0(
     tmp_path: Path, wan1: Path
 ) -> None:

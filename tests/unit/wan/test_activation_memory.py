@@ -62,7 +62,7 @@ def test_planned_activations_are_what_autograd_saves(layers: int, dtype: str) ->
 PARTS = ("blocks", "attention", "feed_forward")
 KINDS = [{}, *({"checkpoint": part} for part in PARTS), {"checkpoint_every": 2}]
 IN_BOTH = slow_but(
-    [(kind, "float32") for kind in KINDS],  # bf16 is emulated on many CPUs
+    [(kind, "float32") for kind in KINDS[:2]],  # bf16 is emulated on many CPUs
     [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")],
 )
 
@@ -78,6 +78,7 @@ def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
     assert planned == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) -> None:
     """Text states (L = 64) and the six modulations of each block, float32, of width 256."""
     ds, layers = student_json("float32", checkpoint="blocks"), 6

@@ -33,7 +33,13 @@ def test_a_call_of_one_tile_stays_whole_though_it_does_not_fit() -> None:
     assert not tiles and need == decoding(PUBLISHED, (1, 16, 1, 32, 32), accelerator=True)
 
 
-@pytest.mark.parametrize("size", [(1, 288, 480), (9, 64, 320)], ids=["2x2 tiles", "2 tiles, 9 frames"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param((1, 288, 480), id="2x2 tiles", marks=pytest.mark.slow),
+        pytest.param((9, 64, 320), id="2 tiles, 9 frames"),
+    ],
+)
 @pytest.mark.parametrize("name", slow_but(["Wan2.1"], VAES))
 def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, size: tuple[int, ...]) -> None:
     (vae, spatial), (frames, *sides) = VAES[name], size
@@ -73,6 +79,7 @@ def scene_BCFHW(height: int, width: int) -> Tensor:
     return torch.stack([torch.sin(x + y), torch.sin(x - y), torch.cos(x * y / 9)])[None, :, None]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pixels_in_tiles_differ_from_whole_ones_by_half_a_hundredth_on_average(vae: FittingVae) -> None:
     z_BCFHW = encoded(vae, scene_BCFHW(320, 448))
@@ -116,6 +123,7 @@ def test_where_there_is_room_the_values_are_those_of_diffusers_whole_calls(vae: 
     assert torch.equal(encoded(vae, pixels), encoded(stock, pixels))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_size_that_is_chosen_for_tiles_leaves_others_whole(vae: FittingVae) -> None:
     small, large = torch.zeros(1, vae.config.z_dim, 1, 40, 40), torch.zeros(1, vae.config.z_dim, 1, 40, 56)
