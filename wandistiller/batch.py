@@ -12,10 +12,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-NOISED, PATH, GENERATED = "noised", "path", "generated"
-"""Kinds of states: clean latents with noise added, the teacher's own while it sampled, the student's own."""
-STUDENT, CRITIC = "student", "critic"
-"""Roles of networks that learn; the critic's velocity is that of the student's own samples."""
+NOISED, PATH = "noised", "path"
+"""Kinds of states: clean latents with noise added, the teacher's own while it sampled."""
+STUDENT = "student"
+"""Role of the network that is the result; an objective may train others beside it."""
 
 
 class Expert(Enum):
@@ -43,28 +43,6 @@ class Batch:
     def v_BCFHW(self) -> Tensor:
         """The velocity of the straight line from x0 to the noise: noise - x0."""
         return self.noise_BCFHW - self.x0_BCFHW
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedBatch(Batch):
-    """A state of the student's sampling from pure noise, at first the noise itself; there is no x0."""
-
-    exit: int
-    """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
-    judged: Batch
-    """The noise level at which the sample is judged, its noise, and the teacher's expert for it."""
-    fresh: tuple[Tensor, ...] = ()
-    """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
-    end: float = 0.0
-    """Noise level to which the samples lead that are judged: 0, or an expert's hand-over to the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedBatch(Batch):
-    """Samples of the student's at a noise level; x0 is its prediction of clean latents."""
-
-    target_BCFHW: Tensor
-    """The velocity dx_t/dt of the path to those samples, which a critic learns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, GeneratedBatch, to_device
+from wandistiller.batch import Batch, Expert, to_device
 
 Level = TypeVar("Level", float, Tensor)
 States = Callable[[list[int]], Tensor]
 """Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
-JUDGED = (0.02, 0.98)
-"""Noise levels at which a student's samples are judged; nearer to 0 and 1 scores say little."""
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -120,7 +118,7 @@ class FlowSchedule:
         """Draw the expert of one block of one optimizer step, equal on every rank by construction."""
         if self.trained:
             return self.trained
-        u = self._uniform("expert", step, block)
+        u = self.uniform("expert", step, block)
         return Expert.HIGH_NOISE if u < self.high_noise_share() else Expert.LOW_NOISE
 
     def draw_sigma(self, expert: Expert, step: int, sample_index: int) -> float:
@@ -128,9 +126,9 @@ class FlowSchedule:
         share = self.high_noise_share()
         low, high = (1 - share, 1.0) if expert is Expert.HIGH_NOISE else (0.0, 1 - share)
         # 1 - u is in (0, 1], so sigma is never exactly 0, where x_t has no noise and v cannot be learned
-        return self.shifted(low + (high - low) * (1 - self._uniform("sigma", step, sample_index)))
+        return self.shifted(low + (high - low) * (1 - self.uniform("sigma", step, sample_index)))
 
-    def _uniform(self, *key: int | str) -> float:
+    def uniform(self, *key: int | str) -> float:
         """Draw from [0, 1) in float64."""
         return torch.rand((), generator=keyed_generator(self.seed, *key), dtype=torch.float64).item()
 
@@ -152,44 +150,6 @@ class FlowSchedule:
         """Put clean latents on the path at the noise levels, and with the text, of another batch."""
         keys = [(self.seed, "real noise", step, i) for i in sample_index_B]
         return with_noise(x0_BCFHW, like.text_BLD, like.expert, like.sigma_B.tolist(), keys)
-
-    def generated(
-        self, shape: tuple[int, ...], text_BLD: Tensor, sample_index_B: list[int], step: int
-    ) -> GeneratedBatch:
-        """Draw the noise that the student samples from, its calls, and where its samples are judged.
-
-        Args:
-            shape: of a latent, CFHW.
-        """
-        step_block = step, self._block(sample_index_B, step)
-        exits = self.exits()
-        exit_ = exits[int(self._uniform("exit", *step_block) * len(exits))]
-        end = self.handover if self.trained is Expert.HIGH_NOISE else 0.0
-        renewed = exit_ if self.few.sampler == RENOISE else 0
-        start_BCFHW, noise_BCFHW, *fresh = (
-            torch.stack([keyed_normal(shape, self.seed, kind, step, i) for i in sample_index_B])
-            for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
-        )
-        expert = self.draw_expert(*step_block)
-        sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
-        least, most = JUDGED
-        sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
-        sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
-            to_device(t, text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
-        )
-        judged = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
-        return GeneratedBatch(
-            start_BCFHW,
-            start_BCFHW,
-            start_BCFHW,
-            torch.ones_like(sigma_B),
-            text_BLD,
-            self.few.expert(0),
-            exit_,
-            judged,
-            tuple(fresh),
-            end,
-        )
 
     def exits(self) -> list[int]:
         """List the calls of a few-step student that are trained; the calls before are without gradient."""
@@ -224,9 +184,10 @@ class FlowSchedule:
         return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
 
     def _expert(self, sample_index_B: list[int], step: int) -> Expert:
-        return self.draw_expert(step, self._block(sample_index_B, step))
+        return self.draw_expert(step, self.block(sample_index_B, step))
 
-    def _block(self, sample_index_B: list[int], step: int) -> int:
+    def block(self, sample_index_B: list[int], step: int) -> int:
+        """Return the expert block that these samples of a step are in."""
         slot = sample_index_B[0] - step * self.global_batch
         return slot * self.expert_blocks // self.global_batch
 

@@ -1,5 +1,7 @@
 """A teacher of one velocity everywhere, a batch for it, and targets beside a student of velocity 0."""
 
+from typing import Any
+
 import torch
 
 from wandistiller.batch import Batch, Expert, Prediction
@@ -28,11 +30,19 @@ def zero(batch: Batch) -> torch.Tensor:
     return torch.zeros_like(batch.x_t_BCFHW)
 
 
+def losses(
+    objective: Objective, predictions: dict[str, Prediction], matched: list[Any], batches: dict[str, Batch]
+) -> torch.Tensor:
+    """Loss_TB of terms that need no samples."""
+    loss_TB, _ = objective.losses(predictions, matched, batches, Networks(zero))
+    return loss_TB
+
+
 def targets(
     objective: Objective, teacher: Teacher | None, batches: dict[str, Batch]
 ) -> list[Prediction | None]:
     """What the terms match, for a student whose velocity is 0."""
     schedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
-    networks = Networks(zero, zero, zero)
+    networks = Networks(zero)
     (predicted,) = objective.predictions(teacher, [batches])
     return objective.targets(predicted, batches, networks, schedule)

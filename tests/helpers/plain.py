@@ -8,6 +8,7 @@ from recipes import ADAM
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.config.job import Job
+from wandistiller.objectives.dmd2 import drawn
 from wandistiller.training.prepare import prepare
 from wandistiller.wan.transformer import fresh_rope, velocity
 
@@ -103,15 +104,15 @@ class PlainDmd2:
         """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""
         indices = list(range(update * self.job.batch.total, (update + 1) * self.job.batch.total))
         text_BLD = whole(self.data.text(indices))
-        drawn = self.job.schedule.generated((16, 1, 4, 4), text_BLD, indices, update)
-        x, levels = drawn.noise_BCFHW, [*self.sigmas, 0.0]
-        for k in range(drawn.exit):
+        start = drawn(self.job.schedule, (16, 1, 4, 4), text_BLD, indices, update)
+        x, levels = start.noise_BCFHW, [*self.sigmas, 0.0]
+        for k in range(start.exit):
             with torch.no_grad():
                 v = self.student(x, torch.full((len(x),), 1000 * levels[k]), text_BLD).sample
                 x = x + (levels[k + 1] - levels[k]) * v
-        now = levels[drawn.exit]
+        now = levels[start.exit]
         x0 = x - now * self.student(x, torch.full((len(x),), 1000 * now), text_BLD).sample
-        return drawn.judged, x0
+        return start.renoise, x0
 
     def _learned(self, network: WanTransformer3DModel, loss: torch.Tensor) -> float:
         optimizer = self.optimizers[network]
@@ -132,8 +133,8 @@ class PlainDmd2:
         at, x0 = self._sampled(update)
         t = at.sigma_B.view(-1, 1, 1, 1, 1)
         x_t = (1 - t) * x0.detach() + t * at.noise_BCFHW
-        judged = replace(at, x_t_BCFHW=x_t)
-        v_teacher = guided(self.teacher[at.expert], judged, self.text[""], SCALES[at.expert])
+        noised = replace(at, x_t_BCFHW=x_t)
+        v_teacher = guided(self.teacher[at.expert], noised, self.text[""], SCALES[at.expert])
         with torch.no_grad():
             v_critic = self.critic(x_t, 1000 * at.sigma_B, at.text_BLD).sample
         scale = (x0.detach() - (x_t - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)

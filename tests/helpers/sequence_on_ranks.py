@@ -34,9 +34,9 @@ def curves(folder: Path, wan: Path, runs: dict[str, dict[str, Any]]) -> dict[str
         trainer = trainer_of(given, parts_of(job_of(given)))
         steps = [trainer.train_step(step) for step in range(STEPS)]
         found[name] = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps]}
-        if steps[0].critic:
-            found[name] |= {"critic": [s.critic["loss"] for s in steps]}
-            found[name] |= {"critic norms": [s.critic["grad_norm"] for s in steps]}
+        if steps[0].others:
+            found[name] |= {"critic": [s.others["critic"]["loss"] for s in steps]}
+            found[name] |= {"critic norms": [s.others["critic"]["grad_norm"] for s in steps]}
         for learner in trainer.learners.values():
             learner.engines.clear()
         del trainer

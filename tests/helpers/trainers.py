@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
@@ -11,7 +12,7 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.build_student import build_critic, build_student
+from wandistiller.training.build_student import build_others, build_student
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.training.trainer import Trainer
 
@@ -33,4 +34,5 @@ def parts_of(job: Job) -> Parts:
 def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
     """Make a trainer of its own parts, or of those of another run."""
     job = job_of(given)
-    return Trainer(job, *(parts or parts_of(job)), build_student(job), build_critic(job))
+    learners = {STUDENT: build_student(job)} | build_others(job)
+    return Trainer(job, *(parts or parts_of(job)), learners)

@@ -14,7 +14,8 @@ from ranks import losses, metrics, wandistiller
 from recipes import ADAM, recipe, recipe_file, student_engine, train
 from trainers import trainer_of
 
-from wandistiller.batch import CRITIC, STUDENT, Expert
+from wandistiller.batch import STUDENT, Expert
+from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.student.blocks import PROJECTIONS
 
 STEPS = 4
@@ -53,7 +54,7 @@ def test_losses_and_weights_after_6_updates_equal_those_of_plain_pytorch(
     for step in range(2):
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
         assert result.loss == pytest.approx(loss, rel=1e-5)
-        assert result.critic["loss"] == pytest.approx(critic, rel=1e-5)
+        assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
     for role, network in {STUDENT: plain.student, CRITIC: plain.critic}.items():
         module = trainer.learners[role].engine(Expert.HIGH_NOISE).module
         ours, theirs = dict(module.named_parameters()), dict(network.named_parameters())

@@ -25,7 +25,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.workarounds import uncount_skipped_step
 from wandistiller.student.learner import Learner
 from wandistiller.training.prepare import prepare
-from wandistiller.training.turns import propagate_nonfinite
+from wandistiller.training.update import propagate_nonfinite
 from wandistiller.utils.errors import ConfigError, NonFinite
 
 NO_NORM = {"stage": 2, "compute_grad_norm": False}

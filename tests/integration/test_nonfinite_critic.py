@@ -13,9 +13,10 @@ from recipes import recipe_file, student_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from wandistiller.batch import CRITIC, STUDENT, Expert
+from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
+from wandistiller.objectives.dmd2 import CRITIC
 
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 SETTINGS: dict[str, Any] = {

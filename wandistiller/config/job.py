@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.batch import Expert
-from wandistiller.config.critic import derived
 from wandistiller.config.data_identity import data_digest
+from wandistiller.config.others import KEY, OtherNetwork, derived
 from wandistiller.config.run_config import JSON_FILES, RunConfig
 from wandistiller.config.start import Start, start_after
 from wandistiller.data.buckets import make_buckets
@@ -42,8 +42,8 @@ class Job:
     batch: BatchSize
     objective: Objective
     resume_from: Path | None
-    own_critic_ds: dict[str, Any] | None = None
-    """The critic's DeepSpeed JSON, if the run names one."""
+    others_ds: dict[str, Any] | None = None
+    """DeepSpeed JSON of the networks that are trained beside the student, if the run names one."""
     start: Start | None = None
     """The run whose student this one trains on; None: the student is new, or of a pipeline's folder."""
     stage: str = ""
@@ -118,17 +118,13 @@ class Job:
         return few._replace(sigmas=own)
 
     @cached_property
-    def critic_ds(self) -> dict[str, Any]:
-        """The critic's DeepSpeed JSON."""
-        if not self.own_critic_ds:
-            return derived(self.student_ds, self.objective.critic)
-        return self.own_critic_ds | {key: self.student_ds[key] for key in BATCH_KEYS}
-
-    @property
-    def critic_transformer(self) -> dict[str, Any]:
-        """The config of the critic's network."""
-        of_teacher = self.objective.critic.start == "teacher"
-        return self.folder.config if of_teacher else self.student_transformer
+    def others(self) -> dict[str, OtherNetwork]:
+        """The networks that the objective trains beside the student, by role."""
+        own, student, found = self.others_ds, self.student_ds, {}
+        for name, role in self.objective.others.items():
+            ds = own | {key: student[key] for key in BATCH_KEYS} if own else derived(student, role)
+            found[name] = OtherNetwork(role, role.origin(self.student_transformer, self.folder.config), ds)
+        return found
 
     @property
     def student_experts(self) -> list[Expert]:
@@ -165,8 +161,8 @@ class Job:
 
     @property
     def updates(self) -> int:
-        """Updates of the student and of its critic in the whole run; each has a global batch of its own."""
-        return self.run.max_steps * len(self.objective.roles)
+        """Updates of all roles in the whole run; each has a global batch of its own."""
+        return self.run.max_steps * len(self.objective.updates)
 
     @property
     def matched_objective(self) -> Objective:
@@ -197,7 +193,7 @@ class Job:
             "scheduler": self.student_ds.get("scheduler"),
             "gradient_clipping": self.student_ds["gradient_clipping"],
             "precision": dtype_name(self.student_ds),
-            **self._critic,
+            **self._of_others,
             **quantized_facts(self.teacher_ds),
             **self.tuning,
         }
@@ -219,13 +215,13 @@ class Job:
         return {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
 
     @property
-    def _critic(self) -> dict[str, Any]:
-        """Learning settings of a critic's own JSON; {} if it has none."""
-        if not (ds := self.own_critic_ds):
+    def _of_others(self) -> dict[str, Any]:
+        """Learning settings of the JSON of other networks than the student; {} if there is none."""
+        if not (ds := self.others_ds):
             return {}
         keys = ("scheduler", "gradient_clipping")
         learning = _learning(ds["optimizer"]), dtype_name(ds), *(ds.get(key) for key in keys)
-        return {"critic": list(learning)}
+        return {name: list(learning) for name in self.objective.others}
 
     @property
     def _start(self) -> dict[str, Any]:
@@ -294,7 +290,7 @@ class Job:
             "deepspeed_config": self.student_ds,
             "teacher_deepspeed_config": self.teacher_ds,
             "student_config": student,
-            "critic_deepspeed_config": self.own_critic_ds,
+            KEY: self.others_ds,
         }
         return {k: v for k, v in given.items() if v is not None and k not in ("dry_run", "despite_plan")}
 

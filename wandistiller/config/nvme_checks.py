@@ -32,8 +32,7 @@ def _engines(parts: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]
     teacher = parts["folder"].config if "folder" in parts else None
     student = parts.get("student_transformer")
     engines = [(parts.get("teacher_ds"), teacher), (parts.get("student_ds"), student)]
-    critic = parts["objective"].critic if "objective" in parts else None
-    if critic:
-        ds = parts.get("own_critic_ds") or parts.get("student_ds")
-        engines.append((ds, teacher if critic.start == "teacher" else student))
+    for role in parts["objective"].others.values() if "objective" in parts else ():
+        ds = parts.get("others_ds") or parts.get("student_ds")
+        engines.append((ds, role.origin(student, teacher)))
     return [(ds, config) for ds, config in engines if ds]

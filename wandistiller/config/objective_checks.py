@@ -8,6 +8,7 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.flow import RENOISE, FlowSchedule
+from wandistiller.objectives.base import Role
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
@@ -24,7 +25,8 @@ def objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     if "student_transformer" in parts:
         layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
         problems += objective.block_problems(*layers)
-    problems += _critic_problems(run, parts) if objective.critic else []
+    for role in objective.others.values():
+        problems += _role_problems(run, parts, role)
     return problems + _level_problems(run, parts) + _path_problems(run, parts)
 
 
@@ -66,8 +68,8 @@ def _handover_problems(run: RunConfig, objective: Objective, boundary: float) ->
     ]
 
 
-def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
-    """List settings beside which a critic cannot train."""
+def _role_problems(run: RunConfig, parts: dict[str, Any], role: Role) -> list[str]:
+    """List settings beside which dmd2's critic cannot train."""
     problems, objective = [], parts["objective"]
     one, networks = objective.trained_expert, parts["student"].experts if "student" in parts else None
     if networks == "two" and not one:
@@ -83,14 +85,14 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     if networks == "one" and one:
         problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
     problems += _own_json_problems(run, parts)
-    if objective.critic.follows:
+    if role.follows:
         problems += _follow_problems(run, parts)
     if run.buckets and objective.needs_latents:
         problems.append(
             "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave `buckets` "
             "out, or the other terms of `objective`."
         )
-    if objective.critic.start == "teacher" and (run.lora or run.frozen):
+    if role.start == "teacher" and (run.lora or run.frozen):
         problems.append(
             '`critic_start` is "teacher", whose critic is trained as a whole, but `lora` or `frozen` trains '
             'a part of the student. Write `critic_start` "student".'
@@ -100,7 +102,7 @@ def _critic_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
 
 def _own_json_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """List sections of a critic's own JSON that two engines of a process cannot have apart."""
-    own, student = parts.get("own_critic_ds"), parts.get("student_ds")
+    own, student = parts.get("others_ds"), parts.get("student_ds")
     sections = [ds.get(SECTION) for ds in (own, student) if ds]
     if len(sections) < 2 or None in sections or sections[0] == sections[1]:
         return []
@@ -112,7 +114,7 @@ def _own_json_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
 
 def _follow_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     """List settings with which the critic's weights do not lie as the student's, which it follows."""
-    own, student, reasons = parts.get("own_critic_ds"), parts.get("student_ds"), []
+    own, student, reasons = parts.get("others_ds"), parts.get("student_ds"), []
     if own and run.deepspeed_config == AUTO:
         reasons.append("`deepspeed_config` is auto and `critic_deepspeed_config` is given")
     elif own and student:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from wandistiller.batch import CRITIC, STUDENT
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
 from wandistiller.config.job import Job
@@ -32,9 +32,8 @@ def resumed(job: Job) -> Job:
 def _network_problems(job: Job) -> list[str]:
     """List trained networks that the checkpoint has not, or has in another shape."""
     networks = {network_name(STUDENT, expert): job.student_transformer for expert in job.trained_experts}
-    if critic := job.objective.critic:
-        config = job.folder.config if critic.start == "teacher" else job.student_transformer
-        networks |= {network_name(CRITIC, expert): config for expert in job.trained_experts}
+    for role, other in job.others.items():
+        networks |= {network_name(role, expert): other.transformer for expert in job.trained_experts}
     problems = []
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE

@@ -63,7 +63,7 @@ def _heads(parts: dict[str, Any]) -> dict[str, int]:
         networks["The teacher"] = of_teacher
     if "student_transformer" in parts:
         networks["The student"] = parts["student_transformer"]
-    critic = parts["objective"].critic if "objective" in parts else None
-    if of_teacher and critic and critic.start == "teacher":
-        networks["The critic"] = of_teacher
+    for name, role in parts["objective"].others.items() if "objective" in parts else ():
+        if config := role.origin(None, of_teacher):
+            networks[f"The {name}"] = config
     return {name: config["num_attention_heads"] for name, config in networks.items()}

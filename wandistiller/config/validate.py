@@ -8,10 +8,10 @@ from typing import Any
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
-from wandistiller.config.critic import KEY, read_own
 from wandistiller.config.job import Job
 from wandistiller.config.nvme_checks import nvme_problems
 from wandistiller.config.objective_checks import objective_problems
+from wandistiller.config.others import KEY, read_own
 from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.config.sequence_checks import replicas, sequence_problems
@@ -61,12 +61,12 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
     parts = _read_parts(run, world, here, previous, problems)
     with collecting(problems):
         parts["objective"] = read_objective(run.objective)
-        run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].states)
+        run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in parts["objective"].kinds)
     if "folder" in parts:
         run = _complete(run, parts["folder"], parts.get("items"), _samples_of_a_step(parts))
     if run.critic_deepspeed_config is not None:
         with collecting(problems):
-            parts["own_critic_ds"] = _read_critic(run, parts, here)
+            parts["others_ds"] = _read_other(run, parts, here)
     if problems := problems + _combined_problems(run, parts, world, here):
         raise ConfigError(*problems)
     resume_from = resume.find(Path(run.output_dir), run.resume)
@@ -116,17 +116,17 @@ def _read_student(run: RunConfig, folder: WanFolder, previous: Job | None) -> di
     return {"student": student, "student_transformer": transformer, "start": start}
 
 
-def _read_critic(run: RunConfig, parts: dict[str, Any], here: bool) -> dict[str, Any] | None:
-    """Read the critic's own JSON, once all that it depends on is known."""
+def _read_other(run: RunConfig, parts: dict[str, Any], here: bool) -> dict[str, Any] | None:
+    """Read the JSON of a network that is trained beside the student, once all that it depends on is known."""
     if not {"objective", "batch", "student_transformer", "folder"} <= parts.keys():
         return None
-    named, critic = run.critic_deepspeed_config, parts["objective"].critic
-    if not critic:
+    if not (roles := parts["objective"].others.values()):
         remedy = "Only dmd2 has a critic. Leave it out."
         raise ConfigError(f"`{KEY}` is given, but `objective` is {parts['objective']}. {remedy}")
-    of_teacher = critic.start == "teacher"
-    config = parts["folder"].config if of_teacher else parts["student_transformer"]
-    return read_own(named, critic, parts["batch"], width(config), run.max_steps, here=here)
+    (role,) = roles
+    config = role.origin(parts["student_transformer"], parts["folder"].config)
+    named = run.critic_deepspeed_config
+    return read_own(named, role, parts["batch"], width(config), run.max_steps, here=here)
 
 
 def _combined_problems(run: RunConfig, parts: dict[str, Any], world: int, here: bool) -> list[str]:
@@ -208,7 +208,7 @@ def _steps_of(epochs: int, run: RunConfig, items: PromptDataset | None, global_b
 
 def _samples_of_a_step(parts: dict[str, Any]) -> int:
     """Return the samples of all updates of a step; 1 if what they depend on is wrong, which is reported."""
-    updates = len(parts["objective"].roles) if "objective" in parts else 1
+    updates = len(parts["objective"].updates) if "objective" in parts else 1
     return parts["batch"].total * updates if "batch" in parts else 1
 
 

@@ -1,8 +1,10 @@
-"""Training batches: the samples of each micro-step on this rank, at each kind of states."""
+"""Training batches: the samples of each micro-step on this rank, at noised states or on cached paths."""
 
 from functools import partial
 
-from wandistiller.batch import GENERATED, NOISED, PATH, Batch, GeneratedBatch
+from torch import Tensor
+
+from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
 from wandistiller.distributed import sequence
@@ -13,49 +15,34 @@ from wandistiller.flow import FlowSchedule
 class MicroBatches:
     """Training data of this rank by update and micro-step: a function of the seed, with nothing to resume.
 
-    Updates are counted from 0 over the whole run. A step has one, and where there is a critic also its own.
+    Updates are counted from 0 over the whole run. A step has one of the student, and those of other roles.
     """
 
     def __init__(
-        self,
-        data: CachedData,
-        schedule: FlowSchedule,
-        size: BatchSize,
-        states: set[str],
-        latent: tuple[int, ...],
+        self, data: CachedData, schedule: FlowSchedule, size: BatchSize, latent: tuple[int, ...] = ()
     ):
-        """Serve batches of kinds of states.
+        """Serve `data`; `latent` is the shape CFHW of samples that are drawn without data."""
+        self._data, self.schedule, self._size, self.latent = data, schedule, size, latent
 
-        Args:
-            states: those that the objective needs, among NOISED, PATH and GENERATED.
-            latent: shape CFHW of GENERATED ones.
-        """
-        self._data, self._schedule, self._size = data, schedule, size
-        self._states, self._latent = states, latent
-
-    def batch(self, update: int, micro: int) -> dict[str, Batch]:
-        """Return the same samples at each kind of states, all of one expert, which is equal on all ranks."""
-        index_B, schedule, batches = self.indices(update, micro), self._schedule, {}
-        text_BLD = self._data.text(index_B)
-        if NOISED in self._states:
-            batches[NOISED] = schedule.noised(self._data.x0(index_B), text_BLD, index_B, update)
-        if PATH in self._states:
-            batches[PATH] = schedule.on_path(
-                self._data.levels(index_B), partial(self._data.states, index_B), text_BLD, index_B, update
-            )
-        if GENERATED in self._states:
-            batches[GENERATED] = schedule.generated(self._latent, text_BLD, index_B, update)
-        return batches
-
-    def of_student(self, update: int, micro: int) -> GeneratedBatch:
-        """Return the batch from which the student draws samples, for the critic."""
+    def noised(self, update: int, micro: int) -> Batch:
+        """Return cached latents with noise added, all of one expert, which is equal on all ranks."""
         index_B = self.indices(update, micro)
-        return self._schedule.generated(self._latent, self._data.text(index_B), index_B, update)
+        return self.schedule.noised(self._data.x0(index_B), self._data.text(index_B), index_B, update)
 
-    def real(self, update: int, micro: int, like: Batch) -> Batch:
+    def noised_as(self, like: Batch, update: int, micro: int) -> Batch:
         """Return cached latents of the same prompts at the noise levels of `like`."""
         index_B = self.indices(update, micro)
-        return self._schedule.noised_as(like, self._data.x0(index_B), index_B, update)
+        return self.schedule.noised_as(like, self._data.x0(index_B), index_B, update)
+
+    def on_path(self, update: int, micro: int) -> Batch:
+        """Return states of the teacher's cached sampling paths."""
+        index_B = self.indices(update, micro)
+        states, text_BLD = partial(self._data.states, index_B), self._data.text(index_B)
+        return self.schedule.on_path(self._data.levels(index_B), states, text_BLD, index_B, update)
+
+    def text(self, update: int, micro: int) -> Tensor:
+        """Return the prompts' embeddings text_BLD."""
+        return self._data.text(self.indices(update, micro))
 
     def indices(self, update: int, micro: int) -> list[int]:
         """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank.

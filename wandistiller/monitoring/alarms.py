@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from wandistiller.distributed.collectives import log0, rank
 from wandistiller.monitoring.metrics import append_line, keep_lines, read_lines
 from wandistiller.monitoring.signs import SampleStats, Signs
+from wandistiller.objectives.base import Limit
 
 SHORT_WINDOW = 10
 """Steps of a mean that smooths single steps."""
@@ -66,7 +68,8 @@ def image_stats(images: list[Tensor]) -> ImageStats:
 class Alarms:
     """Check every step and picture; log alarms and append them to OUTPUT/alarms.jsonl, on rank 0."""
 
-    def __init__(self, output: Path):
+    def __init__(self, output: Path, limits: Sequence[Limit] = ()):
+        """`limits` are those of the objective's numbers."""
         self._file = output / FILE
         self._losses: deque[float] = deque(maxlen=2 * LONG_WINDOW)
         self._norms: deque[float] = deque(maxlen=LONG_WINDOW)
@@ -74,7 +77,7 @@ class Alarms:
         self._least = (math.inf, 0)
         self._images: dict[str, ImageStats] = {}
         self._raised: dict[str, int] = {}
-        self._signs = Signs()
+        self._signs = Signs(limits)
 
     def go_on_from(self, start: int, lines: list[dict[str, Any]]) -> None:
         """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
@@ -100,7 +103,7 @@ class Alarms:
 
         Args:
             seconds: of each rank.
-            watched: numbers of an objective with a critic, whose loss stands still by its nature.
+            watched: numbers of an objective whose loss stands still by its nature.
         """
         self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
         if math.isfinite(loss):

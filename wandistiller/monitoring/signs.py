@@ -1,7 +1,7 @@
 """Signs that a student of few steps goes wrong, which its loss does not show, with remedies."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from wandistiller.monitoring.metrics import read_lines, write_lines
+from wandistiller.objectives.base import SATURATION, Limit
 
 WINDOW = 20
 """Steps of a mean, and of the start of a run, with which later ones are compared."""
 WARMED_UP = 50
-"""Steps after which the critic should know the student's samples."""
-LAGS = 0.9
-"""The critic's squared error over the teacher's at the student's samples; at 1 it knows no more of them."""
-GROWN, JUMPED = 1.2, 5.0
-"""Times the gradient's mean at the start; times the usual norm of the student's gradient."""
+"""Steps after which numbers of an objective should have left their start."""
+JUMPED = 5.0
+"""Times the usual norm of the student's gradient."""
 SATURATED, COLLAPSED, SLOW = 1.15, 0.6, 0.8
 """Deviation of the samples over what it should be; distance of two seeds, and motion, over the teacher's."""
 Sign = tuple[str, str]
@@ -65,13 +64,15 @@ def write_stats(file: Path, step: int, stats: dict[str, SampleStats]) -> None:
 
 
 class Signs:
-    """Compares what is watched in each step with the start of the run, and samples with the teacher's."""
+    """Compares an objective's numbers in each step with its limits, and samples with the teacher's."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Sequence[Limit] = ()) -> None:
+        self._limits = limits
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
-        self._last_exit = -1.0
+        self._largest: dict[str, float] = {}
+        """Of the numbers within which others are compared."""
 
     def go_on_from(self, lines: list[dict[str, Any]]) -> None:
         """Take the start of the run from its lines of metrics.jsonl."""
@@ -79,25 +80,14 @@ class Signs:
             self._add(line.get("watched", {}))
 
     def step(self, step: int, watched: dict[str, float], grad_norm: float | None) -> Iterator[Sign]:
-        """Check a step, counted from 1, of an objective with a critic; others have nothing to check."""
+        """Check a step, counted from 1, of an objective with numbers; others have nothing to check."""
         if not watched:
             return
         self._add(watched)
-        if step > WARMED_UP + WINDOW and min(self._last["critic_share"]) > LAGS:
-            yield (
-                "critic lags",
-                f"The critic knows the student's samples hardly better than the teacher does: its squared "
-                f"error was over {LAGS} of the teacher's in {WINDOW} steps. Give it more `critic_updates` or "
-                "a higher `critic_lr`, or let it follow: `critic_follows` 0.03.",
-            )
-        if (grown := self._grown("gradient")) > GROWN:
-            yield (
-                "critic diverges",
-                f"The gradient that moves the samples has grown to {grown:.2f} times its start. Lower the "
-                "student's `lr`, from an earlier checkpoint.",
-            )
-        if (grown := self._grown("deviation")) > SATURATED:
-            yield "saturation", _saturated(grown, "at the start of the run")
+        for limit in self._limits:
+            value = self._grown(limit.number) if limit.grows else self._least(limit.number, step)
+            if value > limit.most:
+                yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
         yield from self._jump(grad_norm)
 
     def _jump(self, grad_norm: float | None) -> Iterator[Sign]:
@@ -115,7 +105,7 @@ class Signs:
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Sign]:
         """Check the student's samples against the teacher's of the same prompts."""
         if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
-            yield "saturation", _saturated(ratio, "of the teacher's")
+            yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:
             yield (
                 "collapse",
@@ -132,26 +122,30 @@ class Signs:
 
     def _add(self, watched: dict[str, float]) -> None:
         watched = {name: value for name, value in watched.items() if value is not None}  # null if not finite
-        if (exit_ := watched.get("exit", -1.0)) > self._last_exit:
-            self._last_exit = exit_
-            for kept in (self._start, self._last):  # samples of earlier exits are blurred
-                kept.pop("deviation", None)
-        elif exit_ < self._last_exit:
-            watched.pop("deviation", None)
+        for limit in self._limits:
+            if limit.within:
+                self._restrict(limit, watched)
         for name, value in watched.items():
             start = self._start.setdefault(name, [])
             if len(start) < WINDOW:
                 start.append(value)
             self._last.setdefault(name, deque(maxlen=WINDOW)).append(value)
 
+    def _restrict(self, limit: Limit, watched: dict[str, float]) -> None:
+        """Leave a number out of a step in which that which it is compared within is below the largest."""
+        largest, now = self._largest.get(limit.within, -1.0), watched.get(limit.within, -1.0)
+        if now > largest:
+            self._largest[limit.within] = now
+            for kept in (self._start, self._last):
+                kept.pop(limit.number, None)
+        elif now < largest:
+            watched.pop(limit.number, None)
+
+    def _least(self, name: str, step: int) -> float:
+        """Return the least of the last steps; 0 as long as a run warms up."""
+        return min(self._last[name]) if step > WARMED_UP + WINDOW else 0.0
+
     def _grown(self, name: str) -> float:
         """Return the mean of the last steps over that of the first."""
         start = self._start.get(name, [])
         return mean(self._last[name]) / mean(start) if len(start) == WINDOW and mean(start) else 0.0
-
-
-def _saturated(ratio: float, of: str) -> str:
-    return (
-        f"The samples' latents spread {ratio:.2f} times as far as those {of}: colours saturate. Lower "
-        "`guidance_scale` by 1 or the student's `lr`, or add `consistency` to the objective."
-    )

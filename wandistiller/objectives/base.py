@@ -2,45 +2,86 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from wandistiller.batch import GENERATED, NOISED, Batch, Expert, Prediction
+from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 
+T = TypeVar("T")
 Ask = Callable[[Batch], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
+
+
+class Trained(Protocol):
+    """A network that an objective trains beside the student."""
+
+    def velocity(self, batch: Batch) -> Tensor:
+        """Return v_BCFHW, float32."""
+
+    def slope(self, batch: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+        """Return the gradient in x_t_BCFHW of a number computed from the network's prediction."""
 
 
 class Networks(NamedTuple):
     """The networks of a run; each is called on every rank or on none, with batches of one expert."""
 
     student: Ask
-    teacher: Ask | None = None
-    """With guidance."""
-    critic: Ask | None = None
-    slope: Callable[[Batch, Callable[[Prediction], Tensor]], Tensor] | None = None
-    """Gradient in x_t_BCFHW of a number computed from the critic's prediction."""
+    others: Mapping[str, Trained] = MappingProxyType({})
+    """Those that the objective trains beside the student, by role."""
 
 
-class Critic(NamedTuple):
-    """Settings of a network that learns the velocity of the student's own samples."""
+class Role(NamedTuple):
+    """Settings of a network that an objective trains beside the student."""
 
+    name: str
+    """In checkpoints and metrics."""
     updates: int
     """Updates before each of the student's."""
-    start: str
-    """`student` or `teacher`: whose weights it starts from."""
-    lr: float | None
+    losses: dict[str, float]
+    """Its losses, by name, and their weights."""
+    start: str = STUDENT
+    """`student` or `teacher`: whose shape and weights it starts from."""
+    lr: float | None = None
     """Learning rate; None: the student's."""
-    follows: float
+    follows: float = 0.0
     """Share of the way that its weights go to the student's after each of the student's updates."""
-    judges_reality: bool = False
-    """True if it has heads that tell the student's samples from cached latents."""
+    has_heads: bool = False
+    """Its blocks have heads, whose outputs are its prediction's features."""
+
+    def origin(self, student: T, teacher: T) -> T:
+        """Return that of the two which the network starts from."""
+        return teacher if self.start == "teacher" else student
+
+
+class Limit(NamedTuple):
+    """A number of an objective that is above a limit when training fails."""
+
+    alarm: str
+    """Kind of the alarm."""
+    number: str
+    """Name of the number."""
+    most: float
+    text: str
+    """What it means and what to do; `{value:.2f}` is the number, or its growth."""
+    grows: bool = True
+    """The limit is for the mean of the last steps over that of the first; else for the least of the last."""
+    within: str | None = None
+    """Compare only steps in which this number is the largest so far."""
+
+
+SATURATION = (
+    "The samples' latents spread {value:.2f} times as far as those {of}: colours saturate. Lower "
+    "`guidance_scale` by 1 or the student's `lr`, or add `consistency` to the objective."
+)
+"""Text of an alarm about the deviation of samples, beside `of`."""
 
 
 def _logit_normal(sigma_B: Tensor) -> Tensor:
@@ -66,7 +107,11 @@ class Term(ABC):
     """One loss, the only term of its file; its fields are its keys in a recipe's "objective"."""
 
     states: ClassVar[str] = NOISED
-    """Kind of states that the loss is computed at: NOISED, PATH or GENERATED."""
+    """Kind of states that the loss is computed at: NOISED, PATH or the term's own."""
+    samples: ClassVar[bool] = False
+    """True if they are the student's own samples, at which the teacher is called once they are known."""
+    limits: ClassVar[tuple[Limit, ...]] = ()
+    """When its `numbers` mean that training fails."""
     weight: Positive = 1.0
     """Factor in the sum, above 0."""
 
@@ -87,7 +132,7 @@ class Term(ABC):
     @property
     def needs_latents(self) -> bool:
         """True if cached latents are used."""
-        return self.states != GENERATED
+        return not self.samples
 
     @property
     def sampling_steps(self) -> int | None:
@@ -110,9 +155,9 @@ class Term(ABC):
         return None
 
     @property
-    def critic(self) -> Critic | None:
-        """Settings of the critic that the loss needs; None: it needs none."""
-        return None
+    def roles(self) -> tuple[Role, ...]:
+        """Networks that are trained beside the student; others have no term of the same role."""
+        return ()
 
     @property
     def matched_blocks(self) -> list[tuple[int, int]]:
@@ -131,6 +176,20 @@ class Term(ABC):
         """Return the term with the settings that follow from the teacher block of each student block."""
         return self
 
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+        """Return this rank's samples of a micro-step of a role's update, by kind of states.
+
+        Args:
+            role: STUDENT, or the name of one of `roles`.
+        """
+        return {self.states: source.noised(update, micro)}
+
+    def roll_out(
+        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, Batch]:
+        """Return what `draw` drew, with the states to which the student's own sampling leads; no gradient."""
+        return batches
+
     def target(
         self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
     ) -> Any:
@@ -144,17 +203,44 @@ class Term(ABC):
         """
         return teacher
 
+    def sampled(self, v_BCFHW: Tensor, batch: Batch) -> Batch:
+        """Return the student's samples at which the teacher is called, of a term with `samples`.
+
+        Args:
+            v_BCFHW: the student's velocity, without gradient.
+            batch: the term's states.
+        """
+        raise NotImplementedError
+
+    def target_of_samples(self, sampled: Batch, teacher_BCFHW: Tensor, networks: Networks) -> Any:
+        """Return what the student is to match, without gradient, of a term with `samples`.
+
+        Args:
+            sampled: from the method of that name.
+            teacher_BCFHW: the teacher's velocity there.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def loss(self, prediction: Prediction, target: Any, batch: Batch) -> Tensor:
         """Compute loss_B, float32.
 
         Args:
             prediction: the student's.
-            target: from the method `target`.
+            target: from the method `target`, or of a term with `samples` from `target_of_samples`.
         """
 
-    def watched(self, target: Any) -> dict[str, Tensor]:
-        """Return numbers_B by name that show whether training goes well, after `loss`; they go to metrics."""
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+        """Compute the losses of one of `roles`, unweighted, float32: a row for each of `Role.losses`.
+
+        Args:
+            predictions: its network's, by kind of states.
+            batches: from `roll_out`.
+        """
+        raise NotImplementedError
+
+    def numbers(self, target: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return numbers_B by name that show whether training goes well; they go to metrics."""
         return {}
 
     def __str__(self) -> str:

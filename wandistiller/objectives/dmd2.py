@@ -1,23 +1,132 @@
 """Distribution matching: the student's own samples move to where the teacher's are likelier than its own."""
 
 import statistics
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from wandistiller.batch import GENERATED, Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
+from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction, to_device
+from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
-from wandistiller.flow import EULER, FlowSchedule, clean
-from wandistiller.objectives.base import Critic, Networks, Term, mean_square
-from wandistiller.simulation import judged
+from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, keyed_normal, path
+from wandistiller.objectives.base import SATURATION, Ask, Limit, Networks, Role, Term, Trained, mean_square
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
+CRITIC = "critic"
+"""Role of the network that learns the velocity of the student's own samples."""
+ROLLOUT, REAL, HEADS = "generated", "real", "heads"
+"""Kinds of states: the student's own, cached latents with noise. Row of the losses of the critic's heads."""
+HEADS_WEIGHT = 0.01
+"""Of the heads' loss in the critic's: it hardly moves the critic itself. Source: DMD2's settings for SDXL."""
+RENOISED = (0.02, 0.98)
+"""Noise levels at which a student's samples are compared; nearer to 0 and 1 scores say little."""
 LEAST = 1e-4
 """Least divisor of the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Batch):
+    """A state of the student's sampling from pure noise, at first the noise itself; there is no x0."""
+
+    exit: int
+    """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
+    renoise: Batch
+    """The noise level at which the sample is compared, its noise, and the teacher's expert for it."""
+    fresh: tuple[Tensor, ...] = ()
+    """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
+    end: float = 0.0
+    """Noise level to which the samples lead: 0, or an expert's hand-over to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renoised(Batch):
+    """Samples of the student's at a noise level; x0 is its prediction of clean latents."""
+
+    target_BCFHW: Tensor
+    """The velocity dx_t/dt of the path to those samples, which the critic learns."""
+
+
+class Target(NamedTuple):
+    """Where the samples are to move, and numbers of each sample for metrics."""
+
+    x0_BCFHW: Tensor
+    """The samples."""
+    gradient_BCFHW: Tensor
+    numbers: dict[str, Tensor]
+
+
+def drawn(
+    schedule: FlowSchedule, shape: tuple[int, ...], text_BLD: Tensor, sample_index_B: list[int], update: int
+) -> Rollout:
+    """Draw the noise that the student samples from, its calls, and where its samples are compared.
+
+    Args:
+        shape: of a latent, CFHW.
+        sample_index_B: global sample indices, all in one expert block.
+    """
+    of_block = update, schedule.block(sample_index_B, update)
+    exits = schedule.exits()
+    exit_ = exits[int(schedule.uniform("exit", *of_block) * len(exits))]
+    end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
+    renewed = exit_ if schedule.few.sampler == RENOISE else 0
+    # the names are part of the random numbers' keys
+    start_BCFHW, noise_BCFHW, *fresh = (
+        torch.stack([keyed_normal(shape, schedule.seed, kind, update, i) for i in sample_index_B])
+        for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
+    )
+    expert = schedule.draw_expert(*of_block)
+    sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
+    least, most = RENOISED
+    sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
+    sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
+        to_device(t, text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
+    )
+    at = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
+    start = (start_BCFHW, start_BCFHW, start_BCFHW, torch.ones_like(sigma_B), text_BLD)
+    return Rollout(*start, schedule.few.expert(0), exit_, at, tuple(fresh), end)
+
+
+@torch.no_grad()
+def simulated(batch: Rollout, student: Ask, few: FewSteps) -> Rollout:
+    """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
+
+    Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
+    """
+    state = batch
+    for call in range(batch.exit):
+        fresh_BCFHW = batch.fresh[call] if batch.fresh else None
+        x_BCFHW = few.following(call, state.x_t_BCFHW, student(state), fresh_BCFHW)
+        sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
+        state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
+    return state
+
+
+def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
+    """Return the samples to which the student's velocity leads, noised to where they are compared.
+
+    Samples x_s at a noise level s = `batch.end` above 0 are noised to t > s by the rest of the path:
+    x_t = a x_s + b eps, a = (1 - t) / (1 - s), b^2 = t^2 - a^2 s^2, and so
+    dx_t/dt = -x_s / (1 - s) + (t + (1 - t) s^2 / (1 - s)^2) eps / b.
+
+    Source: phased distribution matching, Fan et al. 2025, arXiv:2510.27684.
+    """
+    at, s = batch.renoise, batch.end
+    noise_BCFHW, x0_BCFHW = at.noise_BCFHW, clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B)
+    if not s:
+        x_t_BCFHW, target_BCFHW = path(x0_BCFHW, noise_BCFHW, at.sigma_B), noise_BCFHW - x0_BCFHW
+    else:
+        t_B1111, from_B1111 = (sigma_B.view(-1, 1, 1, 1, 1) for sigma_B in (at.sigma_B, batch.sigma_B))
+        x_s_BCFHW = batch.x_t_BCFHW + (s - from_B1111) * v_BCFHW
+        a_B1111 = (1 - t_B1111) / (1 - s)
+        b_B1111 = (t_B1111**2 - (a_B1111 * s) ** 2).sqrt()
+        x_t_BCFHW = a_B1111 * x_s_BCFHW + b_B1111 * noise_BCFHW
+        growth_B1111 = (t_B1111 + a_B1111 * s**2 / (1 - s)) / b_B1111
+        target_BCFHW = growth_B1111 * noise_BCFHW - x_s_BCFHW / (1 - s)
+    return Renoised(x0_BCFHW, noise_BCFHW, x_t_BCFHW, at.sigma_B, at.text_BLD, at.expert, target_BCFHW)
 
 
 def realism(prediction: Prediction) -> Tensor:
@@ -34,45 +143,11 @@ def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
     return softplus(realism(fake)) + softplus(-realism(real))
 
 
-class Judges:
-    """Teacher and critic, which are called once the student's samples are known."""
-
-    def __init__(self, networks: Networks, gan: float = 0.0):
-        """`gan`: weight of the critic's heads."""
-        self._teacher, self._critic, self._slope = networks.teacher, networks.critic, networks.slope
-        self._gan = gan
-        self.watched: dict[str, Tensor] = {}
-        """Numbers of each sample of the last call, by name."""
-
-    @torch.no_grad()
-    def gradient(self, batch: JudgedBatch) -> Tensor:
-        """Return the gradient in x0_BCFHW at noised samples: t (v_teacher - v_critic), normalised.
-
-        t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
-        from the teacher's x0. Source: Yin et al. 2024, arXiv:2311.18828, equations 7 and 8.
-        """
-        teacher_BCFHW, critic_BCFHW = self._teacher(batch), self._critic(batch)
-        away_BCFHW = batch.x0_BCFHW - clean(batch.x_t_BCFHW, teacher_BCFHW, batch.sigma_B)
-        scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
-        step_B = (batch.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
-        gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
-        errors = (mean_square(v - batch.target_BCFHW) for v in (critic_BCFHW, teacher_BCFHW))
-        self.watched = {
-            "critic_share": next(errors) / next(errors).clamp(min=LEAST),
-            "gradient": _mean_of(gradient_BCFHW.abs()),
-            "deviation": batch.x0_BCFHW.flatten(1).std(1),
-        }
-        if not self._gan:
-            return gradient_BCFHW
-        adversarial_BCFHW = self._gan * self._adversarial(batch)
-        self.watched["adversarial"] = _mean_of(adversarial_BCFHW.abs())
-        return gradient_BCFHW + adversarial_BCFHW
-
-    def _adversarial(self, batch: JudgedBatch) -> Tensor:
-        """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
-        elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
-        slope_BCFHW = self._slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
-        return (1 - batch.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW
+def adversarial(batch: Batch, critic: Trained) -> Tensor:
+    """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
+    elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
+    slope_BCFHW = critic.slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
+    return (1 - batch.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW
 
 
 def _mean_of(x_BCFHW: Tensor) -> Tensor:
@@ -85,17 +160,44 @@ class Dmd2(Term):
 
     The student samples from noise up to a drawn one of its steps, without gradient, and predicts x0 there.
     x0 is noised again to x_t, where the guided teacher and the critic, which learns the velocity of the
-    student's own samples, say how to move it: L = 1/2 mean (x0 - sg(x0 - g))^2, g of `Judges.gradient`.
+    student's own samples, say how to move it: L = 1/2 mean (x0 - sg(x0 - g))^2, g of `target_of_samples`.
     A step of the run is `critic_updates` updates of the critic, each on samples of its own, and then one of
     the student. There is no data: prompts are enough.
 
     Of a student of two experts one is trained in a run. The high-noise one's samples lead to the hand-over
-    and are judged above it; the other's begin with the finished high-noise expert.
+    and are compared above it; the other's begin with the finished high-noise expert.
 
     Source: Yin et al. 2024, arXiv:2405.14867; experts: Fan et al. 2025, arXiv:2510.27684.
     """
 
-    states: ClassVar[str] = GENERATED
+    states: ClassVar[str] = ROLLOUT
+    samples: ClassVar[bool] = True
+    limits: ClassVar[tuple[Limit, ...]] = (
+        Limit(
+            "critic lags",
+            "critic_share",
+            0.9,
+            "The critic knows the student's samples hardly better than the teacher does: its squared error "
+            "was over {most} of the teacher's in {window} steps. Give it more `critic_updates` or a higher "
+            "`critic_lr`, or let it follow: `critic_follows` 0.03.",
+            grows=False,
+        ),
+        Limit(
+            "critic diverges",
+            "gradient",
+            1.2,
+            "The gradient that moves the samples has grown to {value:.2f} times its start. Lower the "
+            "student's `lr`, from an earlier checkpoint.",
+        ),
+        # samples of earlier exits are blurred
+        Limit(
+            "saturation",
+            "deviation",
+            1.15,
+            SATURATION.replace("{of}", "at the start of the run"),
+            within="exit",
+        ),
+    )
 
     steps: Annotated[int, Ge(1), Le(1000)] = 4
     """Sampling steps to train for."""
@@ -127,9 +229,10 @@ class Dmd2(Term):
         return self.sampler
 
     @property
-    def critic(self) -> Critic | None:
-        settings = self.critic_updates, self.critic_start, self.critic_lr, self.critic_follows
-        return Critic(*settings, judges_reality=self.gan > 0)
+    def roles(self) -> tuple[Role, ...]:
+        losses = {CRITIC: 1.0} | ({HEADS: HEADS_WEIGHT} if self.gan else {})
+        settings = self.critic_start, self.critic_lr, self.critic_follows
+        return (Role(CRITIC, self.critic_updates, losses, *settings, has_heads=self.gan > 0),)
 
     @property
     def needs_latents(self) -> bool:
@@ -149,24 +252,69 @@ class Dmd2(Term):
         for key in ("expert", "critic_follows"):
             if self.gan and getattr(self, key):
                 problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
-        if not self.critic_follows or self.critic_start == "student":
+        if not self.critic_follows or self.critic_start == STUDENT:
             return problems
         return problems + [
             f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
             'student\'s shape. Write `critic_start` "student", or leave it out.'
         ]
 
-    def target(
-        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
-    ) -> Judges:
-        return Judges(networks, self.gan)
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+        text_BLD, index_B = source.text(update, micro), source.indices(update, micro)
+        batch = drawn(source.schedule, source.latent, text_BLD, index_B, update)
+        if role == STUDENT or not self.gan:
+            return {ROLLOUT: batch}
+        return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
 
-    def loss(self, prediction: Prediction, target: Any, batch: GeneratedBatch) -> Tensor:
-        noised = judged(batch, prediction.v_BCFHW.detach())
+    def roll_out(
+        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, Batch]:
+        state = simulated(batches[ROLLOUT], student, schedule.few)
+        if role == STUDENT:
+            return batches | {ROLLOUT: state}
+        others = {kind: batch for kind, batch in batches.items() if kind != ROLLOUT}
+        return {NOISED: renoised(state, student(state)), **others}
+
+    def sampled(self, v_BCFHW: Tensor, batch: Rollout) -> Renoised:
+        return renoised(batch, v_BCFHW)
+
+    def target_of_samples(self, sampled: Renoised, teacher_BCFHW: Tensor, networks: Networks) -> Target:
+        """Return the samples and the gradient in x0_BCFHW: t (v_teacher - v_critic), normalised.
+
+        t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
+        from the teacher's x0. Source: Yin et al. 2024, arXiv:2311.18828, equations 7 and 8.
+        """
+        critic = networks.others[CRITIC]
+        critic_BCFHW, x0_BCFHW = critic.velocity(sampled), sampled.x0_BCFHW
+        away_BCFHW = x0_BCFHW - clean(sampled.x_t_BCFHW, teacher_BCFHW, sampled.sigma_B)
+        scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
+        step_B = (sampled.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
+        gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
+        of_critic_B, of_teacher_B = (
+            mean_square(v_BCFHW - sampled.target_BCFHW) for v_BCFHW in (critic_BCFHW, teacher_BCFHW)
+        )
+        numbers = {
+            "critic_share": of_critic_B / of_teacher_B.clamp(min=LEAST),
+            "gradient": _mean_of(gradient_BCFHW.abs()),
+            "deviation": x0_BCFHW.flatten(1).std(1),
+        }
+        if self.gan:
+            adversarial_BCFHW = self.gan * adversarial(sampled, critic)
+            numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())
+            gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
+        return Target(x0_BCFHW, gradient_BCFHW, numbers)
+
+    def loss(self, prediction: Prediction, target: Target, batch: Rollout) -> Tensor:
         x0_BCFHW = clean(batch.x_t_BCFHW, prediction.v_BCFHW, batch.sigma_B)
-        wanted_BCFHW = noised.x0_BCFHW - target.gradient(noised)
-        target.watched["exit"] = torch.full_like(batch.sigma_B, batch.exit)
+        wanted_BCFHW = target.x0_BCFHW - target.gradient_BCFHW
         return mean_square(x0_BCFHW - wanted_BCFHW) / 2
 
-    def watched(self, target: Any) -> dict[str, Tensor]:
-        return target.watched
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+        fake = predictions[NOISED]
+        rows = [mean_square(fake.v_BCFHW - batches[NOISED].target_BCFHW)]
+        if self.gan:
+            rows.append(heads_loss(fake, predictions[REAL]))
+        return torch.stack(rows)
+
+    def numbers(self, target: Target, batch: Rollout) -> dict[str, Tensor]:
+        return target.numbers | {"exit": torch.full_like(batch.sigma_B, batch.exit)}

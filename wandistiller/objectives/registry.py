@@ -1,14 +1,16 @@
 """The training objective: a weighted sum of terms, each a loss per sample at states of one kind."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wandistiller.batch import CRITIC, GENERATED, NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Critic, Networks, Term
+from wandistiller.objectives.base import Ask, Limit, Networks, Role, Term
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.errors import ConfigError, nearest, problem
 from wandistiller.utils.registry import classes_in
@@ -29,9 +31,9 @@ class Objective:
         return " + ".join(map(str, self.terms))
 
     @property
-    def states(self) -> set[str]:
-        """Kinds of states that the terms need."""
-        return {term.states for term in self.terms}
+    def kinds(self) -> list[str]:
+        """Kinds of states that the terms need, each once; noised ones first, samples last."""
+        return list(dict.fromkeys(t.states for t in sorted(self.terms, key=lambda t: (t.samples, t.states))))
 
     @property
     def needs_teacher(self) -> bool:
@@ -44,9 +46,9 @@ class Objective:
         return any(term.needs_teacher and term.states == NOISED for term in self.terms)
 
     @property
-    def calls_at_generated(self) -> int:
+    def calls_at_samples(self) -> int:
         """Number of calls of the teacher at the student's own samples, in a micro-step of its update."""
-        return sum(term.needs_teacher and term.states == GENERATED for term in self.terms)
+        return sum(term.needs_teacher and term.samples for term in self.terms)
 
     @property
     def sampling_steps(self) -> int | None:
@@ -78,6 +80,26 @@ class Objective:
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
         return Objective(tuple(term.for_student(lineage) for term in self.terms))
 
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+        """Return this rank's samples of a micro-step of a role's update, by kind of states."""
+        if role != STUDENT:
+            return self._owner(role).draw(role, source, update, micro)
+        first = {kind: next(t for t in self.terms if t.states == kind) for kind in self.kinds}
+        return {kind: term.draw(role, source, update, micro)[kind] for kind, term in first.items()}
+
+    def rolls_out(self, role: str) -> bool:
+        """Return whether the student samples for a role's update."""
+        return any(term.samples for term in self._terms(role))
+
+    def roll_out(
+        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, Batch]:
+        """Return what `draw` drew, with the states to which the student's own sampling leads."""
+        with torch.no_grad():
+            for term in self._terms(role):
+                batches = term.roll_out(role, batches, student, schedule)
+        return batches
+
     def predictions(
         self, teacher: Teacher | None, batches: list[dict[str, Batch]]
     ) -> list[Prediction | None]:
@@ -91,6 +113,19 @@ class Objective:
         blocks = {m for term in self.terms for _, m in term.matched_blocks}
         return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))
 
+    def sampled(self, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> list[Batch]:
+        """Return the student's samples at which the teacher is called, of each term with some.
+
+        Args:
+            predictions: the student's, by kind of states.
+        """
+        with torch.no_grad():
+            return [
+                term.sampled(predictions[term.states].v_BCFHW.detach(), batches[term.states])
+                for term in self.terms
+                if term.samples
+            ]
+
     def targets(
         self,
         teacher: Prediction | None,
@@ -98,7 +133,7 @@ class Objective:
         networks: Networks,
         schedule: FlowSchedule,
     ) -> list[Any]:
-        """Return what each term matches in a micro-step, without gradient.
+        """Return what each term matches in a micro-step, without gradient; None where samples decide.
 
         Args:
             teacher: from `predictions`.
@@ -106,34 +141,74 @@ class Objective:
             networks: those of the run.
         """
         with torch.no_grad():
-            return [term.target(teacher, batches[term.states], networks, schedule) for term in self.terms]
+            return [
+                None if term.samples else term.target(teacher, batches[term.states], networks, schedule)
+                for term in self.terms
+            ]
 
     def losses(
         self,
         predictions: dict[str, Prediction],
         targets: list[Any],
         batches: dict[str, Batch],
-    ) -> Tensor:
-        """Compute loss_TB of each term T, unweighted, float32; predictions and batches by kind of states."""
-        matched = zip(self.terms, targets, strict=True)
-        return torch.stack(
-            [t.loss(predictions[t.states], target, batches[t.states]) for t, target in matched]
-        )
+        networks: Networks,
+        teacher: Callable[[list[Batch]], list[Tensor]] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the student's loss_TB of each term T, unweighted, float32, and numbers_B for metrics.
 
-    def watched(self, targets: list[Any]) -> dict[str, Tensor]:
-        """Return numbers_B by name that show whether training goes well, after `losses`."""
-        matched = zip(self.terms, targets, strict=True)
-        return {key: value for term, target in matched for key, value in term.watched(target).items()}
+        Args:
+            predictions: the student's, by kind of states.
+            targets: from `targets`.
+            teacher: returns the teacher's velocities at samples.
+        """
+        with torch.no_grad():
+            sampled = self.sampled(predictions, batches)
+            answers = zip(sampled, teacher(sampled) if sampled else [], strict=True)
+            targets = [
+                term.target_of_samples(*next(answers), networks) if term.samples else target
+                for term, target in zip(self.terms, targets, strict=True)
+            ]
+        losses, numbers = [], {}
+        for term, target in zip(self.terms, targets, strict=True):
+            batch = batches[term.states]
+            losses.append(term.loss(predictions[term.states], target, batch))
+            numbers |= term.numbers(target, batch)
+        return torch.stack(losses), numbers
+
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+        """Compute the unweighted losses of one of `others`, in the order of their names."""
+        return self._owner(role).losses_of(role, predictions, batches)
+
+    def weights(self, role: str) -> dict[str, float]:
+        """Return the weights of a role's losses, by name."""
+        if role == STUDENT:
+            return {term.name: term.weight for term in self.terms}
+        return self.others[role].losses
+
+    def total(self, losses: Tensor | list[float], role: str = STUDENT) -> Tensor | float:
+        """Return the weighted sum: loss_B of loss_TB, or a number of one for each loss of the role."""
+        return sum(w * loss for w, loss in zip(self.weights(role).values(), losses, strict=True))
 
     @property
-    def critic(self) -> Critic | None:
-        """Settings of the critic, if a term needs one."""
-        return next((critic for term in self.terms if (critic := term.critic)), None)
+    def others(self) -> dict[str, Role]:
+        """Networks that are trained beside the student, by role."""
+        return {role.name: role for term in self.terms for role in term.roles}
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        """Role of the network that each update of a step is for."""
-        return (CRITIC,) * (self.critic.updates if self.critic else 0) + (STUDENT,)
+    def limits(self) -> list[Limit]:
+        """When numbers of the terms mean that training fails."""
+        return [limit for term in self.terms for limit in term.limits]
+
+    def _terms(self, role: str) -> list[Term]:
+        return list(self.terms) if role == STUDENT else [self._owner(role)]
+
+    def _owner(self, role: str) -> Term:
+        return next(term for term in self.terms if role in {r.name for r in term.roles})
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        """Role of the network that each update of a step is for; the student's is the last."""
+        return tuple(name for name, role in self.others.items() for _ in range(role.updates)) + (STUDENT,)
 
     @property
     def needs_latents(self) -> bool:
@@ -143,10 +218,6 @@ class Objective:
     def student_calls(self, schedule: FlowSchedule) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return sum(term.student_calls(schedule) for term in self.terms)
-
-    def total(self, losses: Tensor | list[float]) -> Tensor | float:
-        """Return the weighted sum: loss_B of loss_TB, or a number of one for each term."""
-        return sum(term.weight * loss for term, loss in zip(self.terms, losses, strict=True))
 
 
 def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:

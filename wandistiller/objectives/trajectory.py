@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from wandistiller.batch import PATH, Batch, Prediction
+from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.objectives.base import Term, mean_square
 
 
@@ -22,6 +23,9 @@ class TrajectoryRegression(Term):
     @property
     def needs_teacher(self) -> bool:
         return False
+
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+        return {PATH: source.on_path(update, micro)}
 
     def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
         return mean_square(prediction.v_BCFHW - batch.v_BCFHW)

@@ -17,7 +17,7 @@ from wandistiller.engine.ds_config import on_nvme
 from wandistiller.engine.zero_memory import offload_section
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
-from wandistiller.planner.student_network import critic_shape, network_of, student_network
+from wandistiller.planner.student_network import network_of, other_shape, student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
@@ -68,8 +68,9 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     weights = count_parameters(job.student_transformer)
     student = experts * 2 * weights + trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
-    if job.objective.critic:
-        checkpoint += (4 + optimizer_states(job.critic_ds)) * network_of(*critic_shape(job)).trained_numel
+    for other in job.others.values():
+        numel = network_of(*other_shape(job, other.role)).trained_numel
+        checkpoint += (4 + optimizer_states(other.ds)) * numel
     files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
     if not job.previous:
         return files
@@ -114,7 +115,7 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
     Args:
         shipped: count the folders of the shipped JSONs too, which the run may come to use.
     """
-    jsons = [job.student_ds, job.teacher_ds] + ([job.critic_ds] if job.objective.critic else [])
+    jsons = [job.student_ds, job.teacher_ds, *(other.ds for other in job.others.values())]
     if shipped or not any(map(on_nvme, jsons)):
         names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
         jsons += [read_json(f"ds_configs/{name}.json") for name in names]

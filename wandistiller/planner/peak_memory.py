@@ -7,6 +7,7 @@ import torch
 
 from wandistiller.batch import Expert
 from wandistiller.config.job import Job
+from wandistiller.config.others import OtherNetwork
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_schema import BLOCK
@@ -21,7 +22,7 @@ from wandistiller.planner.student_memory import (
     spread_bytes,
     student_parts,
 )
-from wandistiller.planner.student_network import critic_shape, matched_blocks, network_of, student_network
+from wandistiller.planner.student_network import matched_blocks, network_of, other_shape, student_network
 from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, swept, teacher_parts
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
@@ -115,21 +116,21 @@ class _Planner:
         j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
         kept, call = self._teacher(j.batch.micro, swept(j)) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
-        critic, critic_steps = self._critic() if j.objective.critic else ({}, {})
-        if critic:  # both are asked while the student's activations are held
-            steps |= critic_steps | {"the student's judges": steps["student"] | call}
-            if slope := steps.pop("the critic's slope", None):
+        starts = {}
+        for name, other in j.others.items():  # it and the teacher are called beside the student's activations
+            kept_of_it, its_steps, slope = self._other(other)
+            steps |= its_steps | {"the student's judges": steps["student"] | call}
+            if slope:
                 steps["the student's judges, slope"] = steps["student"] | slope
+            student |= kept_of_it
+            numel = sum(network_of(*other_shape(j, other.role))[0].values())
+            starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)}
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
-        student |= critic
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
-        starts = {"start": {"student's weights in float32": start}}
-        if critic:
-            numel_of_critic = sum(network_of(*critic_shape(j))[0].values())
-            starts["critic's start"] = student | {"its weights in float32": Bytes(host=4 * numel_of_critic)}
+        starts = {"start": {"student's weights in float32": start}} | starts
         exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
         return {
             "prepare": self._prepare(),
@@ -185,26 +186,26 @@ class _Planner:
         gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
-    def _critic(self) -> tuple[Parts, dict[str, Parts]]:
-        """Memory of the critic that is kept, and the alternatives of its updates."""
-        j, ds, ranks, shape = self.job, self.job.critic_ds, self.machine.ranks, critic_shape(self.job)
-        has_heads = j.objective.critic.judges_reality  # on samples and cached latents
-        network, samples = network_of(*shape), j.batch.micro * (2 if has_heads else 1)
+    def _other(self, other: OtherNetwork) -> tuple[Parts, dict[str, Parts], Parts]:
+        """Memory of a network beside the student: what is kept, alternatives of its updates, its slope's."""
+        j, ds, ranks, name = self.job, other.ds, self.machine.ranks, other.role.name
+        has_heads = other.role.has_heads  # on samples and cached latents
+        network = network_of(*other_shape(j, other.role))
         parts = student_parts(network, 1, ds, ranks, accelerator=self.gpu)
-        saved = self.saved(shape[0], ds, samples)
-        kept = {f"critic's {use}": replace(b, transient=0) for use, b in parts.items()}
-        step = {f"critic's {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
-        optimizer = {"critic's gradients in float32": Bytes(transient=2 * cast_bytes(network, ds))}
+        saved = self.saved(other.transformer, ds, j.batch.micro * (2 if has_heads else 1))
+        kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
+        step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
+        optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, ds))}
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, ds))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, ds, ranks))
-        passes = step | {"critic's activations": Bytes(transient=saved)}
-        steps = {"critic": passes, "critic's optimizer": step | optimizer}
+        passes = step | {f"{name}'s activations": Bytes(transient=saved)}
+        steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input, without checkpointing
             whole = {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-            kept_whole = Bytes(transient=self.saved(shape[0], whole, j.batch.micro))
-            steps["the critic's slope"] = {"critic's activations, all kept": kept_whole}
-        return kept, steps
+            kept_whole = Bytes(transient=self.saved(other.transformer, whole, j.batch.micro))
+            slope = {f"{name}'s activations, all kept": kept_whole}
+        return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from math import ceil, prod
 from typing import Any, NamedTuple
 
-from wandistiller.batch import CRITIC, STUDENT
+from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
@@ -17,9 +17,9 @@ from wandistiller.planner.machine import Machine
 from wandistiller.planner.stage_time import StageTime
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import (
-    critic_shape,
     matched_blocks,
     network_of,
+    other_shape,
     student_model,
     student_shape,
 )
@@ -57,14 +57,14 @@ class _Learner(NamedTuple):
 def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
     # simulated samples begin with the calls before the first that is trained
-    finished = len(o.roles) * min(job.schedule.exits()) if o.critic else 0
-    calls = o.student_calls(job.schedule) + (o.calls_at_generated if swept(job) > 1 else 0)
-    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.states), calls, finished)
-    if o.critic:  # the student's update asks it once
-        updates, heads = o.critic.updates, o.critic.judges_reality
+    finished = len(o.updates) * min(job.schedule.exits()) if o.others else 0
+    calls = o.student_calls(job.schedule) + (o.calls_at_samples if swept(job) > 1 else 0)
+    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.kinds), calls, finished)
+    for name, (role, _, ds) in job.others.items():  # the student's update asks it once
         # with heads there are cached latents too, and a gradient of the input costs two calls more
-        calls = (3 if heads else 1) / updates
-        yield _Learner(CRITIC, critic_shape(job), job.critic_ds, updates, 2 if heads else 1, calls)
+        calls = (3 if role.has_heads else 1) / role.updates
+        kinds = 2 if role.has_heads else 1
+        yield _Learner(name, other_shape(job, role), ds, role.updates, kinds, calls)
 
 
 def _shares(job: Job) -> dict[Latent, float]:
@@ -115,7 +115,7 @@ class StepTime:
     def ahead(self) -> float:
         """Seconds of the optimizer's step in which the teacher already predicts for the next one."""
         j, on_gpu = self.job, self.topology.accelerator
-        if j.objective.calls_at_generated or not j.objective.asks_at_noised or self.sharers > 1:
+        if j.objective.calls_at_samples or not j.objective.asks_at_noised or self.sharers > 1:
             return 0.0
         if not read_placement(j.teacher_ds).works_ahead(j.teacher_ds, on_gpu=on_gpu):
             return 0.0
@@ -139,7 +139,7 @@ class StepTime:
     def _teacher(self) -> list[StageTime]:
         """The calls of a step; of those that go through the blocks together the weights move once."""
         o, steps, call = self.job.objective, self.job.batch.accumulation, self.teacher_call()
-        kinds, sweeps = o.asks_at_noised + o.calls_at_generated, ceil(steps / swept(self.job))
+        kinds, sweeps = o.asks_at_noised + o.calls_at_samples, ceil(steps / swept(self.job))
         if sweeps == steps:
             return [call._replace(times=steps * max(1, kinds))]
         each = steps / sweeps

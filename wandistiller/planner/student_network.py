@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from wandistiller.config.job import Job
+from wandistiller.objectives.base import Role
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.trainable import set_trainable
 from wandistiller.utils.memoize import once_for_each
@@ -39,12 +40,10 @@ def student_network(job: Job) -> Network:
     return network_of(*student_shape(job))
 
 
-def critic_shape(job: Job) -> tuple[Any, ...]:
-    """The arguments of `student_model` for the critic's network."""
-    run, teacher_width = job.run, width(job.folder.config)
-    if job.objective.critic.start == "teacher":
-        return job.folder.config, None, None, [], teacher_width
-    return job.student_transformer, run.frozen, run.lora, [], teacher_width
+def other_shape(job: Job, role: Role) -> tuple[Any, ...]:
+    """The arguments of `student_model` for a network that is trained beside the student."""
+    of_student = job.student_transformer, job.run.frozen, job.run.lora
+    return *role.origin(of_student, (job.folder.config, None, None)), [], width(job.folder.config)
 
 
 def matched_blocks(job: Job) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wandistiller.batch import CRITIC, Batch, Expert
+from wandistiller.batch import STUDENT, Batch, Expert
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -41,17 +41,15 @@ from wandistiller.wan import transformer
 from wandistiller.wan.transformer import count_parameters
 
 
-def initial_student(
-    job: Job, data: CachedData, teacher: Teacher | None
-) -> tuple[Job, Learner, Learner | None]:
-    """Return the run with its pruning chosen, its student and its critic, blank if it resumes. Collective."""
+def initial_learners(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, dict[str, Learner]]:
+    """Return the run with its pruning chosen, and its networks by role, blank if it resumes. Collective."""
     if job.resume_from:
-        return job, build_student(job), build_critic(job)
+        return job, {STUDENT: build_student(job)} | build_others(job)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
     student = build_student(job, cuts)
     measure_start(job, data, teacher if data.has_latents else None, student)
-    return job, student, build_critic(job, cuts)
+    return job, {STUDENT: student} | build_others(job, cuts)
 
 
 def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner:
@@ -128,28 +126,33 @@ def _network(job: Job, expert: Expert, cut: WidthSlicer | None) -> nn.Module:
     return source.finished(expert.value, torch.float32).requires_grad_(True)
 
 
-def build_critic(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner | None:
-    """Build the objective's critic, if it has one; blank if the run resumes. Collective.
+def build_others(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dict[str, Learner]:
+    """Build what the objective trains beside the student, by role; blank if the run resumes. Collective.
 
     Args:
-        cuts: those of the student, from which it may start.
+        cuts: those of the student, from which a network may start.
     """
-    if not (settings := job.objective.critic):
-        return None
-    set_activity("building the critic")
-    if settings.start == "teacher":
-        (expert,), config = job.trained_experts, job.folder.config
-        # the whole expert of the same noise levels; of one network the low-noise expert
-        start = StudentConfig(experts=job.student.experts)
-        model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, expert, 0)
-        set_trainable(model, None, None, job.run.seed)
-        models = {expert: model}
-    else:
-        models = student_models(job, cuts, projected=False)
-    for model in models.values() if settings.judges_reality else ():
-        layers = len(model.blocks)
-        add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
-    return Learner(models, job.critic_ds, role=CRITIC, merges_padding=job.run.merge_text_padding)
+    learners = {}
+    for name, (role, config, ds) in job.others.items():
+        set_activity(f"building the {name}")
+        of_student = partial(student_models, job, cuts, projected=False)
+        models = role.origin(of_student, partial(_of_teacher, job, config))()
+        for model in models.values() if role.has_heads else ():
+            layers = len(model.blocks)
+            add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
+        learners[name] = Learner(models, ds, role=name, merges_padding=job.run.merge_text_padding)
+    return learners
+
+
+def _of_teacher(job: Job, config: dict[str, Any]) -> dict[Expert, nn.Module]:
+    """Make a network that is the teacher's whole expert of the trained noise levels.
+
+    Of a student of one network it is the low-noise expert.
+    """
+    (expert,), start = job.trained_experts, StudentConfig(experts=job.student.experts)
+    model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, expert, 0)
+    set_trainable(model, None, None, job.run.seed)
+    return {expert: model}
 
 
 def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:

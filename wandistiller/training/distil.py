@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading, resume
 from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
+from wandistiller.config.others import KEY
 from wandistiller.config.stages import whole_output, write_resolved
 from wandistiller.config.start import DONE, read_start
 from wandistiller.config.summary import precision_lines, summary
@@ -23,7 +25,7 @@ from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.planner.disk import log_disk_use
 from wandistiller.teacher.base import local_modules, without_guidance
-from wandistiller.training.build_student import initial_student
+from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
@@ -118,20 +120,20 @@ def _distil(job: Job) -> None:
     with collectives.raise_on_all_ranks():
         extensions.build("deepspeed_config", job.student_ds)
         extensions.build("teacher_deepspeed_config", job.teacher_ds)
-        if job.objective.critic:
-            extensions.build("critic_deepspeed_config", job.critic_ds)
+        for other in job.others.values():
+            extensions.build(KEY, other.ds)
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:
         teacher = teacher or guided_teacher(job, text, data.sample_prompts)
-    job, student, critic = initial_student(job, data, teacher)
+    job, learners = initial_learners(job, data, teacher)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
-    Trainer(job, data, text, teacher, student, critic).train()
-    student.monitors.close()
-    for learner in filter(None, (student, critic)):
+    Trainer(job, data, text, teacher, learners).train()
+    learners[STUDENT].monitors.close()
+    for learner in learners.values():
         destroy_engines(learner.engines.values())
     release_module_references(local_modules(without_guidance(teacher)).values() if teacher else [])
 

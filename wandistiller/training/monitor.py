@@ -20,7 +20,7 @@ class Monitor:
     """Writes metrics.jsonl, DeepSpeed's monitors, alarms.jsonl and memory.json, on rank 0."""
 
     def __init__(self, job: Job, monitors: Monitors):
-        self._job, self._monitors, self._alarms = job, monitors, Alarms(job.output)
+        self._job, self._monitors, self._alarms = job, monitors, Alarms(job.output, job.objective.limits)
         self._metrics: Metrics | None = None
         self._ended: dict[str, list[Usage]] = {}
         """Memory peaks, by rank, of the phases that ended since the last step."""

@@ -13,7 +13,7 @@ from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives, sequence
 from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.training.step_result import MicroStepResult
-from wandistiller.training.turns import Turn
+from wandistiller.training.update import Update
 from wandistiller.utils.errors import NonFinite
 from wandistiller.utils.files import write_json
 
@@ -105,24 +105,24 @@ class NonFiniteHandler:
         self.skipped = 0
         """Skipped steps of the whole run, saved in its checkpoints."""
 
-    def handle(self, step: int, turn: Turn, update: int, micro_steps: list[MicroStepResult]) -> None:
+    def handle(self, step: int, update: Update, number: int, micro_steps: list[MicroStepResult]) -> None:
         """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
 
         Args:
-            turn: whose update it is.
-            update: counted from 0 over the run.
+            update: whose it is.
+            number: of the update, counted from 0 over the run.
             micro_steps: this rank's.
 
         Raises:
             NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.
         """
         run, output = self._job.run, self._job.output
-        turn.learner.forget_skipped_step(micro_steps[-1].expert)
-        own = [r for micro, m in enumerate(micro_steps) for r in self._describe(turn, update, micro, m)]
+        update.learner.forget_skipped_step(micro_steps[-1].expert)
+        own = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
         own = own if sequence.place() == 0 else []
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = run.on_nonfinite == "stop" or self.skipped >= run.nonfinite_limit
-        begun = update % len(self._job.objective.roles) > 0
+        begun = number % len(self._job.objective.updates) > 0
         dropped = NonFiniteStep(step + 1, str(self._save(step, begun=begun, wait=stops).resolve()), samples)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]
@@ -133,9 +133,11 @@ class NonFiniteHandler:
         for line in dropped.messages(output):
             collectives.log0("skipped   %s", line)
 
-    def _describe(self, turn: Turn, update: int, micro: int, result: MicroStepResult) -> list[SampleReport]:
+    def _describe(
+        self, update: Update, number: int, micro: int, result: MicroStepResult
+    ) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        batches, indices = turn.read(update, micro), self._batches.indices(update, micro)
+        batches, indices = update.read(number, micro), self._batches.indices(number, micro)
         first, loss_TB = next(iter(batches.values())), result.loss_TB
         bad = {
             "loss": ~loss_TB.isfinite().all(0),
@@ -151,8 +153,8 @@ class NonFiniteHandler:
                 prompt=item.prompt,
                 media=str(item.media) if item.media else None,
                 sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
-                losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(turn.names)}),
+                losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(update.names)}),
                 not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
             )
-            for i, item in enumerate(self._batches.items(update, micro))
+            for i, item in enumerate(self._batches.items(number, micro))
         ]

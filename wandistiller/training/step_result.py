@@ -57,7 +57,7 @@ class RankReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Numbers of an optimizer step over all ranks' samples; all fields but `ranks` are keys in metrics.jsonl.
+    """Numbers of a step over all ranks' samples; fields are keys in metrics.jsonl, but for `ranks`.
 
     OPTIONAL fields are left out there while they are empty.
     """
@@ -79,18 +79,18 @@ class StepResult:
     """True if the engine made no update, because a gradient was not finite."""
     watched: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     """Means of numbers that show whether training goes well, where the objective has some."""
-    critic: dict[str, Any] = field(default_factory=dict, metadata=OPTIONAL)
-    """Means of the critic's updates before the student's: loss, grad_norm, lr."""
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Means of the updates of networks beside the student, by role: loss, grad_norm, lr. Each is a key."""
     ranks: list[RankReport]
 
     def metrics(self) -> dict[str, Any]:
         """Return the fields to be logged, by name."""
-        values = {f: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        values = {f: getattr(self, f.name) for f in fields(self) if f.name not in ("ranks", "others")}
         return {
             f.name: value.value if isinstance(value, Enum) else value
             for f, value in values.items()
             if value or not f.metadata.get("optional")
-        }
+        } | self.others
 
     @property
     def stop_requested(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from wandistiller.batch import CRITIC, STUDENT, Batch
+from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import set_aside_newer, steps
@@ -29,7 +29,7 @@ from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.turns import TURNS, Turn
+from wandistiller.training.update import Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
@@ -38,7 +38,7 @@ libraries keep 560,000. Freed memory then also goes back to the system, before i
 
 
 class Trainer:
-    """Trains the student, and its critic if it has one, towards `teacher`; every method is collective."""
+    """Trains the student, and the networks beside it, towards `teacher`; every method is collective."""
 
     def __init__(
         self,
@@ -46,21 +46,25 @@ class Trainer:
         data: CachedData,
         text: TextCache,
         teacher: Teacher | None,
-        student: Learner,
-        critic: Learner | None = None,
+        learners: dict[str, Learner],
     ):
-        """`teacher` is None for an objective that needs none, and so is `critic`."""
-        self.job, self.data, self.teacher, self.student = job, data, teacher, student
-        self.learners = {STUDENT: student} | ({CRITIC: critic} if critic else {})
+        """Take the run's networks.
+
+        Args:
+            teacher: None for an objective that needs none.
+            learners: the student and what the objective trains beside it, by role.
+        """
+        self.job, self.data, self.teacher, self.student = job, data, teacher, learners[STUDENT]
+        self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
-        self.batches = MicroBatches(data, job.schedule, job.batch, job.objective.states, latent)
-        turns = {role: TURNS[role](job, self.batches, self.learners, teacher) for role in self.learners}
-        self.turns = [turns[role] for role in job.objective.roles]
-        """A step's updates, the student's last."""
-        updates, depth = job.run.max_steps * len(self.turns), swept(job)
+        self.batches = MicroBatches(data, job.schedule, job.batch, latent)
+        by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
+        self.updates = [by_role[role] for role in job.objective.updates]
+        """Those of a step, the student's last."""
+        updates, depth = job.run.max_steps * len(self.updates), swept(job)
         self.reads = ReadAhead(self._read, job.batch.accumulation, updates, depth)
-        self.monitor = Monitor(job, student.monitors)
-        self.pictures = PictureDrawer(job, data, text, teacher, student)
+        self.monitor = Monitor(job, self.student.monitors)
+        self.pictures = PictureDrawer(job, data, text, teacher, self.student)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
@@ -117,33 +121,37 @@ class Trainer:
         raise Stopped(f"after step {done} of {self.job.run.max_steps}{stage}")
 
     def train_step(self, step: int) -> StepResult:
-        """Make one step, counted from 0: the critic's updates, if there is one, and then the student's.
+        """Make one step, counted from 0: the updates of other networks, and then the student's.
 
         Raises:
             NonFinite: on all ranks, if a loss or gradient is not finite and such a step may not be skipped.
         """
         begin_step(step + 1)
-        first = step * len(self.turns)
-        *critic, student = [self.update(turn, first + i, step) for i, turn in enumerate(self.turns)]
-        if self.learners.get(CRITIC) and (share := self.job.objective.critic.follows):
-            self.learners[CRITIC].follow(self.student, share)
-        return replace(student, critic=mean_of(critic))
+        first, of_roles = step * len(self.updates), {role: [] for role in self.learners}
+        for number, update in enumerate(self.updates, first):
+            of_roles[update.role].append(self.update(update, number, step))
+        for name, role in self.job.objective.others.items():
+            if role.follows:
+                self.learners[name].follow(self.student, role.follows)
+        (student,) = of_roles.pop(STUDENT)
+        return replace(student, others={role: mean_of(results) for role, results in of_roles.items()})
 
-    def update(self, turn: Turn, number: int, step: int) -> StepResult:
+    def update(self, update: Update, number: int, step: int) -> StepResult:
         """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
-        following = None if self._draws(step + 1) else number + len(self.turns)
-        micro_steps = turn.micro_steps(number, self.reads, following)
+        following = None if self._draws(step + 1) else number + len(self.updates)
+        micro_steps = update.micro_steps(number, self.reads, following)
         set_activity(f"finishing step {step + 1}")
         over = Over(self.saves.over(), self.draws.over())
-        result, learner = reduce_over_ranks(micro_steps, turn.names, turn.total, over), turn.learner
+        learner = update.learner
+        result = reduce_over_ranks(micro_steps, update.names, update.total, over)
         if not math.isfinite(result.loss) or learner.lost_update(result.expert):
-            self.nonfinite.handle(step, turn, number, micro_steps)
-        learner.advance_schedules(result.expert)  # they follow the run, not the expert's own turns
+            self.nonfinite.handle(step, update, number, micro_steps)
+        learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
         learner.update_ema(result.expert, step + 1)
         return replace(result, **learner.state(result.expert))
 
     def _read(self, update: int, micro: int) -> dict[str, Batch]:
-        return self.turns[update % len(self.turns)].read(update, micro)
+        return self.updates[update % len(self.updates)].read(update, micro)
 
     def _draws(self, done: int) -> bool:
         """Return whether pictures are due after `done` steps, as they are after the last."""
@@ -166,7 +174,7 @@ class Trainer:
         """Write the checkpoint after `done` steps; return its folder. If `wait`, it is on the disk then.
 
         Args:
-            begun: the critic has updates of the next step already, so the last checkpoint is kept as it is.
+            begun: other networks have updates of the next step already; the last checkpoint stays as it is.
         """
         self.monitor.flush()
         if begun:

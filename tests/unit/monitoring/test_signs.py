@@ -16,6 +16,7 @@ from wandistiller.monitoring.signs import (
     sample_stats,
     write_stats,
 )
+from wandistiller.objectives.dmd2 import Dmd2
 
 WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0}
 LONG = WARMED_UP + 2 * WINDOW
@@ -23,7 +24,7 @@ LONG = WARMED_UP + 2 * WINDOW
 
 def raised(steps: list[dict[str, float]], norms: list[float] | None = None) -> set[str]:
     """Return the kinds of signs in a run that watches these numbers."""
-    signs, norms = Signs(), norms or [1.0] * len(steps)
+    signs, norms = Signs(Dmd2.limits), norms or [1.0] * len(steps)
     given = enumerate(zip(steps, norms, strict=True), 1)
     return {kind for step, (watched, norm) in given for kind, _ in signs.step(step, watched, norm)}
 
@@ -65,7 +66,7 @@ def test_a_gradient_norm_of_five_times_the_usual_is_a_sign() -> None:
 
 
 def test_a_resumed_run_is_compared_with_its_own_start() -> None:
-    signs = Signs()
+    signs = Signs(Dmd2.limits)
     signs.go_on_from([{"watched": WELL}] * LONG)
     grown = WELL | {"gradient": 1.0}
     kinds = {kind for step in range(LONG, LONG + WINDOW) for kind, _ in signs.step(step, grown, 1.0)}

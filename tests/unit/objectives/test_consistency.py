@@ -144,8 +144,10 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
 
     def total(ask: Callable[[Batch], Tensor], v_BCFHW: Callable[[], Tensor]) -> Tensor:
         (predicted,) = objective.predictions(teacher, [{NOISED: batch}])
-        targets = objective.targets(predicted, {NOISED: batch}, Networks(ask), SCHEDULE)
-        loss_TB = objective.losses({NOISED: Prediction(v_BCFHW())}, targets, {NOISED: batch})
+        networks = Networks(ask)
+        targets = objective.targets(predicted, {NOISED: batch}, networks, SCHEDULE)
+        predicted = {NOISED: Prediction(v_BCFHW())}
+        loss_TB, _ = objective.losses(predicted, targets, {NOISED: batch}, networks)
         return objective.total(loss_TB).mean()
 
     total(plain, lambda: plain(batch)).backward()

@@ -12,12 +12,22 @@ from engines import batch_for, loaded
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, GeneratedBatch, JudgedBatch, Prediction
+from wandistiller.batch import Batch, Expert, Prediction
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.flow import JUDGED, FewSteps, FlowSchedule, clean, keyed_normal
+from wandistiller.flow import FewSteps, FlowSchedule, clean, keyed_normal
 from wandistiller.objectives.base import Networks
-from wandistiller.objectives.dmd2 import Dmd2, Judges, heads_loss
-from wandistiller.simulation import judged, simulate
+from wandistiller.objectives.dmd2 import (
+    CRITIC,
+    RENOISED,
+    Dmd2,
+    Renoised,
+    Rollout,
+    drawn,
+    heads_loss,
+    renoised,
+    simulated,
+)
+from wandistiller.objectives.registry import Objective
 from wandistiller.student.blocks import Blocks
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
@@ -28,8 +38,8 @@ SCHEDULE = FlowSchedule(3.0, None, seed=0, global_batch=8, few=FewSteps((1.0, 0.
 TEXT_BLD = torch.zeros(4, 1, 1)
 
 
-def drawn(step: int = 0, schedule: FlowSchedule = SCHEDULE) -> GeneratedBatch:
-    return schedule.generated(SHAPE, TEXT_BLD, [step * 8 + i for i in range(4)], step)
+def start(step: int = 0) -> Rollout:
+    return drawn(SCHEDULE, SHAPE, TEXT_BLD, [step * 8 + i for i in range(4)], step)
 
 
 def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
@@ -44,8 +54,19 @@ def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
     return velocity
 
 
-NONE = gaussian(0, 1)
-"""In place of a student, which is not asked."""
+class Critic:
+    """A critic whose velocity, and gradient in its input, are known."""
+
+    def __init__(self, velocity: Callable[[Batch], Tensor], slope: Callable[..., Tensor] | None = None):
+        self.velocity, self.slope = velocity, slope
+
+
+def networks(critic: Critic) -> Networks:
+    """Return those of a run; the student is not asked."""
+    return Networks(gaussian(0, 1), {CRITIC: critic})
+
+
+TEACHER = gaussian(0.5, 0.3)
 
 
 def score(batch: Batch, mean: float, deviation: float) -> Tensor:
@@ -55,8 +76,8 @@ def score(batch: Batch, mean: float, deviation: float) -> Tensor:
 
 def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
     """x0 = (x + t^2 score) / (1 - t), so x0_critic - x0_teacher is t^2 / (1 - t) times the difference."""
-    at = judged(drawn(), keyed_normal((4, *SHAPE), "v"))
-    gradient = Judges(Networks(NONE, gaussian(0.5, 0.3), gaussian(-0.2, 0.8))).gradient(at)
+    at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
+    gradient = Dmd2().target_of_samples(at, TEACHER(at), networks(Critic(gaussian(-0.2, 0.8)))).gradient_BCFHW
     t = at.sigma_B.view(-1, 1, 1, 1, 1)
     difference = t**2 / (1 - t) * (score(at, -0.2, 0.8) - score(at, 0.5, 0.3))
     away = at.x0_BCFHW - (at.x_t_BCFHW + t**2 * score(at, 0.5, 0.3)) / (1 - t)
@@ -65,17 +86,21 @@ def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
 
 
 def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
-    batch, target = drawn(), Judges(Networks(NONE, gaussian(0.5, 0.3), gaussian(0.5, 0.3)))
-    assert Dmd2().loss(Prediction(keyed_normal((4, *SHAPE), "v")), target, batch).abs().max() == 0
-    assert target.watched["critic_share"].tolist() == pytest.approx([1.0] * 4)
+    batch, v = start(), keyed_normal((4, *SHAPE), "v")
+    at = renoised(batch, v)
+    target = Dmd2().target_of_samples(at, TEACHER(at), networks(Critic(TEACHER)))
+    assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
+    assert target.numbers["critic_share"].tolist() == pytest.approx([1.0] * 4)
 
 
-def test_the_loss_passes_the_judges_gradient_to_the_samples() -> None:
-    batch, v = drawn(), keyed_normal((4, *SHAPE), "v").requires_grad_()
-    networks = Networks(gaussian(0, 1), gaussian(0.5, 0.3), gaussian(-0.2, 0.8))
-    target = Dmd2().target(None, batch, networks, SCHEDULE)
-    Dmd2().loss(Prediction(v), target, batch).sum().backward()
-    gradient = target.gradient(judged(batch, v.detach()))
+def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
+    batch, v = start(), keyed_normal((4, *SHAPE), "v").requires_grad_()
+    objective, others = Objective((Dmd2(),)), networks(Critic(gaussian(-0.2, 0.8)))
+    of = {Dmd2.states: Prediction(v)}
+    loss_TB, _ = objective.losses(of, [None], {Dmd2.states: batch}, others, lambda at: [TEACHER(*at)])
+    loss_TB.sum().backward()
+    at = renoised(batch, v.detach())
+    gradient = Dmd2().target_of_samples(at, TEACHER(at), others).gradient_BCFHW
     numel = v[0].numel()  # x0 = x - sigma v, and the loss is a mean over a sample
     expected = -batch.sigma_B.view(-1, 1, 1, 1, 1) * gradient / numel
     torch.testing.assert_close(v.grad, expected)
@@ -93,9 +118,9 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
 
     exits = set()
     for step in range(12):
-        batch = schedule.generated((16, 1, 4, 4), text_BLD, [2 * step, 2 * step + 1], step)
+        batch = drawn(schedule, (16, 1, 4, 4), text_BLD, [2 * step, 2 * step + 1], step)
         exits.add(batch.exit)
-        state = simulate(batch, velocity, few)
+        state = simulated(batch, velocity, few)
         fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
         fresh[: len(batch.fresh)] = batch.fresh
         given = batch.noise_BCFHW, text_BLD, 40, few, fresh.__getitem__
@@ -108,29 +133,29 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
     assert exits == set(range(steps))
 
 
-def test_draws_depend_on_update_and_sample_alone_and_samples_are_judged_within_limits() -> None:
-    one, parts = drawn(3), [SCHEDULE.generated(SHAPE, TEXT_BLD[:2], [24 + i, 25 + i], 3) for i in (0, 2)]
+def test_draws_depend_on_update_and_sample_alone_and_samples_are_renoised_within_limits() -> None:
+    one, parts = start(3), [drawn(SCHEDULE, SHAPE, TEXT_BLD[:2], [24 + i, 25 + i], 3) for i in (0, 2)]
     for name in ("noise_BCFHW", "sigma_B"):
-        for whole, halves in ((one, parts), (one.judged, [p.judged for p in parts])):
+        for whole, halves in ((one, parts), (one.renoise, [p.renoise for p in parts])):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(p, name) for p in halves]))
-    assert {p.exit for p in parts} == {one.exit} and {p.judged.expert for p in parts} == {Expert.HIGH_NOISE}
-    sigma_N = torch.cat([drawn(step).judged.sigma_B for step in range(100)])
-    assert sigma_N.min() >= JUDGED[0] and sigma_N.max() <= 0.9801
-    assert not torch.equal(one.noise_BCFHW, drawn(4).noise_BCFHW)
+    assert {p.exit for p in parts} == {one.exit} and {p.renoise.expert for p in parts} == {Expert.HIGH_NOISE}
+    sigma_N = torch.cat([start(step).renoise.sigma_B for step in range(100)])
+    assert sigma_N.min() >= RENOISED[0] and sigma_N.max() <= 0.9801
+    assert not torch.equal(one.noise_BCFHW, start(4).noise_BCFHW)
 
 
 S = 0.875
 ONE_EXPERT = replace(SCHEDULE, boundary=S, handover=S, trained=Expert.HIGH_NOISE)
 
 
-def phased(step: int) -> GeneratedBatch:
+def phased(step: int) -> Rollout:
     schedule = replace(ONE_EXPERT, few=few_steps(7.0, 4, S))
-    return schedule.generated(SHAPE, TEXT_BLD, list(range(8 * step, 8 * step + 4)), step)
+    return drawn(schedule, SHAPE, TEXT_BLD, list(range(8 * step, 8 * step + 4)), step)
 
 
-def test_samples_of_the_high_noise_expert_are_judged_above_the_hand_over_alone() -> None:
-    sigma_N = torch.cat([phased(step).judged.sigma_B for step in range(100)])
-    assert sigma_N.min() >= S + JUDGED[0] - 1e-6 and sigma_N.max() <= JUDGED[1] + 1e-6
+def test_samples_of_the_high_noise_expert_are_renoised_above_the_hand_over_alone() -> None:
+    sigma_N = torch.cat([phased(step).renoise.sigma_B for step in range(100)])
+    assert sigma_N.min() >= S + RENOISED[0] - 1e-6 and sigma_N.max() <= RENOISED[1] + 1e-6
     assert {phased(step).exit for step in range(50)} == {0, 1} and phased(0).end == S
 
 
@@ -140,10 +165,10 @@ def test_a_state_at_the_hand_over_has_the_noise_of_the_path_at_every_level_above
     x0, e = torch.full_like(batch.x_t_BCFHW, 2.0), keyed_normal(batch.x_t_BCFHW.shape, "e")
     x_s = (1 - S) * x0 + S * e
     to_s = replace(batch, x_t_BCFHW=x_s, sigma_B=torch.full((4,), S))  # a step of length 0
-    found, t = judged(to_s, e - x0), batch.judged.sigma_B.view(-1, 1, 1, 1, 1)
+    found, t = renoised(to_s, e - x0), batch.renoise.sigma_B.view(-1, 1, 1, 1, 1)
     a = (1 - t) / (1 - S)
     noise = (found.x_t_BCFHW - (1 - t) * x0 - a * S * e) / (t**2 - (a * S) ** 2).sqrt()
-    torch.testing.assert_close(noise, batch.judged.noise_BCFHW, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(noise, batch.renoise.noise_BCFHW, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.x0_BCFHW, x0, rtol=1e-4, atol=1e-4)
 
 
@@ -151,25 +176,25 @@ def test_the_critic_s_target_is_the_derivative_of_the_path_in_t() -> None:
     batch, v = phased(1), keyed_normal((4, *SHAPE), "v")
     double = {name: getattr(batch, name).double() for name in ("x_t_BCFHW", "sigma_B")}
 
-    def at(t_B: torch.Tensor) -> JudgedBatch:
-        where = replace(batch.judged, sigma_B=t_B, noise_BCFHW=batch.judged.noise_BCFHW.double())
-        return judged(replace(batch, judged=where, **double), v.double())
+    def at(t_B: torch.Tensor) -> Renoised:
+        where = replace(batch.renoise, sigma_B=t_B, noise_BCFHW=batch.renoise.noise_BCFHW.double())
+        return renoised(replace(batch, renoise=where, **double), v.double())
 
-    t_B, h = batch.judged.sigma_B.double(), 1e-6
+    t_B, h = batch.renoise.sigma_B.double(), 1e-6
     slope = (at(t_B + h).x_t_BCFHW - at(t_B - h).x_t_BCFHW) / (2 * h)
     torch.testing.assert_close(at(t_B).target_BCFHW, slope, rtol=1e-5, atol=1e-6)
 
 
 def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:
-    batch, v = drawn(2), keyed_normal((4, *SHAPE), "v")
-    plain, nearly = judged(batch, v), judged(replace(batch, end=1e-9), v)
+    batch, v = start(2), keyed_normal((4, *SHAPE), "v")
+    plain, nearly = renoised(batch, v), renoised(replace(batch, end=1e-9), v)
     torch.testing.assert_close(nearly.x_t_BCFHW, plain.x_t_BCFHW)
     torch.testing.assert_close(nearly.target_BCFHW, plain.target_BCFHW)
 
 
 def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
     """D(x_t) = mean of a x_t; the loss of a sample is gan softplus(-D), and ours a mean over its elements."""
-    a, batch = 3.0, judged(drawn(), keyed_normal((4, *SHAPE), "v"))
+    a, batch = 3.0, renoised(start(), keyed_normal((4, *SHAPE), "v"))
 
     def slope(at: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
         x = at.x_t_BCFHW.detach().requires_grad_()
@@ -177,8 +202,8 @@ def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
             logits = {0: (a * x).flatten(1)[..., None]}
             return torch.autograd.grad(value(Prediction(x, logits)), x)[0]
 
-    networks = Networks(NONE, gaussian(0.5, 0.3), gaussian(0.5, 0.3), slope)
-    found = Judges(networks, gan=0.03).gradient(batch)
+    others = networks(Critic(TEACHER, slope))
+    found = Dmd2(gan=0.03).target_of_samples(batch, TEACHER(batch), others).gradient_BCFHW
     x0 = batch.x0_BCFHW.detach().requires_grad_()
     t = batch.sigma_B.view(-1, 1, 1, 1, 1)
     logit_B = a * ((1 - t) * x0 + t * batch.noise_BCFHW).flatten(1).mean(1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from constant import BATCH, X0, Constant, targets
+from constant import BATCH, X0, Constant, losses, targets
 from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
 from engines import batch_for, engine, loaded, teacher_of
@@ -61,7 +61,7 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     add_projections(model, range(4), transformer.width(model.config))
     student = Learner({Expert.HIGH_NOISE: model}, engine())
     predictions = student.predict(batches)
-    assert objective.losses(predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0
+    assert losses(objective, predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0
 
 
 def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teacher) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teach
     batches = {NOISED: batch}
     v_BCFHW = transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
     predictions = {NOISED: Prediction(v_BCFHW, seen)}
-    loss_TB = objective.losses(predictions, targets(objective, teacher, batches), batches)
+    loss_TB = losses(objective, predictions, targets(objective, teacher, batches), batches)
     objective.total(loss_TB).mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -102,7 +102,7 @@ def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     student = Learner({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
-    loss_TB = objective.losses(student.predict(batches), targets(objective, teacher, batches), batches)
+    loss_TB = losses(objective, student.predict(batches), targets(objective, teacher, batches), batches)
     student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())
     weights = student.engine(Expert.HIGH_NOISE).module.named_parameters()
     actual = {name: safe_get_full_grad(p) for name, p in weights}

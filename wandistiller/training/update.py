@@ -1,0 +1,187 @@
+"""Updates of a step: each is of one role's network, with a forward and a backward pass for its own loss."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import STUDENT, Batch, Prediction
+from wandistiller.config.job import Job
+from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.distributed import sequence
+from wandistiller.distributed.device import on_accelerator
+from wandistiller.objectives.base import Networks
+from wandistiller.planner.teacher_memory import swept
+from wandistiller.student.learner import Learner
+from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.training.ahead import worker
+from wandistiller.training.step_result import READING, MicroStepResult
+from wandistiller.utils.logging import activity
+
+TEACHER = "the teacher's forward pass"
+"""An activity of a step."""
+Reads = Callable[[int, int], dict[str, Batch]]
+"""This rank's samples of an update and a micro-step by kind of states, by `Update.read` of its role."""
+Asked = list[tuple[dict[str, Batch], Prediction | None]]
+"""Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Return `loss`; if it is not finite, make its gradients non-finite too: every engine skips the step.
+
+    This holds on all ranks, whichever had the loss, and for a loss that overflowed in a square while its
+    gradient did not. It needs neither a collective nor a transfer from the device.
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+
+class Update:
+    """Updates of one role's network by the run's objective."""
+
+    def __init__(
+        self,
+        role: str,
+        job: Job,
+        batches: MicroBatches,
+        learners: dict[str, Learner],
+        teacher: Teacher | None,
+    ):
+        self.role, self.job, self.teacher = role, job, teacher
+        self.objective, self.learner, self.student = job.matched_objective, learners[role], learners[STUDENT]
+        self._batches = batches
+        others = {name: learner for name, learner in learners.items() if name != STUDENT}
+        self._networks = Networks(self.student.velocity, others)
+        self.names = list(self.objective.weights(role))
+        """Of the rows of loss_TB."""
+        self._worker = worker("teacher")
+        self._begun: dict[int, Future[list[Asked]]] = {}
+        """What was asked for a later update, in the order of its micro-steps."""
+
+    def total(self, losses: Tensor | list[float]) -> Tensor | float:
+        """Return the loss of the network: the weighted sum over the rows of loss_TB."""
+        return self.objective.total(losses, self.role)
+
+    def read(self, update: int, micro: int) -> dict[str, Batch]:
+        """Return this rank's samples of a micro-step by kind of states."""
+        return self.objective.draw(self.role, self._batches, update, micro)
+
+    def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+        """Make all forward and backward passes on this rank's samples of an update, counted from 0.
+
+        Args:
+            reads: where the samples come from.
+            following: the role's next update, if the teacher may already predict for it.
+        """
+        asked = self._asked_ahead(update)
+        ahead = self._works_ahead and following is not None
+        self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
+        results = []
+        for group in self._groups:
+            together = asked.pop(0) if asked else self._ask(update, group, reads)
+            velocities = self._at_samples([batches for batches, _ in together])
+            results += [self._micro_step(*of_one, v) for of_one, v in zip(together, velocities, strict=True)]
+        return results
+
+    def _asked_ahead(self, update: int) -> list[Asked]:
+        if not (begun := self._begun.pop(update, None)):
+            return []
+        with activity(TEACHER):
+            return begun.result()
+
+    @property
+    def _asks(self) -> bool:
+        """True if the teacher is asked at all."""
+        return self.role == STUDENT and self.teacher is not None
+
+    @property
+    def _groups(self) -> list[range]:
+        """Micro-steps of an update whose samples go through the teacher together."""
+        number, together = self.job.batch.accumulation, swept(self.job) if self.role == STUDENT else 1
+        return [range(first, min(first + together, number)) for first in range(0, number, together)]
+
+    def _ask(self, update: int, group: range, reads: Reads) -> Asked:
+        """Read the samples of micro-steps that go through the teacher together, and ask it about them."""
+        with activity(READING):
+            batches = [reads(update, micro) for micro in group]
+        if self.objective.rolls_out(self.role):
+            roll_out = partial(self.objective.roll_out, self.role)
+            with activity("the student's sampling"):
+                batches = [roll_out(b, self.student.velocity, self.job.schedule) for b in batches]
+        return self._with_predictions(batches)
+
+    def _with_predictions(self, batches: list[dict[str, Batch]]) -> Asked:
+        if self.role != STUDENT:
+            return [(b, None) for b in batches]
+        with activity(TEACHER):
+            return [*zip(batches, self.objective.predictions(self.teacher, batches), strict=True)]
+
+    @property
+    def _works_ahead(self) -> bool:
+        """True if the teacher predicts for the next update while the optimizer updates the weights.
+
+        Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
+        is asked about the student's samples. Ranks that share a sequence exchange parts of it in one order.
+        """
+        ds, on_gpu = self.job.teacher_ds, on_accelerator()
+        if self.role != STUDENT or not self.objective.asks_at_noised or self.objective.rolls_out(STUDENT):
+            return False
+        return sequence.degree() == 1 and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
+
+    def _begin(self, update: int, reads: Reads) -> None:
+        """Read an update's samples, and ask the teacher about them, in a thread.
+
+        Of hidden states to compare, which are large, only those of the first micro-steps.
+        """
+        groups = self._groups[:1] if self.objective.student_blocks else self._groups
+
+        def ask(group: range) -> Asked:
+            batches = [reads(update, micro) for micro in group]
+            return [*zip(batches, self.objective.predictions(self.teacher, batches), strict=True)]
+
+        self._begun[update] = self._worker.submit(lambda: [*map(ask, groups)])
+
+    def _at_samples(self, batches: list[dict[str, Batch]]) -> list[list[Tensor] | None]:
+        """Return the teacher's velocities at the student's samples of each micro-step, if several are known.
+
+        To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
+        device in each micro-step.
+        """
+        if not self._asks or len(batches) == 1 or not self.objective.rolls_out(STUDENT):
+            return [None] * len(batches)
+        with activity(TEACHER):
+            with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
+                samples = [self.objective.sampled(self.student.predict(b), b) for b in batches]
+            predictions = iter(self.teacher.predict_all([s for of_one in samples for s in of_one], ()))
+            return [[next(predictions).v_BCFHW for _ in of_one] for of_one in samples]
+
+    def _micro_step(
+        self, batches: dict[str, Batch], teacher: Prediction | None, at_samples: list[Tensor] | None
+    ) -> MicroStepResult:
+        """Compute the loss and its gradients; on the last micro-step of an update the weights change.
+
+        Args:
+            teacher: its prediction at noised states.
+            at_samples: its velocities at the student's samples, if they are known.
+        """
+        objective, first = self.objective, next(iter(batches.values()))
+        with activity(f"the {self.role}'s forward pass"):
+            if self.role == STUDENT:
+                targets = objective.targets(teacher, batches, self._networks, self.job.schedule)
+                predictions = self.student.predict(batches)
+                ask = (lambda _: at_samples) if at_samples else self._velocities
+                loss_TB, numbers = objective.losses(predictions, targets, batches, self._networks, ask)
+            else:
+                loss_TB = objective.losses_of(self.role, self.learner.predict(batches), batches)
+                numbers = {}
+        with activity(f"the {self.role}'s backward pass"):
+            self.learner.backward(first.expert, propagate_nonfinite(self.total(loss_TB).mean()))
+        with activity("the optimizer's step"):
+            self.learner.step(first.expert)
+        return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert, numbers)
+
+    def _velocities(self, samples: list[Batch]) -> list[Tensor]:
+        return [self.teacher.velocity(batch) for batch in samples]
