@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from wandistiller.batch import Expert
 from wandistiller.checkpoint.safetensors_stream import FileChecksum, checksum
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, flush, write_json
@@ -68,12 +69,12 @@ def commit(folder: Path, target: Path, ranks: int, stopped: Callable[[], bool]) 
     flush(target.parent)
 
 
-def verify(folder: Path, *, share: tuple[int, int] | None = None, but: str = "") -> list[str]:
+def verify(folder: Path, *, share: tuple[int, int] | None = None, of_student: bool = False) -> list[str]:
     """List the problems of a committed folder: missing and cut-off files, and wrong checksums of small ones.
 
     Args:
         share: (i, n): check also every n-th large file from the i-th on.
-        but: beginning of the names of large files that are not read.
+        of_student: leave out large files of networks that were trained beside the student.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -86,7 +87,7 @@ def verify(folder: Path, *, share: tuple[int, int] | None = None, but: str = "")
     for i, (name, expected) in enumerate(files.items()):
         try:
             size = (folder / name).stat().st_size
-            is_read = share and i % share[1] == share[0] and not (but and name.startswith(but))
+            is_read = share and i % share[1] == share[0] and not (of_student and _of_another_role(name))
             is_read = is_read or size <= SMALL_BYTES
             if size != expected.bytes:
                 problems.append(f"{name} has {size} bytes of {expected.bytes}")
@@ -96,6 +97,11 @@ def verify(folder: Path, *, share: tuple[int, int] | None = None, but: str = "")
             problems.append(f"{name} cannot be read: {error.strerror}")
     extra = {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")} - files.keys()
     return problems + [f"{name} is none of its files" for name in sorted(extra)]
+
+
+def _of_another_role(name: str) -> bool:
+    """Return whether a file is in ROLE/EXPERT/, where EXPERT/ is the student's."""
+    return name.split("/")[1:2] in ([expert.value] for expert in Expert)
 
 
 def steps(checkpoints: Path) -> list[Path]:

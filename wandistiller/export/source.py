@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import WanTransformer3DModel
 
-from wandistiller.batch import CRITIC, Expert
+from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
@@ -183,7 +183,7 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
             "or one checkpoints/step_... folder."
         )
     set_activity(f"verifying {checkpoint}")
-    if problems := manifest.verify(checkpoint, share=share, but=f"{CRITIC}/"):
+    if problems := manifest.verify(checkpoint, share=share, of_student=True):
         others = [str(other) for other in manifest.steps(checkpoint.parent) if other != checkpoint]
         named = f", such as {others[0]}" if others else ""
         raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint{named}.")

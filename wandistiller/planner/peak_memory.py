@@ -91,7 +91,7 @@ class _Planner:
         self.sharers = job.run.context_parallel
         self.tokens = tokens // sharers_of_a_call(job), tokens // self.sharers
         """Tokens of a sample that this rank has the teacher's and the student's hidden states of."""
-        self.samples = job.batch.micro * len(job.objective.states)
+        self.samples = job.batch.micro * len(job.objective.kinds)
         """Samples of one forward pass of the student: the states of all terms."""
         self.network = student_network(job)
         self.base = self._libraries(PROCESS)
