@@ -4,7 +4,7 @@
     python tests/bench/invariants.py record after.json
     python tests/bench/invariants.py compare before.json after.json
 
-`record` runs the command line of a checkout (this one by default) in real processes, about ten minutes on two
+`record` runs the command line of a checkout (this one by default) in real processes, about 25 minutes on two
 cores. Record both on the same machine: another CPU may round differently. `compare` exits with 1 where a
 loss, a gradient norm or a file differs in one bit. Messages may be reworded on purpose, so their differences
 are printed, not judged.
@@ -23,6 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
+
+from published_wan import write_wans
+
+HOST = {"1": 192, "4": 512, "8": 1000}
+"""GiB of CPU memory of a machine, by its number of GPUs."""
 SMALL = {
     "teacher_path": "tiny",
     "data_path": "tiny",
@@ -78,6 +84,30 @@ RUNS: dict[str, dict[str, Any]] = {
         "student_config": "ds_configs/students/half_two_experts.json",
     },
 }
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2}
+RUNS |= {
+    "dmd2 with heads, and consistency": {
+        **SMALL,
+        "deepspeed_config": ENGINE,
+        "objective": [DMD2 | {"gan": 0.03}, {"name": "consistency", "intervals": 8, "edges": 2}],
+        "max_steps": 3,
+        "save_every": 2,
+    },
+    "dmd2 of one expert of two": {
+        **SMALL,
+        "deepspeed_config": ENGINE | {"gradient_accumulation_steps": 2, "train_batch_size": 4},
+        "student_config": {"init": "teacher", "experts": "two"},
+        "objective": DMD2 | {"steps": 4, "expert": "low_noise"},
+        "max_steps": 2,
+    },
+    "ranks that share samples": {
+        **SMALL,
+        "deepspeed_config": ENGINE | {"train_batch_size": 2},
+        "context_parallel": 2,
+        "objective": DMD2 | {"critic_follows": 0.03},
+        "max_steps": 2,
+    },
+}
 EXPORTS = {
     "diffusers": ["--output", "pipeline"],
     "diffusers, float32": ["--output", "pipeline32", "--dtype", "float32"],
@@ -86,6 +116,8 @@ EXPORTS = {
     "LoRA": ["--output", "lora", "--adapter"],
     "LoRA, original": ["--output", "lora.safetensors", "--adapter", "--format", "original"],
 }
+MEASURED = {"loss", "grad_norm", "seconds", "samples_per_second", "memory_gib"}
+"""Metrics that differ from run to run, or have a row of their own."""
 BAD = {
     "unknown recipe key": {"max_step": 3},
     "wrong type": {"max_steps": "many"},
@@ -166,6 +198,7 @@ def record(checkout: Path, names: list[str]) -> dict[str, Any]:
         found[name] = {
             "loss": [line["loss"] for line in lines],
             "grad_norm": [line["grad_norm"] for line in lines],
+            "other metrics": [{k: v for k, v in line.items() if k not in MEASURED} for line in lines],
         }
         found[name]["student"] = digests(output / "student")
         for export, flags in EXPORTS.items():
@@ -187,7 +220,23 @@ def record(checkout: Path, names: list[str]) -> dict[str, Any]:
             checkout, ["train", "--recipe", str(folder / "bad.json"), "--dry_run"], ranks=1, code=None
         )
         messages[name] = messages[name].replace(str(folder), "FOLDER").replace(str(checkout), "CHECKOUT")
-    return found | {"messages": messages}
+    return found | {"messages": messages | plans(checkout, folder)}
+
+
+def plans(checkout: Path, folder: Path) -> dict[str, str]:
+    """What `plan` prints for each recipe of ds_configs/machines, whose name has the GPUs, and GiB of each."""
+    write_wans(folder / "published")
+    (folder / "prompts.txt").write_text("a red circle\n")
+    found = {}
+    for recipe in sorted((checkout / "ds_configs" / "machines").glob("*.json")):
+        gpus, each = recipe.stem.split("_")[0].split("x")
+        teacher = folder / "published" / json.loads(recipe.read_text())["teacher_path"]
+        words = ["--recipe", str(recipe), "--teacher_path", str(teacher)]
+        words += ["--data_path", str(folder / "prompts.txt"), "--output_dir", str(folder / "planned")]
+        words += f"--gpus {gpus} --gpu_memory {each} --host_memory {HOST[gpus]} --disk 1800".split()
+        text = run(checkout, ["plan", *words], ranks=1, code=None)
+        found[f"plan {recipe.stem}"] = text.replace(str(folder), "FOLDER").replace(str(checkout), "CHECKOUT")
+    return found
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
