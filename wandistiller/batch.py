@@ -1,4 +1,4 @@
-"""One micro-step's samples, and the legend for every tensor name in this package.
+"""A micro-step's samples, and the legend for every tensor name in this package.
 
 B sample on this rank, C latent channel, F latent frame, H W latent pixel, L text token, D width of a
 state, S place in a sequence: a patch of a sample, or a state of a sampling path.
@@ -6,7 +6,8 @@ The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; t = 1000 sigma.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 import torch
@@ -26,22 +27,53 @@ class Expert(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples at one point of the path from data to noise."""
+class Conditioning:
+    """What a network is given beside noisy latents and their noise level."""
 
-    x0_BCFHW: Tensor
-    noise_BCFHW: Tensor
+    text_BLD: Tensor
+    """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order of the fields."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Conditioning":
+        """Return it with each tensor changed."""
+        return Conditioning(*map(change, self.tensors()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Samples at one point of the path from data to noise, as a network is given them."""
+
     x_t_BCFHW: Tensor
     sigma_B: Tensor
     """float32, in [0, 1]."""
-    text_BLD: Tensor
-    """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""
+    conditioning: Conditioning
     expert: Expert
     """Equal on all ranks for one micro-step."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return all that a network is given."""
+        return [self.x_t_BCFHW, self.sigma_B, *self.conditioning.tensors()]
+
+    def with_tensors(self, tensors: list[Tensor]) -> "State":
+        """Return the state of other samples, with what `tensors` returned for them."""
+        x_t_BCFHW, sigma_B, *others = tensors
+        conditioning = Conditioning(*others)
+        return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=self.expert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(State):
+    """Samples on the straight line from clean latents to noise."""
+
+    x0_BCFHW: Tensor
+    noise_BCFHW: Tensor
+
     @property
     def v_BCFHW(self) -> Tensor:
-        """The velocity of the straight line from x0 to the noise: noise - x0."""
+        """The velocity of the line: noise - x0."""
         return self.noise_BCFHW - self.x0_BCFHW
 
 
@@ -60,16 +92,16 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
     return value.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else value.to(device)
 
 
-def concat_batches(batches: dict[str, Batch]) -> Batch:
-    """Join `batches`, which are of one expert, into one batch for one forward pass."""
+def concat_batches(batches: dict[str, State]) -> State:
+    """Join `batches`, which are of one expert, for one forward pass."""
     first, *others = batches.values()
     if not others:
         return first
-    names = [f.name for f in fields(Batch) if f.name != "expert"]
-    return replace(first, **{n: torch.cat([getattr(b, n) for b in batches.values()]) for n in names})
+    tensors = zip(*(batch.tensors() for batch in batches.values()), strict=True)
+    return first.with_tensors([torch.cat(of_all) for of_all in tensors])
 
 
-def split_prediction(prediction: Prediction, batches: dict[str, Batch]) -> dict[str, Prediction]:
+def split_prediction(prediction: Prediction, batches: dict[str, State]) -> dict[str, Prediction]:
     """Divide the prediction for the joined `batches` among them."""
     lengths = [len(b.sigma_B) for b in batches.values()]
     v = prediction.v_BCFHW.split(lengths)

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, to_device
+from wandistiller.batch import Batch, Conditioning, Expert, State, to_device
 
 Level = TypeVar("Level", float, Tensor)
 States = Callable[[list[int]], Tensor]
@@ -132,24 +132,25 @@ class FlowSchedule:
         """Draw from [0, 1) in float64."""
         return torch.rand((), generator=keyed_generator(self.seed, *key), dtype=torch.float64).item()
 
-    def noised(self, x0_BCFHW: Tensor, text_BLD: Tensor, sample_index_B: list[int], step: int) -> Batch:
+    def noised(
+        self, x0_BCFHW: Tensor, conditioning: Conditioning, sample_index_B: list[int], step: int
+    ) -> Batch:
         """Put clean latents on the path.
 
         Args:
             x0_BCFHW: normalised clean latents, float32.
-            text_BLD: their prompts' embeddings.
             sample_index_B: global sample indices, `step * global_batch` + slot; all in one expert block.
             step: optimizer step, counted from 0.
         """
         expert = self._expert(sample_index_B, step)
         sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
         keys = [(self.seed, "noise", step, i) for i in sample_index_B]
-        return with_noise(x0_BCFHW, text_BLD, expert, sigmas, keys)
+        return with_noise(x0_BCFHW, conditioning, expert, sigmas, keys)
 
-    def noised_as(self, like: Batch, x0_BCFHW: Tensor, sample_index_B: list[int], step: int) -> Batch:
-        """Put clean latents on the path at the noise levels, and with the text, of another batch."""
+    def noised_as(self, like: State, x0_BCFHW: Tensor, sample_index_B: list[int], step: int) -> Batch:
+        """Put clean latents on the path at the noise levels, and with the conditioning, of other states."""
         keys = [(self.seed, "real noise", step, i) for i in sample_index_B]
-        return with_noise(x0_BCFHW, like.text_BLD, like.expert, like.sigma_B.tolist(), keys)
+        return with_noise(x0_BCFHW, like.conditioning, like.expert, like.sigma_B.tolist(), keys)
 
     def exits(self) -> list[int]:
         """List the calls of a few-step student that are trained; the calls before are without gradient."""
@@ -161,7 +162,12 @@ class FlowSchedule:
         return [s for s, sigma in enumerate(sigma_S[:-1]) if expert_at(sigma, self.boundary) is expert]
 
     def on_path(
-        self, sigma_S: Tensor, states: States, text_BLD: Tensor, sample_index_B: list[int], step: int
+        self,
+        sigma_S: Tensor,
+        states: States,
+        conditioning: Conditioning,
+        sample_index_B: list[int],
+        step: int,
     ) -> Batch:
         """Put each sample at the start of a segment of its cached path, drawn among those of its expert.
 
@@ -181,7 +187,14 @@ class FlowSchedule:
         length_B1111 = (sigma_B - sigma_S[following_B]).view(-1, 1, 1, 1, 1)
         v_BCFHW = (x_t_BCFHW - states(following_B)) / length_B1111
         x0_BCFHW = x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW
-        return Batch(x0_BCFHW, x0_BCFHW + v_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
+        return Batch(
+            x0_BCFHW=x0_BCFHW,
+            noise_BCFHW=x0_BCFHW + v_BCFHW,
+            x_t_BCFHW=x_t_BCFHW,
+            sigma_B=sigma_B,
+            conditioning=conditioning,
+            expert=expert,
+        )
 
     def _expert(self, sample_index_B: list[int], step: int) -> Expert:
         return self.draw_expert(step, self.block(sample_index_B, step))
@@ -214,11 +227,21 @@ def clean(x_t_BCFHW: Tensor, v_BCFHW: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def with_noise(
-    x0_BCFHW: Tensor, text_BLD: Tensor, expert: Expert, sigmas: list[float], keys: list[tuple[int | str, ...]]
+    x0_BCFHW: Tensor,
+    conditioning: Conditioning,
+    expert: Expert,
+    sigmas: list[float],
+    keys: list[tuple[int | str, ...]],
 ) -> Batch:
     """Put each clean latent on the path at its noise level, with the noise drawn by its key."""
     noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys])
     sigma_B = torch.tensor(sigmas, dtype=torch.float32)
     noise_BCFHW, sigma_B = (to_device(t, x0_BCFHW.device) for t in (noise_BCFHW, sigma_B))
-    x_t_BCFHW = path(x0_BCFHW, noise_BCFHW, sigma_B)
-    return Batch(x0_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert)
+    return Batch(
+        x0_BCFHW=x0_BCFHW,
+        noise_BCFHW=noise_BCFHW,
+        x_t_BCFHW=path(x0_BCFHW, noise_BCFHW, sigma_B),
+        sigma_B=sigma_B,
+        conditioning=conditioning,
+        expert=expert,
+    )

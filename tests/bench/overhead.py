@@ -29,6 +29,8 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 for name, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
     os.environ.setdefault(name, value)
 
+from states import state
+
 from wandistiller.utils import allocators
 
 allocators.set_defaults()
@@ -129,8 +131,7 @@ class PlainLoop:
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the loss."""
         target = self._timer("teacher", self._target, batch)
-        inputs = batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD
-        v = self._timer("student, forward", velocity, self._student, *inputs)
+        v = self._timer("student, forward", velocity, self._student, batch)
         loss = (v - target).square().mean()
         self._timer("student, backward", loss.backward)
         self._timer("optimizer", self._update)
@@ -138,11 +139,11 @@ class PlainLoop:
 
     @torch.no_grad()
     def _target(self, batch: Batch) -> Tensor:
-        rows = max(batch.text_BLD.shape[1], self._null_1LD.shape[1])
-        null_BLD = padded(self._null_1LD, rows).expand(len(batch.text_BLD), -1, -1)
-        both = torch.cat([padded(batch.text_BLD, rows), null_BLD])
+        rows = max(batch.conditioning.text_BLD.shape[1], self._null_1LD.shape[1])
+        null_BLD = padded(self._null_1LD, rows).expand(len(batch.conditioning.text_BLD), -1, -1)
+        both = torch.cat([padded(batch.conditioning.text_BLD, rows), null_BLD])
         twice = (torch.cat([x, x]) for x in (batch.x_t_BCFHW, batch.sigma_B))
-        text, null = velocity(self._teachers[batch.expert], *twice, both).chunk(2)
+        text, null = velocity(self._teachers[batch.expert], state(*twice, both)).chunk(2)
         return null + self._scales[batch.expert] * (text - null)
 
     def _update(self) -> None:

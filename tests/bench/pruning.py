@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
 
         def predict(batch: Any, models: dict = models) -> Any:
             model = models.get(batch.expert, next(iter(models.values())))
-            return transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+            return transformer.velocity(model, batch)
 
         error = velocity_error(batches, targets, predict)
         share = sum(p.numel() for m in models.values() for p in m.parameters()) / whole

@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from wandistiller.batch import Expert
+from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import STEPS
 from wandistiller.flow import FewSteps, FlowSchedule, keyed_normal
 from wandistiller.teacher.base import LocalTeacher
@@ -44,7 +44,9 @@ def main() -> None:
 
     def euler(steps: int) -> Tensor:
         levels = FlowSchedule(args.shift, None, 0, 1).steps(steps)
-        return denoise(network.velocity, folder, args.shift, noise, text_BLD, 0, FewSteps(tuple(levels)))[0]
+        return denoise(
+            network.velocity, folder, args.shift, noise, Conditioning(text_BLD), 0, FewSteps(tuple(levels))
+        )[0]
 
     def stock(scheduler: object, steps: int) -> Tensor:
         pipe.scheduler = scheduler

@@ -19,6 +19,7 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
 from published_wan import SMALL
+from states import state
 from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
@@ -77,10 +78,10 @@ def main() -> None:
 
     def forward() -> None:
         with torch.no_grad():
-            velocity(model, *inputs)
+            velocity(model, state(*inputs))
 
     def step() -> None:
-        velocity(model, *inputs).square().mean().backward()
+        velocity(model, state(*inputs)).square().mean().backward()
 
     before, forward_seconds = rate(), seconds(forward)
     between = rate()

@@ -30,9 +30,9 @@ from published_wan import SMALL, VAE21, VAE22
 from ranks import STUDENTS, has_async_io, metrics, wandistiller
 from recipes import recipe_file
 from small_wan import make_wan, small_transformer
+from states import state
 from stream_14b import CONFIG, seconds
 
-from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
 from wandistiller.teacher.build import build_teacher
@@ -74,7 +74,7 @@ def kernels(small: bool) -> Iterator[str]:
                     break
                 for block in model.blocks if compiled else ():
                     block.forward = torch.compile(block.forward)
-                call = lambda: transformer.velocity(model, x, torch.ones(1, device=KIND), text)  # noqa: B023, E731
+                call = lambda: transformer.velocity(model, state(x, torch.ones(1, device=KIND), text))  # noqa: B023, E731
                 with torch.no_grad():
                     forward = timed(call)
                 model.requires_grad_(True)
@@ -119,7 +119,7 @@ def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, 
     for micro_steps in (1, 16):
         x_t = keyed_normal((1, 16, 1, size, size), "x").to(device)
         text = keyed_normal((1, 512, wan.config["text_dim"]), "text").to(device)
-        batch = Batch(x_t, x_t, x_t, torch.full((1,), 0.5, device=device), text, Expert.HIGH_NOISE)
+        batch = state(x_t, torch.full((1,), 0.5, device=device), text)
         took = timed(lambda batch=batch: made.predict_all([batch] * micro_steps, ()))  # noqa: B023
         with torch.profiler.profile() as profile:
             made.predict_all([batch] * micro_steps, ())

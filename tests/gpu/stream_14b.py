@@ -22,6 +22,7 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 import torch
 from fresh import fresh
 from small_wan import make_large_wan
+from states import state
 
 CONFIG = {
     "num_attention_heads": 40,
@@ -88,7 +89,6 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
 
 def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: bool) -> dict[str, Any]:
     """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
-    from wandistiller.batch import Batch, Expert
     from wandistiller.distributed import collectives
     from wandistiller.flow import keyed_normal
     from wandistiller.teacher.build import build_teacher
@@ -113,7 +113,7 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: b
     for samples, micro_steps in batches:
         x_t = keyed_normal((samples, *latent), "x").to(device)
         text = keyed_normal((samples, 512, CONFIG["text_dim"]), "text").to(device, torch.bfloat16)
-        batch = Batch(x_t, x_t, x_t, torch.full((samples,), 0.5, device=device), text, Expert.HIGH_NOISE)
+        batch = state(x_t, torch.full((samples,), 0.5, device=device), text)
         update = partial(made.predict_all, [batch] * micro_steps, ())
         update()
         update()  # DeepSpeed prefetches from the second call on

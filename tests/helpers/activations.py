@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from small_wan import small_transformer
+from states import state
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,7 +50,7 @@ def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | No
 
 def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
     x_t_BCFHW, text_BLD = torch.randn(samples, *LATENT), torch.randn(samples, TEXT, 32)
-    return velocity(model, x_t_BCFHW, torch.ones(samples), text_BLD)
+    return velocity(model, state(x_t_BCFHW, torch.ones(samples), text_BLD))
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

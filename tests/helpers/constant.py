@@ -4,14 +4,21 @@ from typing import Any
 
 import torch
 
-from wandistiller.batch import Batch, Expert, Prediction
+from wandistiller.batch import Batch, Conditioning, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.registry import Objective
 from wandistiller.teacher.base import Teacher
 
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
-BATCH = Batch(X0, NOISE, X0, torch.tensor([0.5, 0.5]), torch.zeros(2, 1, 1), Expert.HIGH_NOISE)
+BATCH = Batch(
+    x0_BCFHW=X0,
+    noise_BCFHW=NOISE,
+    x_t_BCFHW=X0,
+    sigma_B=torch.tensor([0.5, 0.5]),
+    conditioning=Conditioning(torch.zeros(2, 1, 1)),
+    expert=Expert.HIGH_NOISE,
+)
 
 
 class Constant(Teacher):

@@ -27,7 +27,7 @@ def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], s
         firsts = [step * b.total + (micro * b.ranks + rank) * b.micro for micro in range(b.accumulation)]
         found = []
         for index in (first + i for first in firsts for i in range(b.micro)):
-            x0_BCFHW, text_BLD = data.x0([index]), data.text([index])
+            x0_BCFHW, text_BLD = data.x0([index]), data.conditioning([index]).text_BLD
             found.append(
                 (
                     index,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from states import state
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.engine.ds_config import student_engine
@@ -26,7 +27,7 @@ def teacher_of(wan1: Path) -> LocalTeacher:
 def batch_for(model: WanTransformer3DModel) -> Batch:
     x_t = keyed_normal((2, model.config.in_channels, 1, 4, 4), "x")
     text = keyed_normal((2, 512, model.config.text_dim), "text")
-    return Batch(x_t, x_t, x_t, torch.tensor([0.95, 0.2]), text, Expert.HIGH_NOISE)
+    return state(x_t, torch.tensor([0.95, 0.2]), text)
 
 
 def engine(**more: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_wan import VAE21
+from states import state
 from torch import Tensor, nn
 
-from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.flow import keyed_normal
 from wandistiller.teacher import block_stream
@@ -223,7 +223,7 @@ def call_often(folder: Path, name: str, times: int) -> tuple[int, int]:
     ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": 1}
     teacher = build_teacher(wan, ds)
     x_BCFHW, text_BLD = torch.randn(1, 16, 1, 2, 2, device=GPU), torch.randn(1, 1, 32, device=GPU)
-    batch = Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.full((1,), 0.5, device=GPU), text_BLD, Expert.HIGH_NOISE)
+    batch = state(x_BCFHW, torch.full((1,), 0.5, device=GPU), text_BLD)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(times):
         teacher.velocity(batch)

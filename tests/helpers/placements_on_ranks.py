@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from states import state
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
@@ -26,7 +27,7 @@ def uneven_batch(expert: Expert, call: int, device: torch.device) -> Batch:
     n, rows = (2, 9) if collectives.rank() == 0 else (1, 5)
     x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call).to(device)
     sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", collectives.rank())
-    return Batch(x_t, x_t, x_t, sigma.to(device), text.to(device), expert)
+    return state(x_t, sigma.to(device), text.to(device), expert)
 
 
 def outputs(teacher: Any, layers: int, device: torch.device) -> list[torch.Tensor]:

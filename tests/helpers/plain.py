@@ -6,7 +6,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from recipes import ADAM
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Expert, State
 from wandistiller.config.job import Job
 from wandistiller.objectives.dmd2 import drawn
 from wandistiller.training.prepare import prepare
@@ -50,12 +50,11 @@ def whole(text_BLD: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(text_BLD, (0, 0, 0, 512 - text_BLD.shape[-2]))
 
 
-def guided(model: WanTransformer3DModel, batch: Batch, null_LD: torch.Tensor, scale: float) -> torch.Tensor:
-    null_BLD = whole(null_LD).expand_as(batch.text_BLD)
+def guided(model: WanTransformer3DModel, batch: State, null_LD: torch.Tensor, scale: float) -> torch.Tensor:
+    null_BLD = whole(null_LD).expand_as(batch.conditioning.text_BLD)
     with torch.no_grad():
-        v_text, v_null = (
-            model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in (batch.text_BLD, null_BLD)
-        )
+        texts = batch.conditioning.text_BLD, null_BLD
+        v_text, v_null = (model(batch.x_t_BCFHW, 1000 * batch.sigma_B, c).sample for c in texts)
     return v_null + scale * (v_text - v_null)
 
 
@@ -67,9 +66,10 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
-        batch = job.schedule.noised(data.x0(indices), whole(data.text(indices)), indices, step)
+        given = data.conditioning(indices).map(whole)
+        batch = job.schedule.noised(data.x0(indices), given, indices, step)
         target_BCFHW = guided(teacher[batch.expert], batch, text[""], SCALES[batch.expert])
-        v_BCFHW = velocity(student, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+        v_BCFHW = velocity(student, batch)
         loss = (v_BCFHW - target_BCFHW).square().mean()
         loss.backward()
         optimizer.step()
@@ -100,12 +100,12 @@ class PlainDmd2:
         critic = [self._critic_loss(first + k) for k in range(self.updates)]
         return self._student_loss(first + self.updates), sum(critic) / len(critic)
 
-    def _sampled(self, update: int) -> tuple[Batch, torch.Tensor]:
+    def _sampled(self, update: int) -> tuple[State, torch.Tensor]:
         """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""
         indices = list(range(update * self.job.batch.total, (update + 1) * self.job.batch.total))
-        text_BLD = whole(self.data.text(indices))
-        start = drawn(self.job.schedule, (16, 1, 4, 4), text_BLD, indices, update)
-        x, levels = start.noise_BCFHW, [*self.sigmas, 0.0]
+        given = self.data.conditioning(indices).map(whole)
+        start, text_BLD = drawn(self.job.schedule, (16, 1, 4, 4), given, indices, update), given.text_BLD
+        x, levels = start.x_t_BCFHW, [*self.sigmas, 0.0]
         for k in range(start.exit):
             with torch.no_grad():
                 v = self.student(x, torch.full((len(x),), 1000 * levels[k]), text_BLD).sample
@@ -125,18 +125,18 @@ class PlainDmd2:
     def _critic_loss(self, update: int) -> float:
         at, x0 = self._sampled(update)
         x0, t = x0.detach(), at.sigma_B.view(-1, 1, 1, 1, 1)
-        x_t = (1 - t) * x0 + t * at.noise_BCFHW
-        v = self.critic(x_t, 1000 * at.sigma_B, at.text_BLD).sample
-        return self._learned(self.critic, (v - (at.noise_BCFHW - x0)).square().mean())
+        x_t = (1 - t) * x0 + t * at.x_t_BCFHW
+        v = self.critic(x_t, 1000 * at.sigma_B, at.conditioning.text_BLD).sample
+        return self._learned(self.critic, (v - (at.x_t_BCFHW - x0)).square().mean())
 
     def _student_loss(self, update: int) -> float:
         at, x0 = self._sampled(update)
         t = at.sigma_B.view(-1, 1, 1, 1, 1)
-        x_t = (1 - t) * x0.detach() + t * at.noise_BCFHW
+        x_t = (1 - t) * x0.detach() + t * at.x_t_BCFHW
         noised = replace(at, x_t_BCFHW=x_t)
         v_teacher = guided(self.teacher[at.expert], noised, self.text[""], SCALES[at.expert])
         with torch.no_grad():
-            v_critic = self.critic(x_t, 1000 * at.sigma_B, at.text_BLD).sample
+            v_critic = self.critic(x_t, 1000 * at.sigma_B, at.conditioning.text_BLD).sample
         scale = (x0.detach() - (x_t - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)
         gradient = t * (v_teacher - v_critic) / scale.clamp(min=1e-4)
         return self._learned(self.student, (x0 - (x0 - gradient).detach()).square().mean() / 2)

@@ -8,6 +8,7 @@ from checkpointed import save
 from deepspeed.utils import safe_get_full_fp32_param
 from recipes import ADAM
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
@@ -52,7 +53,7 @@ def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Lea
 def batch(step: int) -> Batch:
     x_BCFHW = keyed_normal((2, 16, 1, 4, 4), "x", step, collectives.rank())
     text_BLD = keyed_normal((2, 512, 32), "text", step, collectives.rank())
-    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.tensor([0.9, 0.3]), text_BLD, Expert.HIGH_NOISE)
+    return state(x_BCFHW, torch.tensor([0.9, 0.3]), text_BLD)
 
 
 def learn(student: Learner, step: int) -> float:

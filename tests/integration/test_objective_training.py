@@ -11,8 +11,9 @@ from PIL import Image
 from ranks import losses, metrics, wandistiller
 from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
+from states import state
 
-from wandistiller.batch import Expert
+from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.export.source import trained_steps
 from wandistiller.flow import keyed_normal
@@ -95,12 +96,11 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
     networks = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2}
     x_BCFHW = noise
     for expert, (sigma, following) in zip(Expert, pairwise([*trained_for.sigmas, 0]), strict=True):
-        v_BCFHW = transformer.velocity(networks[expert], x_BCFHW, torch.tensor([sigma]), text_BLD)
+        v_BCFHW = transformer.velocity(networks[expert], state(x_BCFHW, torch.tensor([sigma]), text_BLD))
         x_BCFHW = x_BCFHW + (following - sigma) * v_BCFHW
     assert torch.dist(stock, x_BCFHW) < 1e-3 * x_BCFHW.norm()
-    ours, _ = denoise(
-        LocalTeacher(networks).velocity, open_wan(str(few / "student")), 7.0, noise, text_BLD, 40, trained_for
-    )
+    given = open_wan(str(few / "student")), 7.0, noise, Conditioning(text_BLD), 40, trained_for
+    ours, _ = denoise(LocalTeacher(networks).velocity, *given)
     assert torch.dist(stock, ours) < 1e-5 * ours.norm()
 
 
@@ -121,13 +121,17 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     fresh = torch.randn(noise.shape)
     teacher, shift = LocalTeacher({Expert.HIGH_NOISE: pipe.transformer}), open_wan(str(wan2)).shift
     few = few_steps(shift, 2, None, "renoise")
-    x1_BCFHW = noise - transformer.velocity(pipe.transformer, noise, torch.ones(1), text_BLD)
+    x1_BCFHW = noise - transformer.velocity(pipe.transformer, state(noise, torch.ones(1), text_BLD))
     x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * fresh
     sigma_B = torch.tensor(few.sigmas[1:])
-    x0_BCFHW = x_BCFHW - few.sigmas[1] * transformer.velocity(pipe.transformer, x_BCFHW, sigma_B, text_BLD)
+    x0_BCFHW = x_BCFHW - few.sigmas[1] * transformer.velocity(
+        pipe.transformer, state(x_BCFHW, sigma_B, text_BLD)
+    )
     assert torch.dist(stock, x0_BCFHW) < 1e-3 * x0_BCFHW.norm()
     folder_of_student = open_wan(str(output / "student"))
-    ours, _ = denoise(teacher.velocity, folder_of_student, shift, noise, text_BLD, 40, few, lambda _: fresh)
+    ours, _ = denoise(
+        teacher.velocity, folder_of_student, shift, noise, Conditioning(text_BLD), 40, few, lambda _: fresh
+    )
     assert torch.dist(stock, ours) < 1e-3 * ours.norm()
     card = " ".join((output / "student" / "README.md").read_text().split())
     assert "by noising its clean latents again (LCM)" in card and "torch.manual_seed" in card

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.flow import FlowSchedule, expert_at, keyed_generator, keyed_normal, path
 
 TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)
@@ -18,12 +18,12 @@ def some_batch(schedule: FlowSchedule, indices: list[int], step: int = 3) -> Bat
     """Samples whose x0 is a function of their index alone."""
     x0_BCFHW = torch.stack([keyed_normal((2, 1, 4, 4), "x0", i) for i in indices])
     text_BLD = torch.stack([keyed_normal((5, 3), "text", i) for i in indices])
-    return schedule.noised(x0_BCFHW, text_BLD, indices, step)
+    return schedule.noised(x0_BCFHW, Conditioning(text_BLD), indices, step)
 
 
 def rows(batch: Batch) -> list[tuple[torch.Tensor, ...]]:
     b = batch
-    return list(zip(b.x0_BCFHW, b.noise_BCFHW, b.x_t_BCFHW, b.sigma_B, b.text_BLD, strict=True))
+    return list(zip(b.x0_BCFHW, b.noise_BCFHW, b.x_t_BCFHW, b.sigma_B, b.conditioning.text_BLD, strict=True))
 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0, 12.0])

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wandistiller.batch import to_device
+from wandistiller.batch import Conditioning, to_device
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache, Sample
 from wandistiller.data.measured import Measured
@@ -150,15 +150,17 @@ class CachedData:
         """Return x0_BCFHW, normalised, float32, of sample indices of one step."""
         return self._x0([self._keys_at(i)[0] for i in sample_index_B])
 
-    def text(self, sample_index_B: list[int]) -> Tensor:
-        """Return text_BLD, zero-padded to the longest, of sample indices."""
-        return self._moved(self._text.batch([self._keys_at(i)[1] for i in sample_index_B]))
+    def conditioning(self, sample_index_B: list[int]) -> Conditioning:
+        """Return the conditioning of sample indices; text is zero-padded to the longest."""
+        return self._conditioning([self._keys_at(i)[1] for i in sample_index_B])
 
-    def examples(self, number_B: list[int]) -> tuple[Tensor, Tensor]:
-        """Return x0 and text for calibration: shuffled samples of the most common size, wrapping around."""
+    def _conditioning(self, keys: list[str]) -> Conditioning:
+        return Conditioning(self._moved(self._text.batch(keys)))
+
+    def examples(self, number_B: list[int]) -> tuple[Tensor, Conditioning]:
+        """Return x0 and conditioning to calibrate with: shuffled samples of the most common size, wrapped."""
         keys = [self._keys[self._common[n % len(self._common)]] for n in number_B]
-        text_BLD = self._moved(self._text.batch([text for _, text in keys]))
-        return self._x0([latent for latent, _ in keys]), text_BLD
+        return self._x0([latent for latent, _ in keys]), self._conditioning([text for _, text in keys])
 
     def _x0(self, keys: list[str]) -> Tensor:
         return self._moved(torch.stack([self._latents[key] for key in keys]))

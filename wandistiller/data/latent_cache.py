@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Conditioning, State
 from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import CROP, MediaError, Size, load_media, pixels_depend_on
@@ -23,7 +23,7 @@ from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise
 
-Velocity = Callable[[Batch], Tensor]
+Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
 TextOf = Callable[[list[str]], Tensor]
 """text_BLD of prompts."""
@@ -194,8 +194,8 @@ class LatentCache:
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
         rows = [(s.item.prompt, s.rollout_index) for s in samples.values()]
         noise_BCFHW = torch.stack([keyed_normal(shape, r.seed, "rollout", *row) for row in rows]).to(device)
-        text_BLD = text([prompt for prompt, _ in rows]).to(device)
-        x0_BCFHW, path = denoise(velocity, self._folder, r.shift, noise_BCFHW, text_BLD, r.steps)
+        conditioning = Conditioning(text([prompt for prompt, _ in rows]).to(device))
+        x0_BCFHW, path = denoise(velocity, self._folder, r.shift, noise_BCFHW, conditioning, r.steps)
         tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(samples, x0_BCFHW, strict=True)}
         if r.keep_path:
             for i, named in enumerate(tensors.values()):

@@ -58,7 +58,7 @@ class Measured:
 
 def batches_digest(batches: list[Batch]) -> str:
     """Hash the inputs of a network in `batches`, which results depend on."""
-    tensors = (t for b in batches for t in (b.x_t_BCFHW, b.sigma_B, b.text_BLD))
+    tensors = (t for b in batches for t in b.tensors())
     return digest(*([str(t.dtype), _bytes(t)] for t in tensors))
 
 

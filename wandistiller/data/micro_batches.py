@@ -2,9 +2,7 @@
 
 from functools import partial
 
-from torch import Tensor
-
-from wandistiller.batch import Batch
+from wandistiller.batch import Batch, Conditioning, State
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
 from wandistiller.distributed import sequence
@@ -27,9 +25,9 @@ class MicroBatches:
     def noised(self, update: int, micro: int) -> Batch:
         """Return cached latents with noise added, all of one expert, which is equal on all ranks."""
         index_B = self.indices(update, micro)
-        return self.schedule.noised(self._data.x0(index_B), self._data.text(index_B), index_B, update)
+        return self.schedule.noised(self._data.x0(index_B), self._data.conditioning(index_B), index_B, update)
 
-    def noised_as(self, like: Batch, update: int, micro: int) -> Batch:
+    def noised_as(self, like: State, update: int, micro: int) -> Batch:
         """Return cached latents of the same prompts at the noise levels of `like`."""
         index_B = self.indices(update, micro)
         return self.schedule.noised_as(like, self._data.x0(index_B), index_B, update)
@@ -37,12 +35,12 @@ class MicroBatches:
     def on_path(self, update: int, micro: int) -> Batch:
         """Return states of the teacher's cached sampling paths."""
         index_B = self.indices(update, micro)
-        states, text_BLD = partial(self._data.states, index_B), self._data.text(index_B)
-        return self.schedule.on_path(self._data.levels(index_B), states, text_BLD, index_B, update)
+        states, given = partial(self._data.states, index_B), self._data.conditioning(index_B)
+        return self.schedule.on_path(self._data.levels(index_B), states, given, index_B, update)
 
-    def text(self, update: int, micro: int) -> Tensor:
-        """Return the prompts' embeddings text_BLD."""
-        return self._data.text(self.indices(update, micro))
+    def conditioning(self, update: int, micro: int) -> Conditioning:
+        """Return the conditioning alone, for samples that are drawn without data."""
+        return self._data.conditioning(self.indices(update, micro))
 
     def indices(self, update: int, micro: int) -> list[int]:
         """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank.

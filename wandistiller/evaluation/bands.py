@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.flow import expert_at, keyed_generator, with_noise
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
@@ -30,9 +30,11 @@ def bands(teacher_boundary: float | None, student_boundary: float | None) -> lis
     ]
 
 
-def states_in(band: Band, x0_BCFHW: Tensor, text_BLD: Tensor, keys: list[tuple[int | str, ...]]) -> Batch:
+def states_in(
+    band: Band, x0_BCFHW: Tensor, conditioning: Conditioning, keys: list[tuple[int | str, ...]]
+) -> Batch:
     """Put clean latents on the path at a sigma in the band; noise and sigma are keyed, and by the band."""
     keys = [(*key, band.start) for key in keys]
     uniform = [torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys]
     sigmas = [band.start + (band.end - band.start) * u for u in uniform]
-    return with_noise(x0_BCFHW, text_BLD, band.expert, sigmas, keys)
+    return with_noise(x0_BCFHW, conditioning, band.expert, sigmas, keys)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Batch, Conditioning, State
 from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched, collective_turns, number_of_turns
 from wandistiller.distributed import collectives
@@ -153,8 +153,8 @@ class Evaluator:
         """Measure the error of quantised weights on the teacher's first samples, the same for all ranks."""
         prompts = [self._settings.prompts[i] for i in self._batches[0]]
         x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
-        text_BLD = self._text.of(prompts[:SAMPLES]).to(self._device)
-        return candidate.quantization_error(x0_BCFHW, text_BLD, self._settings.seed)
+        conditioning = Conditioning(self._text.of(prompts[:SAMPLES]).to(self._device))
+        return candidate.quantization_error(x0_BCFHW, conditioning, self._settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
@@ -177,7 +177,7 @@ class Evaluator:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
         return CandidateResult(drawn, memory.peak_gib()), errors
 
-    def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[Batch], Tensor]:
+    def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[State], Tensor]:
         """Return the candidate's velocity, whose calls on the samples of all turns a bar counts."""
         calls = number_of_turns(self._batches) * len(self._bands)
         return Progress(name, calls).counting(candidate.velocity)
@@ -238,6 +238,7 @@ class Evaluator:
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
-        text_BLD = self._text.of([self._settings.prompts[i] for i in chunk]).to(self._device)
+        text_BLD = self._text.of([self._settings.prompts[i] for i in chunk])
+        conditioning = Conditioning(text_BLD.to(self._device))
         keys = [(self._settings.seed, "evaluate", i) for i in chunk]
-        return states_in(band, self._x0[turn].to(self._device), text_BLD, keys)
+        return states_in(band, self._x0[turn].to(self._device), conditioning, keys)

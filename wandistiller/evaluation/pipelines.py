@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
@@ -74,7 +74,7 @@ class DiffusersPipeline:
         self.denoising = time.monotonic() - start - self._outside.seconds
         return pixels_BCFHW
 
-    def velocity(self, batch: Batch) -> Tensor:
+    def velocity(self, batch: State) -> Tensor:
         """Predict v_BCFHW, float32, guidance included."""
         if batch.expert is not self._last_expert:  # offloaded networks: the other would stay on the GPU
             self._pipeline.maybe_free_model_hooks()
@@ -122,18 +122,18 @@ class PlacedTeacher:
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
-        text_BLD = self._text.of(prompts).to(device)
+        conditioning = Conditioning(self._text.of(prompts).to(device))
         start = time.monotonic()
         velocity = progress.counting(self.velocity)
-        x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, text_BLD, steps)
+        x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, conditioning, steps)
         synchronize()
         self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()
 
-    def quantization_error(self, x0_BCFHW: Tensor, text_BLD: Tensor, seed: int) -> dict[str, float]:
+    def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
         """Return the error of its velocities against those of unquantised weights, by band of sigma."""
         given = self._folder, self._ds, self._network, self._guidance
-        return quantization_error(*given, x0_BCFHW, text_BLD, seed)
+        return quantization_error(*given, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:
         release_module_references(local_modules(without_guidance(self._network)).values())

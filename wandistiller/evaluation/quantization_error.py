@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wandistiller.batch import Conditioning
 from wandistiller.distributed import collectives
 from wandistiller.evaluation.bands import bands, states_in
 from wandistiller.flow import band_name
@@ -24,7 +25,7 @@ def quantization_error(
     teacher: Teacher,
     guidance: Guidance,
     x0_BCFHW: Tensor,
-    text_BLD: Tensor,
+    conditioning: Conditioning,
     seed: int,
     *,
     merges_padding: bool = False,
@@ -40,10 +41,10 @@ def quantization_error(
         ConfigError: on every rank, if weights could not be read on any.
     """
     set_activity("measuring the quantised teacher")
-    x0_BCFHW, text_BLD = x0_BCFHW[:SAMPLES, :, :1], text_BLD[:SAMPLES]
+    x0_BCFHW, conditioning = x0_BCFHW[:SAMPLES, :, :1], conditioning.map(lambda t: t[:SAMPLES])
     keys = [(seed, "quantised", i) for i in range(len(x0_BCFHW))]
     served = [band for band in bands(folder.boundary, None) if band.expert in folder.configs]
-    states = [states_in(band, x0_BCFHW, text_BLD, keys) for band in served]
+    states = [states_in(band, x0_BCFHW, conditioning, keys) for band in served]
     quantized = teacher.inner if isinstance(teacher, OwnerTeacher) else teacher
     squares_N2, faults = None, []
     if quantized:

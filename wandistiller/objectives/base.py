@@ -10,23 +10,23 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.batch import NOISED, STUDENT, Expert, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 
 T = TypeVar("T")
-Ask = Callable[[Batch], Tensor]
+Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
 
 class Trained(Protocol):
     """A network that an objective trains beside the student."""
 
-    def velocity(self, batch: Batch) -> Tensor:
+    def velocity(self, batch: State) -> Tensor:
         """Return v_BCFHW, float32."""
 
-    def slope(self, batch: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+    def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         """Return the gradient in x_t_BCFHW of a number computed from the network's prediction."""
 
 
@@ -176,7 +176,7 @@ class Term(ABC):
         """Return the term with the settings that follow from the teacher block of each student block."""
         return self
 
-    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step of a role's update, by kind of states.
 
         Args:
@@ -185,13 +185,13 @@ class Term(ABC):
         return {self.states: source.noised(update, micro)}
 
     def roll_out(
-        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, Batch]:
+        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, State]:
         """Return what `draw` drew, with the states to which the student's own sampling leads; no gradient."""
         return batches
 
     def target(
-        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
+        self, teacher: Prediction | None, batch: State, networks: Networks, schedule: FlowSchedule
     ) -> Any:
         """Return what the student is to match, without gradient; by default the teacher's prediction.
 
@@ -203,7 +203,7 @@ class Term(ABC):
         """
         return teacher
 
-    def sampled(self, v_BCFHW: Tensor, batch: Batch) -> Batch:
+    def sampled(self, v_BCFHW: Tensor, batch: State) -> State:
         """Return the student's samples at which the teacher is called, of a term with `samples`.
 
         Args:
@@ -212,7 +212,7 @@ class Term(ABC):
         """
         raise NotImplementedError
 
-    def target_of_samples(self, sampled: Batch, teacher_BCFHW: Tensor, networks: Networks) -> Any:
+    def target_of_samples(self, sampled: State, teacher_BCFHW: Tensor, networks: Networks) -> Any:
         """Return what the student is to match, without gradient, of a term with `samples`.
 
         Args:
@@ -222,7 +222,7 @@ class Term(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def loss(self, prediction: Prediction, target: Any, batch: Batch) -> Tensor:
+    def loss(self, prediction: Prediction, target: Any, batch: State) -> Tensor:
         """Compute loss_B, float32.
 
         Args:
@@ -230,7 +230,7 @@ class Term(ABC):
             target: from the method `target`, or of a term with `samples` from `target_of_samples`.
         """
 
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
         """Compute the losses of one of `roles`, unweighted, float32: a row for each of `Role.losses`.
 
         Args:
@@ -239,7 +239,7 @@ class Term(ABC):
         """
         raise NotImplementedError
 
-    def numbers(self, target: Any, batch: Batch) -> dict[str, Tensor]:
+    def numbers(self, target: Any, batch: State) -> dict[str, Tensor]:
         """Return numbers_B by name that show whether training goes well; they go to metrics."""
         return {}
 

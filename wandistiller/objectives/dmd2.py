@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction, to_device
+from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, keyed_normal, path
@@ -28,24 +28,26 @@ LEAST = 1e-4
 """Least divisor of the gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout(Batch):
-    """A state of the student's sampling from pure noise, at first the noise itself; there is no x0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout(State):
+    """A state of the student's sampling from pure noise, at first the noise itself."""
 
     exit: int
     """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
-    renoise: Batch
-    """The noise level at which the sample is compared, its noise, and the teacher's expert for it."""
+    renoise: State
+    """Noise for the samples, its level, where they are compared, and the teacher's expert for it."""
     fresh: tuple[Tensor, ...] = ()
     """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
     end: float = 0.0
     """Noise level to which the samples lead: 0, or an expert's hand-over to the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Renoised(Batch):
-    """Samples of the student's at a noise level; x0 is its prediction of clean latents."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renoised(State):
+    """Samples of the student's at a noise level."""
 
+    x0_BCFHW: Tensor
+    """Its prediction of clean latents."""
     target_BCFHW: Tensor
     """The velocity dx_t/dt of the path to those samples, which the critic learns."""
 
@@ -60,7 +62,11 @@ class Target(NamedTuple):
 
 
 def drawn(
-    schedule: FlowSchedule, shape: tuple[int, ...], text_BLD: Tensor, sample_index_B: list[int], update: int
+    schedule: FlowSchedule,
+    shape: tuple[int, ...],
+    conditioning: Conditioning,
+    sample_index_B: list[int],
+    update: int,
 ) -> Rollout:
     """Draw the noise that the student samples from, its calls, and where its samples are compared.
 
@@ -82,12 +88,20 @@ def drawn(
     sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
+    device = conditioning.text_BLD.device
     sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
-        to_device(t, text_BLD.device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
+        to_device(t, device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
     )
-    at = Batch(noise_BCFHW, noise_BCFHW, noise_BCFHW, sigma_B, text_BLD, expert)
-    start = (start_BCFHW, start_BCFHW, start_BCFHW, torch.ones_like(sigma_B), text_BLD)
-    return Rollout(*start, schedule.few.expert(0), exit_, at, tuple(fresh), end)
+    return Rollout(
+        x_t_BCFHW=start_BCFHW,
+        sigma_B=torch.ones_like(sigma_B),
+        conditioning=conditioning,
+        expert=schedule.few.expert(0),
+        exit=exit_,
+        renoise=State(x_t_BCFHW=noise_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert),
+        fresh=tuple(fresh),
+        end=end,
+    )
 
 
 @torch.no_grad()
@@ -115,7 +129,7 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
     Source: phased distribution matching, Fan et al. 2025, arXiv:2510.27684.
     """
     at, s = batch.renoise, batch.end
-    noise_BCFHW, x0_BCFHW = at.noise_BCFHW, clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B)
+    noise_BCFHW, x0_BCFHW = at.x_t_BCFHW, clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B)
     if not s:
         x_t_BCFHW, target_BCFHW = path(x0_BCFHW, noise_BCFHW, at.sigma_B), noise_BCFHW - x0_BCFHW
     else:
@@ -126,7 +140,14 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
         x_t_BCFHW = a_B1111 * x_s_BCFHW + b_B1111 * noise_BCFHW
         growth_B1111 = (t_B1111 + a_B1111 * s**2 / (1 - s)) / b_B1111
         target_BCFHW = growth_B1111 * noise_BCFHW - x_s_BCFHW / (1 - s)
-    return Renoised(x0_BCFHW, noise_BCFHW, x_t_BCFHW, at.sigma_B, at.text_BLD, at.expert, target_BCFHW)
+    return Renoised(
+        x_t_BCFHW=x_t_BCFHW,
+        sigma_B=at.sigma_B,
+        conditioning=at.conditioning,
+        expert=at.expert,
+        x0_BCFHW=x0_BCFHW,
+        target_BCFHW=target_BCFHW,
+    )
 
 
 def realism(prediction: Prediction) -> Tensor:
@@ -143,7 +164,7 @@ def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
     return softplus(realism(fake)) + softplus(-realism(real))
 
 
-def adversarial(batch: Batch, critic: Trained) -> Tensor:
+def adversarial(batch: Renoised, critic: Trained) -> Tensor:
     """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
     elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
     slope_BCFHW = critic.slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
@@ -259,16 +280,16 @@ class Dmd2(Term):
             'student\'s shape. Write `critic_start` "student", or leave it out.'
         ]
 
-    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
-        text_BLD, index_B = source.text(update, micro), source.indices(update, micro)
-        batch = drawn(source.schedule, source.latent, text_BLD, index_B, update)
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
+        index_B = source.indices(update, micro)
+        batch = drawn(source.schedule, source.latent, source.conditioning(update, micro), index_B, update)
         if role == STUDENT or not self.gan:
             return {ROLLOUT: batch}
         return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
 
     def roll_out(
-        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, Batch]:
+        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, State]:
         state = simulated(batches[ROLLOUT], student, schedule.few)
         if role == STUDENT:
             return batches | {ROLLOUT: state}
@@ -309,7 +330,7 @@ class Dmd2(Term):
         wanted_BCFHW = target.x0_BCFHW - target.gradient_BCFHW
         return mean_square(x0_BCFHW - wanted_BCFHW) / 2
 
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
         fake = predictions[NOISED]
         rows = [mean_square(fake.v_BCFHW - batches[NOISED].target_BCFHW)]
         if self.gan:

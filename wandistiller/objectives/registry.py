@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Batch, Expert, Prediction
+from wandistiller.batch import NOISED, STUDENT, Expert, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Ask, Limit, Networks, Role, Term
@@ -80,7 +80,7 @@ class Objective:
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
         return Objective(tuple(term.for_student(lineage) for term in self.terms))
 
-    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step of a role's update, by kind of states."""
         if role != STUDENT:
             return self._owner(role).draw(role, source, update, micro)
@@ -92,8 +92,8 @@ class Objective:
         return any(term.samples for term in self._terms(role))
 
     def roll_out(
-        self, role: str, batches: dict[str, Batch], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, Batch]:
+        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
+    ) -> dict[str, State]:
         """Return what `draw` drew, with the states to which the student's own sampling leads."""
         with torch.no_grad():
             for term in self._terms(role):
@@ -101,7 +101,7 @@ class Objective:
         return batches
 
     def predictions(
-        self, teacher: Teacher | None, batches: list[dict[str, Batch]]
+        self, teacher: Teacher | None, batches: list[dict[str, State]]
     ) -> list[Prediction | None]:
         """Return the teacher's prediction at the noised states of each micro-step, if a term needs it.
 
@@ -113,7 +113,7 @@ class Objective:
         blocks = {m for term in self.terms for _, m in term.matched_blocks}
         return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))
 
-    def sampled(self, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> list[Batch]:
+    def sampled(self, predictions: dict[str, Prediction], batches: dict[str, State]) -> list[State]:
         """Return the student's samples at which the teacher is called, of each term with some.
 
         Args:
@@ -129,7 +129,7 @@ class Objective:
     def targets(
         self,
         teacher: Prediction | None,
-        batches: dict[str, Batch],
+        batches: dict[str, State],
         networks: Networks,
         schedule: FlowSchedule,
     ) -> list[Any]:
@@ -150,9 +150,9 @@ class Objective:
         self,
         predictions: dict[str, Prediction],
         targets: list[Any],
-        batches: dict[str, Batch],
+        batches: dict[str, State],
         networks: Networks,
-        teacher: Callable[[list[Batch]], list[Tensor]] | None = None,
+        teacher: Callable[[list[State]], list[Tensor]] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the student's loss_TB of each term T, unweighted, float32, and numbers_B for metrics.
 
@@ -175,7 +175,7 @@ class Objective:
             numbers |= term.numbers(target, batch)
         return torch.stack(losses), numbers
 
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, Batch]) -> Tensor:
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
         """Compute the unweighted losses of one of `others`, in the order of their names."""
         return self._owner(role).losses_of(role, predictions, batches)
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from wandistiller.batch import PATH, Batch, Prediction
+from wandistiller.batch import PATH, Batch, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.objectives.base import Term, mean_square
 
@@ -24,7 +24,7 @@ class TrajectoryRegression(Term):
     def needs_teacher(self) -> bool:
         return False
 
-    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, Batch]:
+    def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         return {PATH: source.on_path(update, micro)}
 
     def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,10 +177,11 @@ def calibration_batches(
         numbers = [i for i in range(count) if expert_at(sigmas[i], schedule.boundary) is expert]
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
-            x0_BCFHW, text_BLD = data.examples(index_B)
-            text_BLD = padded(text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
+            x0_BCFHW, given = data.examples(index_B)
+            text_BLD = padded(given.text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
+            given = replace(given, text_BLD=text_BLD)
             keys = [(schedule.seed, "probe", i) for i in index_B]
-            batches.append(with_noise(x0_BCFHW, text_BLD, expert, [sigmas[i] for i in index_B], keys))
+            batches.append(with_noise(x0_BCFHW, given, expert, [sigmas[i] for i in index_B], keys))
     return batches
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -9,7 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller.batch import STUDENT, Batch, Expert, Prediction, concat_batches, split_prediction
+from wandistiller.batch import STUDENT, Expert, Prediction, State, concat_batches, split_prediction
 from wandistiller.distributed import collectives, sequence
 from wandistiller.engine import nvme
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
@@ -101,7 +102,7 @@ class Learner:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
         return self.engines[expert] if expert in self.engines else next(iter(self.engines.values()))
 
-    def predict(self, batches: dict[str, Batch]) -> dict[str, Prediction]:
+    def predict(self, batches: dict[str, State]) -> dict[str, Prediction]:
         """Make one forward pass for all kinds of states, as engines count a backward by its forward."""
         return split_prediction(self.forward(concat_batches(batches)), batches)
 
@@ -176,17 +177,17 @@ class Learner:
             state["skipped"] = True
         return state
 
-    def velocity(self, batch: Batch) -> Tensor:
+    def velocity(self, batch: State) -> Tensor:
         """Return v_BCFHW, float32, with gradient if that is enabled."""
         return self.forward(batch).v_BCFHW
 
-    def slope(self, batch: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+    def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
         x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
         blocks = self._blocks_of(self.engine(batch.expert))
         with torch.enable_grad(), blocks.stored():
             network = self.engine(batch.expert).module
-            v_BCFHW = transformer.velocity(network, x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+            v_BCFHW = transformer.velocity(network, replace(batch, x_t_BCFHW=x_t_BCFHW))
             features, blocks.features = blocks.features, {}
             slope_BCFHW, *_ = torch.autograd.grad(value(Prediction(v_BCFHW, features)), x_t_BCFHW)
         return sequence.mean(slope_BCFHW)
@@ -194,16 +195,15 @@ class Learner:
     def _blocks_of(self, engine: Any) -> Blocks:
         return next(blocks for expert, blocks in self._blocks.items() if self.engines[expert] is engine)
 
-    def forward(self, batch: Batch) -> Prediction:
+    def forward(self, batch: State) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
-        inputs = batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD
         if batch.expert in self._frozen:
             with torch.no_grad():
-                return Prediction(transformer.velocity(self._frozen[batch.expert], *inputs))
+                return Prediction(transformer.velocity(self._frozen[batch.expert], batch))
         engine = self.engine(batch.expert)
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
         network = engine if torch.is_grad_enabled() else engine.module
-        v_BCFHW = transformer.velocity(network, *inputs)
+        v_BCFHW = transformer.velocity(network, batch)
         blocks = self._blocks_of(engine)
         features, blocks.features = blocks.features, {}
         return Prediction(v_BCFHW, features)

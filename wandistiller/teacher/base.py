@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wandistiller.batch import Batch, Expert, Prediction, concat_batches, split_prediction
+from wandistiller.batch import Expert, Prediction, State, concat_batches, split_prediction
 from wandistiller.distributed import collectives, sequence
 from wandistiller.teacher.sweep import block_by_block, in_turn, only_here
 from wandistiller.wan import transformer
@@ -18,15 +18,15 @@ from wandistiller.wan.text_padding import padded
 class Teacher(Protocol):
     """A network that predicts velocities, wherever its weights live."""
 
-    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW and the hidden states after `blocks`, on the batch's device, without gradient."""
         ...
 
-    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
         """The predictions for several batches, which may be of different experts."""
         return [self.predict(batch, blocks) for batch in batches]
 
-    def velocity(self, batch: Batch) -> Tensor:
+    def velocity(self, batch: State) -> Tensor:
         """v_BCFHW on the batch's device, float32, without gradient."""
         return self.predict(batch, ()).v_BCFHW
 
@@ -42,12 +42,12 @@ class LocalTeacher(Teacher):
     sweeps: bool = False
     """True if weights arrive block by block, so that several batches go through the blocks together."""
 
-    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW of the text branch alone, float32, and the hidden states after `blocks`."""
         return self.predict_all([batch], blocks)[0]
 
     @torch.no_grad()
-    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
         run, made = block_by_block if self.sweeps else in_turn, {}
         for model in dict.fromkeys(self.experts.values()):
             own = {i: b for i, b in enumerate(batches) if self.experts[b.expert] is model}
@@ -56,9 +56,9 @@ class LocalTeacher(Teacher):
                 made |= zip(own, run(model.blocks, calls), strict=True)
         return [made[i] for i in range(len(batches))]
 
-    def _predict(self, model: nn.Module, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+    def _predict(self, model: nn.Module, batch: State, blocks: tuple[int, ...]) -> Prediction:
         home = batch.x_t_BCFHW.device
-        inputs = (t.to(self.device or home) for t in (batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD))
+        there = batch.with_tensors([t.to(self.device or home) for t in batch.tensors()])
         features: dict[int, Tensor] = {}
         hooks = [
             model.blocks[k].register_forward_hook(
@@ -67,7 +67,7 @@ class LocalTeacher(Teacher):
             for k in blocks
         ]
         try:
-            return Prediction(transformer.velocity(model, *inputs).to(home), features)
+            return Prediction(transformer.velocity(model, there).to(home), features)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -91,14 +91,14 @@ class GuidedTeacher(Teacher):
     passes: int = 1
     """1: text and null branch in one forward pass; 2: one after the other."""
 
-    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
         """v_BCFHW = v_null + w (v_text - v_null), float32, and the text branch's hidden states.
 
         Source: Ho and Salimans 2022, arXiv:2207.12598.
         """
         return self.predict_all([batch], blocks)[0]
 
-    def predict_all(self, batches: Sequence[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
         pairs = [self._branches(batch) for batch in batches]
         if self.passes == 1:
             joined = self.inner.predict_all([concat_batches(pair) for pair in pairs], blocks)
@@ -110,17 +110,20 @@ class GuidedTeacher(Teacher):
                 made[i]["null"] = null
         return [self._guided(batch.expert, of_batch) for batch, of_batch in zip(batches, made, strict=True)]
 
-    def _branches(self, batch: Batch) -> dict[str, Batch]:
+    def _branches(self, batch: State) -> dict[str, State]:
         """Return the batch with its text, and with the negative prompt; their text in the same rows."""
         if self.guidance.scales[batch.expert] == 1:
             return {
                 "text": batch
             }  # the other would be multiplied by zero; equal on all ranks, as it is config
-        null_1LD = self.guidance.null_text_LD[None].to(batch.text_BLD)
-        rows = max(null_1LD.shape[1], batch.text_BLD.shape[1])
-        batch = replace(batch, text_BLD=padded(batch.text_BLD, rows))
-        null_BLD = padded(null_1LD, rows).expand_as(batch.text_BLD).contiguous()
-        return {"text": batch, "null": replace(batch, text_BLD=null_BLD)}
+        given_BLD = batch.conditioning.text_BLD
+        null_1LD = self.guidance.null_text_LD[None].to(given_BLD)
+        rows = max(null_1LD.shape[1], given_BLD.shape[1])
+        text_BLD = padded(given_BLD, rows)
+        null_BLD = padded(null_1LD, rows).expand_as(text_BLD).contiguous()
+        branches = {"text": text_BLD, "null": null_BLD}
+        others = {name: replace(batch.conditioning, text_BLD=t) for name, t in branches.items()}
+        return {name: replace(batch, conditioning=one) for name, one in others.items()}
 
     def _guided(self, expert: Expert, branches: dict[str, Prediction]) -> Prediction:
         text = branches["text"]
@@ -143,18 +146,15 @@ class OwnerTeacher(Teacher):
     peers: list[int]
     """The ranks of this node."""
 
-    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
+    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
         """The prediction for this rank's batch. Collective; the ranks' batches may differ in length."""
 
         def predict_for(theirs: list[Tensor]) -> list[Tensor]:
-            x_t_BCFHW, sigma_B, text_BLD = theirs
-            their_batch = Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, sigma_B, text_BLD, batch.expert)
-            prediction = self.inner.predict(their_batch, blocks)
+            prediction = self.inner.predict(batch.with_tensors(theirs), blocks)
             return [prediction.v_BCFHW, *(prediction.features[k] for k in blocks)]
 
-        inputs = [batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD]
         v_BCFHW, *features = collectives.call_owner(
-            self.owner, self.peers, inputs, predict_for, sequence.replica
+            self.owner, self.peers, batch.tensors(), predict_for, sequence.replica
         )
         return Prediction(v_BCFHW, dict(zip(blocks, map(sequence.part, features), strict=True)))
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.flow import keyed_generator
 from wandistiller.tiny.make_text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.make_vae import encoded, fit, latent_statistics
@@ -112,7 +113,9 @@ def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step
     sigma_B = draw_sigma(stage.run.batch, stage.sigmas, rng)
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
     noisy_BCFHW = (1 - sigma_B1111) * latent_BCFHW + sigma_B1111 * noise_BCFHW
-    velocity_BCFHW = velocity(model, noisy_BCFHW, sigma_B, text_BLD)
+    conditioning, expert = Conditioning(text_BLD), Expert.HIGH_NOISE
+    state = State(x_t_BCFHW=noisy_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
+    velocity_BCFHW = velocity(model, state)
     return F.mse_loss(velocity_BCFHW, noise_BCFHW - latent_BCFHW)
 
 

@@ -223,7 +223,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     if teacher:
         teacher, batches = without_guidance(teacher), calibration_of(job, data)
         error = start_error(batches, teacher.velocity, student.velocity, data.measured, job.identity)
-        inputs = (t for b in batches for t in (b.x_t_BCFHW, b.text_BLD))
+        inputs = (t for b in batches for t in b.tensors())
         if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
             require_finite_start(job, error)
         numbers["relative_velocity_error"] = error.relative()

@@ -141,8 +141,8 @@ class NonFiniteHandler:
         first, loss_TB = next(iter(batches.values())), result.loss_TB
         bad = {
             "loss": ~loss_TB.isfinite().all(0),
-            "text": nonfinite_B(first.text_BLD),
-            "x0": torch.stack([nonfinite_B(batch.x0_BCFHW) for batch in batches.values()]).any(0),
+            "text": torch.stack([nonfinite_B(t) for t in first.conditioning.tensors()]).any(0),
+            "x0": torch.stack([nonfinite_B(b.x_t_BCFHW) for b in batches.values()]).any(0),
         }
         return [
             SampleReport(

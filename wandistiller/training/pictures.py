@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Conditioning, State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
@@ -176,7 +176,7 @@ class PictureDrawer:
         return x0_BCFHW
 
     def _sampled(
-        self, velocity: Callable[[Batch], Tensor], prompts: list[str], seed: int, few: FewSteps | None = None
+        self, velocity: Callable[[State], Tensor], prompts: list[str], seed: int, few: FewSteps | None = None
     ) -> Tensor:
         """Sample x0_BCFHW; without a teacher from the noise of its cached rollouts.
 
@@ -189,12 +189,12 @@ class PictureDrawer:
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
-        text_BLD = self.text.of(prompts).to(device)
+        conditioning = Conditioning(self.text.of(prompts).to(device))
 
         def fresh(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]
             return torch.stack(noise).to(device)
 
-        given = velocity, job.folder, run.shift, noise_BCFHW, text_BLD, run.sample_steps
+        given = velocity, job.folder, run.shift, noise_BCFHW, conditioning, run.sample_steps
         x0_BCFHW, _ = denoise(*given, few, fresh)
         return x0_BCFHW

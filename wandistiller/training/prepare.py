@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from wandistiller.batch import Conditioning
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
@@ -185,20 +185,25 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
     merges = job.run.merge_text_padding
     teacher = build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
     if weights := read_placement(job.teacher_ds).weights:
-        text_BLD = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
+        conditioning = Conditioning(text.of(prompts[:SAMPLES] or [job.run.negative_prompt]))
         with sequence.alone():  # on single frames
-            errors = _quantization_error(job, teacher, guidance, text_BLD)
+            errors = _quantization_error(job, teacher, guidance, conditioning)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
 
 
-def _quantization_error(job: Job, teacher: Teacher, guidance: Guidance, text_BLD: Tensor) -> dict[str, float]:
+def _quantization_error(
+    job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
+) -> dict[str, float]:
     """Return the error that the teacher's quantised weights cost, on images that it draws. Collective."""
     folder, r, device = job.teachers_folder, job.run, collectives.device()
-    shape, text_BLD = folder.latent_shape(r.height, r.width, 1), text_BLD.to(device)
-    noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(text_BLD))]
-    x0_BCFHW, _ = denoise(teacher.velocity, folder, r.shift, torch.stack(noise).to(device), text_BLD, STEPS)
-    given = folder, job.teacher_ds, teacher, guidance, x0_BCFHW, text_BLD, r.seed
+    shape = folder.latent_shape(r.height, r.width, 1)
+    conditioning = conditioning.map(lambda t: t.to(device))
+    noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
+    x0_BCFHW, _ = denoise(
+        teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS
+    )
+    given = folder, job.teacher_ds, teacher, guidance, x0_BCFHW, conditioning, r.seed
     return quantization_error(*given, merges_padding=r.merge_text_padding)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from wandistiller.batch import STUDENT, Batch
+from wandistiller.batch import STUDENT, State
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import set_aside_newer, steps
@@ -150,7 +150,7 @@ class Trainer:
         learner.update_ema(result.expert, step + 1)
         return replace(result, **learner.state(result.expert))
 
-    def _read(self, update: int, micro: int) -> dict[str, Batch]:
+    def _read(self, update: int, micro: int) -> dict[str, State]:
         return self.updates[update % len(self.updates)].read(update, micro)
 
     def _draws(self, done: int) -> bool:

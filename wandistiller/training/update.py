@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wandistiller.batch import STUDENT, Batch, Prediction
+from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
@@ -24,9 +24,9 @@ from wandistiller.utils.logging import activity
 
 TEACHER = "the teacher's forward pass"
 """An activity of a step."""
-Reads = Callable[[int, int], dict[str, Batch]]
+Reads = Callable[[int, int], dict[str, State]]
 """This rank's samples of an update and a micro-step by kind of states, by `Update.read` of its role."""
-Asked = list[tuple[dict[str, Batch], Prediction | None]]
+Asked = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 
 
@@ -65,7 +65,7 @@ class Update:
         """Return the loss of the network: the weighted sum over the rows of loss_TB."""
         return self.objective.total(losses, self.role)
 
-    def read(self, update: int, micro: int) -> dict[str, Batch]:
+    def read(self, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step by kind of states."""
         return self.objective.draw(self.role, self._batches, update, micro)
 
@@ -113,7 +113,7 @@ class Update:
                 batches = [roll_out(b, self.student.velocity, self.job.schedule) for b in batches]
         return self._with_predictions(batches)
 
-    def _with_predictions(self, batches: list[dict[str, Batch]]) -> Asked:
+    def _with_predictions(self, batches: list[dict[str, State]]) -> Asked:
         if self.role != STUDENT:
             return [(b, None) for b in batches]
         with activity(TEACHER):
@@ -144,7 +144,7 @@ class Update:
 
         self._begun[update] = self._worker.submit(lambda: [*map(ask, groups)])
 
-    def _at_samples(self, batches: list[dict[str, Batch]]) -> list[list[Tensor] | None]:
+    def _at_samples(self, batches: list[dict[str, State]]) -> list[list[Tensor] | None]:
         """Return the teacher's velocities at the student's samples of each micro-step, if several are known.
 
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
@@ -159,7 +159,7 @@ class Update:
             return [[next(predictions).v_BCFHW for _ in of_one] for of_one in samples]
 
     def _micro_step(
-        self, batches: dict[str, Batch], teacher: Prediction | None, at_samples: list[Tensor] | None
+        self, batches: dict[str, State], teacher: Prediction | None, at_samples: list[Tensor] | None
     ) -> MicroStepResult:
         """Compute the loss and its gradients; on the last micro-step of an update the weights change.
 
@@ -183,5 +183,5 @@ class Update:
             self.learner.step(first.expert)
         return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert, numbers)
 
-    def _velocities(self, samples: list[Batch]) -> list[Tensor]:
+    def _velocities(self, samples: list[State]) -> list[Tensor]:
         return [self.teacher.velocity(batch) for batch in samples]

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.distributed import sequence
 from wandistiller.engine.activation_checkpointing import (
     MODULES,
@@ -260,13 +261,15 @@ def _transformer(
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     x_t_BCFHW, sigma_B = torch.empty(samples, *latent), torch.ones(samples)
-    text_BLD = torch.empty(samples, text_tokens, config["text_dim"])
+    conditioning = Conditioning(torch.empty(samples, text_tokens, config["text_dim"]))
+    expert = Expert.HIGH_NOISE
+    state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
     with sequence.imagined(sharers):
         share_sequences(model)
 
     def call() -> Tensor:
         with sequence.imagined(sharers):
-            return velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+            return velocity(model, state)
 
     return model, call
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
@@ -96,9 +97,11 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
     hook = block.register_forward_pre_hook(enter)
     shapes = latent, (), (TEXT_TOKENS, model.config["text_dim"])
     x_t_BCFHW, sigma_B, text_BLD = (torch.empty(1, *shape, device="meta") for shape in shapes)
+    conditioning, expert = Conditioning(text_BLD), Expert.HIGH_NOISE
+    state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
-        v_BCFHW = velocity(model, x_t_BCFHW, sigma_B, text_BLD)
+        v_BCFHW = velocity(model, state)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
         if v_BCFHW.requires_grad:
             v_BCFHW.sum().backward()

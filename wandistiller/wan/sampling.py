@@ -8,7 +8,7 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Conditioning, State
 from wandistiller.distributed import collectives
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
@@ -71,11 +71,11 @@ def path_sigmas(folder: WanFolder, shift: float, steps: int) -> list[float]:
 
 
 def denoise(
-    velocity: Callable[[Batch], Tensor],
+    velocity: Callable[[State], Tensor],
     folder: WanFolder,
     shift: float,
     noise_BCFHW: Tensor,
-    text_BLD: Tensor,
+    conditioning: Conditioning,
     steps: int,
     few: FewSteps | None = None,
     fresh: Callable[[int], Tensor] | None = None,
@@ -100,9 +100,10 @@ def denoise(
         collectives.raise_if_stop_requested()  # one call for a video may take minutes
         heartbeat()
         sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
-        batch = Batch(x_t_BCFHW, noise_BCFHW, x_t_BCFHW, sigma_B, text_BLD, expert_at(sigma, boundary))
+        expert = expert_at(sigma, boundary)
+        state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
         with torch.no_grad():
-            return velocity(batch)
+            return velocity(state)
 
     if few:
         for call, sigma in enumerate(few.sigmas):

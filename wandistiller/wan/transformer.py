@@ -8,6 +8,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
+from wandistiller.batch import State
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.text_padding import network_text
@@ -62,21 +63,17 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(".".join(path)), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def velocity(model: nn.Module, x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Tensor) -> Tensor:
-    """Predict v = noise - x0 with a WanTransformer3DModel.
+def velocity(model: nn.Module, state: State) -> Tensor:
+    """Predict v_BCFHW = noise - x0, float32, with a WanTransformer3DModel; the only call of a network.
 
     Args:
-        x_t_BCFHW: noisy normalised latents of any float dtype.
-        sigma_B: in [0, 1], 1 is pure noise.
-        text_BLD: UMT5 states; zero rows may follow, which the network sees up to 512.
-    Returns:
-        v_BCFHW, float32.
+        state: of any float dtypes, on the model's device.
     """
     dtype = model.patch_embedding.weight.dtype
     return model(
-        hidden_states=x_t_BCFHW.to(dtype),
-        timestep=sigma_B.float() * TRAIN_TIMESTEPS,
-        encoder_hidden_states=network_text(model, text_BLD.to(dtype)),
+        hidden_states=state.x_t_BCFHW.to(dtype),
+        timestep=state.sigma_B.float() * TRAIN_TIMESTEPS,
+        encoder_hidden_states=network_text(model, state.conditioning.text_BLD.to(dtype)),
         return_dict=False,
     )[0].float()
 

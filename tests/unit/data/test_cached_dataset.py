@@ -95,7 +95,8 @@ def test_examples_have_one_shape_come_around_and_are_samples_of_the_run(
     media: Path, wan1: Path, on_one_rank: list
 ) -> None:
     data, _, _ = prepare(read_job(RunConfig(**a_run(media, wan1, "one")), 1))
-    x0_BCFHW, text_BLD = data.examples(list(range(300)))
+    x0_BCFHW, given = data.examples(list(range(300)))
+    text_BLD = given.text_BLD
     used = {sample[2] for step in on_one_rank for sample in step}
     digests = [digest_of(x0[None], text[None]) for x0, text in zip(x0_BCFHW, text_BLD, strict=True)]
     assert len(x0_BCFHW) == 300 and set(digests) <= used and 1 < len(set(digests)) < 10

@@ -12,7 +12,7 @@ from PIL import Image
 from ranks import edit_json
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.data import latent_cache
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
@@ -72,7 +72,9 @@ def stock(folder: Path, steps: int, high: float, low: float | None) -> Tensor:
 
 def ours(folder: Path, steps: int, high: float, low: float) -> tuple[Tensor, list[tuple[float, Tensor]]]:
     wan = open_wan(str(folder))
-    return denoise(guided(folder, high, low).velocity, wan, wan.shift, start(), embeds(folder)[0], steps)
+    return denoise(
+        guided(folder, high, low).velocity, wan, wan.shift, start(), Conditioning(embeds(folder)[0]), steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_step_at_the_boundary_belongs_to_the_high_noise_expert(
         experts.append(batch.expert)
         return batch.x_t_BCFHW
 
-    denoise(velocity, open_wan(str(folder)), 3.0, start(), embeds(wan2)[0], STEPS)
+    denoise(velocity, open_wan(str(folder)), 3.0, start(), Conditioning(embeds(wan2)[0]), STEPS)
     assert experts == [Expert.HIGH_NOISE] * high + [Expert.LOW_NOISE] * (STEPS - high)
 
 
@@ -127,7 +129,9 @@ def test_a_straight_field_is_followed_to_its_x0_by_any_scheduler(
         )
         edit_json(folder / "model_index.json", scheduler=["diffusers", kind])
     x0, noise = torch.full_like(start(), 0.25), start()
-    actual, _ = denoise(lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, embeds(wan1)[0], 10)
+    actual, _ = denoise(
+        lambda _: noise - x0, open_wan(str(folder)), 3.0, noise, Conditioning(embeds(wan1)[0]), 10
+    )
     torch.testing.assert_close(
         actual, x0, rtol=0, atol=0.01
     )  # timesteps are whole numbers: sigma 0.999 for 1
@@ -169,7 +173,7 @@ def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
     calls, teacher = [], guided(wan, 1.0, 1.0)
 
     def velocity(batch: Batch) -> Tensor:
-        calls.append(len(batch.text_BLD))
+        calls.append(len(batch.conditioning.text_BLD))
         return teacher.velocity(batch)
 
     assert cached.fill_media({cached.key(s): s for s in samples if s.item.media}) == {}
@@ -188,7 +192,7 @@ def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
         velocity = guided(wan1, 1.0, 1.0).velocity
-        expected, _ = denoise(velocity, wan, 3.0, noise[None], text_of(["made"]), 2)
+        expected, _ = denoise(velocity, wan, 3.0, noise[None], Conditioning(text_of(["made"])), 2)
         torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
 
 
@@ -198,7 +202,7 @@ def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: P
     fill(cached, wan1, [sample])
     noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
     velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
-    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of(["a"]), 2)
+    x0, path = denoise(velocity, wan, 3.0, noise[None], Conditioning(text_of(["a"])), 2)
     sigma_S = cached.levels(key := cached.key(sample))
     x_SCFHW = torch.stack([cached.state(key, number) for number in range(3)])
     assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()

@@ -14,6 +14,7 @@ from cases import slow_but
 from plain import MixedAdamW
 from recipes import ADAM
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
 from wandistiller.batch import Batch, Expert
@@ -34,7 +35,7 @@ def batch(seed: int) -> Batch:
     """Two random samples."""
     torch.manual_seed(seed)
     x_BCFHW = torch.randn(2, 16, 1, 8, 8)
-    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.rand(2), torch.randn(2, 7, 32), Expert.HIGH_NOISE)
+    return state(x_BCFHW, torch.rand(2), torch.randn(2, 7, 32))
 
 
 def engine_json(**more: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def plain_bf16_curve(steps: int = 5) -> list[float]:
     optimizer, losses = MixedAdamW(model), []
     for step in range(steps):
         b = batch(step)
-        loss = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD).square().mean()
+        loss = transformer.velocity(model, b).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -140,7 +141,7 @@ def gradients(ds: dict[str, Any]) -> dict[str, Tensor]:
 def reference() -> dict[str, Tensor]:
     """Gradients by plain autograd."""
     model, b = small_transformer(0, LAYERS).train(), batch(0)
-    transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD).square().mean().backward()
+    transformer.velocity(model, b).square().mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -8,9 +8,10 @@ import pytest
 from ranks import write_json
 from recipes import ADAM
 from small_wan import small_transformer
+from states import state
 from trainers_jsons import ACCEPTED, REFUSED, TINY, schedule, zero
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Expert
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.summary import without_learning
 from wandistiller.config.validate import read_job
@@ -220,7 +221,7 @@ def learner(ds: dict[str, Any]) -> Learner:
 def step(student: Learner, number: int) -> dict[str, Any]:
     """Learn to predict zero."""
     x, text = keyed_normal((1, 16, 1, 4, 4), number), keyed_normal((1, 7, 32), number)
-    loss = student.velocity(Batch(x, x, x, x.new_tensor([0.5]), text, Expert.HIGH_NOISE)).square().mean()
+    loss = student.velocity(state(x, x.new_tensor([0.5]), text)).square().mean()
     student.backward(Expert.HIGH_NOISE, loss)
     student.step(Expert.HIGH_NOISE)
     return student.state(Expert.HIGH_NOISE)

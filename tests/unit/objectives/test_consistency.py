@@ -11,6 +11,7 @@ from constant import BATCH
 from deepspeed.utils import safe_get_full_grad
 from engines import batch_for, engine, teacher_of
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Expert, Prediction
@@ -28,7 +29,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 def states(sigma_B: Tensor = SIGMA_B, expert: Expert = Expert.HIGH_NOISE) -> Batch:
     x_BCFHW = keyed_normal((len(sigma_B), 2, 1, 4, 4), "x").double()
-    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, sigma_B, torch.zeros(len(sigma_B), 1, 1), expert)
+    return state(x_BCFHW, sigma_B, torch.zeros(len(sigma_B), 1, 1), expert)
 
 
 def loss(teacher: Velocity, student: Velocity, schedule: FlowSchedule = SCHEDULE, **settings: Any) -> Tensor:
@@ -140,7 +141,7 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
     batch = batch_for(model)
 
     def plain(given: Batch) -> Tensor:
-        return transformer.velocity(model, given.x_t_BCFHW, given.sigma_B, given.text_BLD)
+        return transformer.velocity(model, given)
 
     def total(ask: Callable[[Batch], Tensor], v_BCFHW: Callable[[], Tensor]) -> Tensor:
         (predicted,) = objective.predictions(teacher, [{NOISED: batch}])

@@ -10,9 +10,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from engines import batch_for, loaded
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert, Prediction
+from wandistiller.batch import Conditioning, Expert, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.flow import FewSteps, FlowSchedule, clean, keyed_normal
 from wandistiller.objectives.base import Networks
@@ -35,17 +36,17 @@ from wandistiller.wan.sampling import denoise, few_steps
 
 SHAPE = (2, 1, 4, 4)
 SCHEDULE = FlowSchedule(3.0, None, seed=0, global_batch=8, few=FewSteps((1.0, 0.75)))
-TEXT_BLD = torch.zeros(4, 1, 1)
+TEXT = Conditioning(torch.zeros(4, 1, 1))
 
 
 def start(step: int = 0) -> Rollout:
-    return drawn(SCHEDULE, SHAPE, TEXT_BLD, [step * 8 + i for i in range(4)], step)
+    return drawn(SCHEDULE, SHAPE, TEXT, [step * 8 + i for i in range(4)], step)
 
 
-def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
+def gaussian(mean: float, deviation: float) -> Callable[[State], Tensor]:
     """The exact velocity where clean latents are independent Gaussians: (x - E[x0 | x]) / t."""
 
-    def velocity(batch: Batch) -> Tensor:
+    def velocity(batch: State) -> Tensor:
         t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
         variance = (1 - t) ** 2 * deviation**2 + t**2
         x0 = mean + (1 - t) * deviation**2 / variance * (x - (1 - t) * mean)
@@ -57,7 +58,7 @@ def gaussian(mean: float, deviation: float) -> Callable[[Batch], Tensor]:
 class Critic:
     """A critic whose velocity, and gradient in its input, are known."""
 
-    def __init__(self, velocity: Callable[[Batch], Tensor], slope: Callable[..., Tensor] | None = None):
+    def __init__(self, velocity: Callable[[State], Tensor], slope: Callable[..., Tensor] | None = None):
         self.velocity, self.slope = velocity, slope
 
 
@@ -69,7 +70,7 @@ def networks(critic: Critic) -> Networks:
 TEACHER = gaussian(0.5, 0.3)
 
 
-def score(batch: Batch, mean: float, deviation: float) -> Tensor:
+def score(batch: State, mean: float, deviation: float) -> Tensor:
     t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
     return -(x - (1 - t) * mean) / ((1 - t) ** 2 * deviation**2 + t**2)
 
@@ -111,19 +112,19 @@ def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
 def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampler: str) -> None:
     model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None, sampler)
     schedule = FlowSchedule(3.0, None, 0, 2, few=few)
-    text_BLD = batch_for(model).text_BLD
+    conditioning = batch_for(model).conditioning
 
-    def velocity(batch: Batch) -> Tensor:
-        return transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+    def velocity(batch: State) -> Tensor:
+        return transformer.velocity(model, batch)
 
     exits = set()
     for step in range(12):
-        batch = drawn(schedule, (16, 1, 4, 4), text_BLD, [2 * step, 2 * step + 1], step)
+        batch = drawn(schedule, (16, 1, 4, 4), conditioning, [2 * step, 2 * step + 1], step)
         exits.add(batch.exit)
         state = simulated(batch, velocity, few)
         fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
         fresh[: len(batch.fresh)] = batch.fresh
-        given = batch.noise_BCFHW, text_BLD, 40, few, fresh.__getitem__
+        given = batch.x_t_BCFHW, conditioning, 40, few, fresh.__getitem__
         x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, *given)
         sigma, x_BCFHW = path[batch.exit]
         assert state.sigma_B.tolist() == pytest.approx([sigma] * 2)
@@ -134,14 +135,17 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
 
 
 def test_draws_depend_on_update_and_sample_alone_and_samples_are_renoised_within_limits() -> None:
-    one, parts = start(3), [drawn(SCHEDULE, SHAPE, TEXT_BLD[:2], [24 + i, 25 + i], 3) for i in (0, 2)]
-    for name in ("noise_BCFHW", "sigma_B"):
+    one, parts = (
+        start(3),
+        [drawn(SCHEDULE, SHAPE, TEXT.map(lambda t: t[:2]), [24 + i, 25 + i], 3) for i in (0, 2)],
+    )
+    for name in ("x_t_BCFHW", "sigma_B"):
         for whole, halves in ((one, parts), (one.renoise, [p.renoise for p in parts])):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(p, name) for p in halves]))
     assert {p.exit for p in parts} == {one.exit} and {p.renoise.expert for p in parts} == {Expert.HIGH_NOISE}
     sigma_N = torch.cat([start(step).renoise.sigma_B for step in range(100)])
     assert sigma_N.min() >= RENOISED[0] and sigma_N.max() <= 0.9801
-    assert not torch.equal(one.noise_BCFHW, start(4).noise_BCFHW)
+    assert not torch.equal(one.x_t_BCFHW, start(4).x_t_BCFHW)
 
 
 S = 0.875
@@ -150,7 +154,7 @@ ONE_EXPERT = replace(SCHEDULE, boundary=S, handover=S, trained=Expert.HIGH_NOISE
 
 def phased(step: int) -> Rollout:
     schedule = replace(ONE_EXPERT, few=few_steps(7.0, 4, S))
-    return drawn(schedule, SHAPE, TEXT_BLD, list(range(8 * step, 8 * step + 4)), step)
+    return drawn(schedule, SHAPE, TEXT, list(range(8 * step, 8 * step + 4)), step)
 
 
 def test_samples_of_the_high_noise_expert_are_renoised_above_the_hand_over_alone() -> None:
@@ -168,7 +172,7 @@ def test_a_state_at_the_hand_over_has_the_noise_of_the_path_at_every_level_above
     found, t = renoised(to_s, e - x0), batch.renoise.sigma_B.view(-1, 1, 1, 1, 1)
     a = (1 - t) / (1 - S)
     noise = (found.x_t_BCFHW - (1 - t) * x0 - a * S * e) / (t**2 - (a * S) ** 2).sqrt()
-    torch.testing.assert_close(noise, batch.renoise.noise_BCFHW, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(noise, batch.renoise.x_t_BCFHW, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.x0_BCFHW, x0, rtol=1e-4, atol=1e-4)
 
 
@@ -177,7 +181,7 @@ def test_the_critic_s_target_is_the_derivative_of_the_path_in_t() -> None:
     double = {name: getattr(batch, name).double() for name in ("x_t_BCFHW", "sigma_B")}
 
     def at(t_B: torch.Tensor) -> Renoised:
-        where = replace(batch.renoise, sigma_B=t_B, noise_BCFHW=batch.renoise.noise_BCFHW.double())
+        where = replace(batch.renoise, sigma_B=t_B, x_t_BCFHW=batch.renoise.x_t_BCFHW.double())
         return renoised(replace(batch, renoise=where, **double), v.double())
 
     t_B, h = batch.renoise.sigma_B.double(), 1e-6
@@ -196,7 +200,7 @@ def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
     """D(x_t) = mean of a x_t; the loss of a sample is gan softplus(-D), and ours a mean over its elements."""
     a, batch = 3.0, renoised(start(), keyed_normal((4, *SHAPE), "v"))
 
-    def slope(at: Batch, value: Callable[[Prediction], Tensor]) -> Tensor:
+    def slope(at: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         x = at.x_t_BCFHW.detach().requires_grad_()
         with torch.enable_grad():
             logits = {0: (a * x).flatten(1)[..., None]}
@@ -206,7 +210,7 @@ def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
     found = Dmd2(gan=0.03).target_of_samples(batch, TEACHER(batch), others).gradient_BCFHW
     x0 = batch.x0_BCFHW.detach().requires_grad_()
     t = batch.sigma_B.view(-1, 1, 1, 1, 1)
-    logit_B = a * ((1 - t) * x0 + t * batch.noise_BCFHW).flatten(1).mean(1)
+    logit_B = a * ((1 - t) * x0 + t * start().renoise.x_t_BCFHW).flatten(1).mean(1)
     (wanted,) = torch.autograd.grad(torch.nn.functional.softplus(-logit_B).sum(), x0)
     torch.testing.assert_close(found, 0.03 * x0[0].numel() * wanted, rtol=1e-4, atol=1e-6)
 
@@ -236,7 +240,7 @@ def test_the_gradient_of_a_network_s_input_does_not_depend_on_what_is_checkpoint
     x_BCFHW, text_BLD = keyed_normal((2, 16, 1, 4, 4), "x").requires_grad_(), keyed_normal((2, 9, 32), "text")
 
     def gradient(model: WanTransformer3DModel) -> Tensor:
-        v_BCFHW = transformer.velocity(model, x_BCFHW, torch.tensor([0.3, 0.9]), text_BLD)
+        v_BCFHW = transformer.velocity(model, state(x_BCFHW, torch.tensor([0.3, 0.9]), text_BLD))
         return torch.autograd.grad(v_BCFHW.square().sum(), x_BCFHW)[0]
 
     plain, model = small_transformer(0), small_transformer(0)

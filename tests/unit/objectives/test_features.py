@@ -72,7 +72,7 @@ def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teach
         model.blocks[k].register_forward_hook(lambda *a, k=k, p=project: seen.update({k: p(a[-1])}))
     batch = batch_for(model)
     batches = {NOISED: batch}
-    v_BCFHW = transformer.velocity(model, batch.x_t_BCFHW, batch.sigma_B, batch.text_BLD)
+    v_BCFHW = transformer.velocity(model, batch)
     predictions = {NOISED: Prediction(v_BCFHW, seen)}
     loss_TB = losses(objective, predictions, targets(objective, teacher, batches), batches)
     objective.total(loss_TB).mean().backward()

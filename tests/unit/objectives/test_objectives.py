@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from constant import BATCH, NOISE, X0, Constant, losses, targets
+from constant import BATCH, NOISE, Constant, losses, targets
+from states import state
 from torch import Tensor
 
 from wandistiller.batch import (
     NOISED,
     PATH,
     Batch,
-    Expert,
+    Conditioning,
     Prediction,
     concat_batches,
     split_prediction,
@@ -106,7 +107,14 @@ def gaussian_data(sigma: float) -> Batch:
     x0, noise = (keyed_normal((SAMPLES, 1, 1, 1, 1), name) for name in ("x0", "noise"))
     x0 = MEAN + DEVIATION * x0
     sigma_B = torch.full((SAMPLES,), sigma)
-    return Batch(x0, noise, path(x0, noise, sigma_B), sigma_B, torch.zeros(SAMPLES, 1, 1), Expert.HIGH_NOISE)
+    return replace(
+        BATCH,
+        x0_BCFHW=x0,
+        noise_BCFHW=noise,
+        x_t_BCFHW=path(x0, noise, sigma_B),
+        sigma_B=sigma_B,
+        conditioning=Conditioning(torch.zeros(SAMPLES, 1, 1)),
+    )
 
 
 def closed_form(sigma: float) -> tuple[float, float, float]:
@@ -150,13 +158,14 @@ def test_a_sum_weighs_its_terms() -> None:
 
 
 def test_split_undoes_join() -> None:
-    one = Batch(X0[:1], NOISE[:1], NOISE[:1], torch.ones(1), BATCH.text_BLD[:1], BATCH.expert)
+    given = BATCH.conditioning.map(lambda t: t[:1])
+    one = state(NOISE[:1], torch.ones(1), given.text_BLD)
     batches = {NOISED: BATCH, PATH: one}
     both = concat_batches(batches)
-    parts = split_prediction(Prediction(both.x_t_BCFHW, {0: both.text_BLD}), batches)
+    parts = split_prediction(Prediction(both.x_t_BCFHW, {0: both.conditioning.text_BLD}), batches)
     for name, batch in batches.items():
         assert torch.equal(parts[name].v_BCFHW, batch.x_t_BCFHW)
-        assert torch.equal(parts[name].features[0], batch.text_BLD)
+        assert torch.equal(parts[name].features[0], batch.conditioning.text_BLD)
 
 
 def test_the_teacher_is_needed_unless_only_data_or_paths_are_matched() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.flow import FlowSchedule, States, keyed_normal
 
 STEPS_DOWN = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
@@ -21,7 +21,9 @@ def states(v: Tensor, x0: Tensor) -> Tensor:
 
 def on_path(x_BSCFHW: Tensor, step: int = 0, schedule: FlowSchedule = SCHEDULE) -> Batch:
     indices = [4 * step + i for i in range(4)]
-    return schedule.on_path(STEPS_DOWN, states_of(x_BSCFHW), torch.zeros(4, 1, 1), indices, step)
+    return schedule.on_path(
+        STEPS_DOWN, states_of(x_BSCFHW), Conditioning(torch.zeros(4, 1, 1)), indices, step
+    )
 
 
 def states_of(x_BSCFHW: Tensor) -> States:
@@ -64,7 +66,9 @@ def test_a_path_s_segments_are_split_at_the_boundary() -> None:
 
 def test_noised_and_path_states_of_a_step_are_of_the_same_expert(line: tuple[Tensor, Tensor]) -> None:
     for step in range(50):
-        noised = SCHEDULE.noised(line[1], torch.zeros(4, 1, 1), [4 * step + i for i in range(4)], step)
+        noised = SCHEDULE.noised(
+            line[1], Conditioning(torch.zeros(4, 1, 1)), [4 * step + i for i in range(4)], step
+        )
         batch = on_path(states(*line), step)
         assert batch.expert is noised.expert
         assert ((batch.sigma_B >= 0.875) == (batch.expert is Expert.HIGH_NOISE)).all()
@@ -82,6 +86,6 @@ def test_a_segment_depends_on_seed_step_and_sample_index_alone(line: tuple[Tenso
     torch.manual_seed(5)
     for i in (3, 1, 0, 2):
         alone = SCHEDULE.on_path(
-            STEPS_DOWN, states_of(x_BSCFHW[i : i + 1]), torch.zeros(1, 1, 1), [12 + i], 3
+            STEPS_DOWN, states_of(x_BSCFHW[i : i + 1]), Conditioning(torch.zeros(1, 1, 1)), [12 + i], 3
         )
         assert alone.sigma_B[0] == whole.sigma_B[i] and torch.equal(alone.x_t_BCFHW[0], whole.x_t_BCFHW[i])

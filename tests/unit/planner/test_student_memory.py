@@ -8,6 +8,7 @@ import torch
 from cases import slow_but
 from recipes import ADAM
 from small_wan import small_transformer
+from states import state
 from tensors import tensor_bytes
 
 from wandistiller.batch import Expert
@@ -52,7 +53,7 @@ def student(
 def train_a_step(made: Learner, device: torch.device) -> None:
     engine = made.engine(Expert.HIGH_NOISE)
     inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
-    engine.backward(velocity(engine, *(t.to(device) for t in inputs)).square().mean())
+    engine.backward(velocity(engine, state(*(t.to(device) for t in inputs))).square().mean())
     engine.step()
 
 

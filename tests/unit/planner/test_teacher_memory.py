@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from states import state
 from torch import nn
 
 from wandistiller.batch import Expert
@@ -191,7 +192,7 @@ def test_a_teacher_that_stays_in_its_files_holds_three_blocks_and_the_rest(
         block.register_forward_hook(see)
     inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
     with torch.no_grad():
-        first, second = (velocity(model, *(t.to(one_rank) for t in inputs)) for _ in range(2))
+        first, second = (velocity(model, state(*(t.to(one_rank) for t in inputs))) for _ in range(2))
     assert torch.equal(first, second) and len(model.blocks) > 3
     assert sum(seen.values()) == pytest.approx(
         teacher_bytes(folder, teacher_json("files"), 1).device, rel=0.02
@@ -215,5 +216,5 @@ def test_a_call_has_no_more_whole_parameters_at_once_than_planned(one_rank: torc
     for _ in range(3):  # from the second on, the order is known and parameters are fetched ahead
         inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
         with torch.no_grad():
-            velocity(model, *(t.to(one_rank) for t in inputs))
+            velocity(model, state(*(t.to(one_rank) for t in inputs)))
     assert 0 < max(seen) <= teacher_bytes(folder, ds, 1).transient < teacher_bytes(folder, ds, 1).host / 4

@@ -9,9 +9,10 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.data.measured import Measured
 from wandistiller.flow import keyed_normal
 from wandistiller.student import calibration
@@ -28,13 +29,13 @@ TWICE = "norm2 to_out ffn.net.2 patch_embedding time_embedder.linear_2".split()
 def batch(n: int = 6) -> Batch:
     x_BCFHW = keyed_normal((n, 16, 1, 8, 8), "x")
     sigma_B = torch.linspace(0.1, 0.9, n)
-    return Batch(x_BCFHW, x_BCFHW, x_BCFHW, sigma_B, keyed_normal((n, 12, 32), "text"), Expert.HIGH_NOISE)
+    return state(x_BCFHW, sigma_B, keyed_normal((n, 12, 32), "text"))
 
 
 @torch.no_grad()
 def predict(model: WanTransformer3DModel) -> Tensor:
     b = batch()
-    return transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
+    return transformer.velocity(model, b)
 
 
 def cut_of(

@@ -167,7 +167,7 @@ def test_a_lora_student_starts_as_its_base_and_only_adapters_change(
             del ds["activation_checkpointing"]
         student, base, b = build(LORA, ds), small_transformer(1, layers=3), batch(0)
         with torch.no_grad():
-            v_BCFHW = base(b.x_t_BCFHW, 1000 * b.sigma_B, b.text_BLD).sample
+            v_BCFHW = base(b.x_t_BCFHW, 1000 * b.sigma_B, b.conditioning.text_BLD).sample
             assert torch.equal(student.velocity(b), v_BCFHW)
         curves.append([learn(student, step) for step in range(3)])
         assert all("lora_" in name for name in masters(student))

@@ -19,7 +19,7 @@ pytest.importorskip("torchao")
 import quantized_on_ranks
 from quantized_on_ranks import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, teacher_json
 
-from wandistiller.batch import Expert
+from wandistiller.batch import Conditioning, Expert
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.evaluation.bands import bands
@@ -212,7 +212,9 @@ def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffuser
     own = by_torchao(wan2 / "transformer", torch.float32, None)
     with torch.no_grad():
         batch = batches[0]
-        expected = own(batch.x_t_BCFHW, batch.sigma_B * 1000, batch.text_BLD, return_dict=False)[0]
+        expected = own(batch.x_t_BCFHW, batch.sigma_B * 1000, batch.conditioning.text_BLD, return_dict=False)[
+            0
+        ]
     assert all(torch.equal(p.v_BCFHW, expected) for p in found) and not any(r.faults for r in readers)
     blocks = teacher.experts[Expert.HIGH_NOISE].blocks
     assert len({p.data_ptr() for p in blocks.parameters()}) == len([*blocks[0].parameters()])
@@ -222,7 +224,9 @@ def errors(folder: Path, weights: str, name: str = "replicated") -> dict[str, fl
     opened, ds = open_wan(str(folder)), teacher_json(name, weights)
     x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config["text_dim"])
     torch.manual_seed(0)
-    return quantization_error(opened, ds, build_teacher(opened, ds, GUIDANCE), GUIDANCE, x0, text, 1)
+    return quantization_error(
+        opened, ds, build_teacher(opened, ds, GUIDANCE), GUIDANCE, x0, Conditioning(text), 1
+    )
 
 
 def test_the_error_is_small_and_largest_in_4_bits(one_rank: torch.device, wan2: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_wan import small_transformer
+from states import state
 
 from wandistiller.batch import Batch, Expert, Prediction
 from wandistiller.flow import keyed_normal
@@ -27,7 +28,7 @@ def batches(*experts: Expert) -> list[Batch]:
     for i, ((samples, height, rows), expert) in enumerate(zip(SIZES, experts, strict=True)):
         x_t = keyed_normal((samples, 16, 1, height, 4), "x", i)
         text = keyed_normal((samples, rows, 32), "text", i)
-        made.append(Batch(x_t, x_t, x_t, torch.linspace(0.9, 0.1, samples), text, expert))
+        made.append(state(x_t, torch.linspace(0.9, 0.1, samples), text, expert))
     return made
 
 

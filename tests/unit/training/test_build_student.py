@@ -13,6 +13,7 @@ import torch
 from cases import slow_but
 from recipes import TEACHER_FP32, train
 from small_wan import small_transformer
+from states import state
 from torch import nn
 
 from wandistiller.batch import Batch, Expert
@@ -56,10 +57,7 @@ def without(network: nn.Module, number: int) -> None:
 
 def batches(n: int = 2) -> list[Batch]:
     x_BCFHW = keyed_normal((n, 16, 1, 4, 4), "x")
-    return [
-        Batch(x_BCFHW, x_BCFHW, x_BCFHW, torch.full((n,), 0.4), keyed_normal((n, 8, 32), "text"), e)
-        for e in Expert
-    ]
+    return [state(x_BCFHW, torch.full((n,), 0.4), keyed_normal((n, 8, 32), "text"), e) for e in Expert]
 
 
 def two_experts(layers: int = 4) -> LocalTeacher:

@@ -9,7 +9,7 @@ from recipes import recipe, student_engine
 from torch import Tensor
 from trainers import trainer_of
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.data.measured import Measured
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.flow import with_noise
@@ -47,13 +47,16 @@ class Calls:
 
 
 def batches(number: int) -> list[Batch]:
-    return [with_noise(X0, X0[0, 0], Expert.HIGH_NOISE, [0.5], [("probe", i)]) for i in range(number)]
+    return [
+        with_noise(X0, Conditioning(X0[0, 0]), Expert.HIGH_NOISE, [0.5], [("probe", i)])
+        for i in range(number)
+    ]
 
 
 def test_a_rollout_ends_after_the_call_in_which_it_was_asked_to(wan1: Path) -> None:
     calls = Calls(at=2)
     with pytest.raises(Stopped):
-        denoise(calls, pipeline.open_wan(str(wan1)), 3.0, X0, X0[0, 0], 40)
+        denoise(calls, pipeline.open_wan(str(wan1)), 3.0, X0, Conditioning(X0[0, 0]), 40)
     assert calls.made == 2
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from published_wan import LARGE
 from small_wan import small_transformer
+from states import state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,7 +48,7 @@ def test_flops_of_a_step_are_torch_s_count_of_all_blocks(
     set_trainable(model, frozen, lora, seed=0)
     x_t_BCFHW, text_BLD = torch.randn(1, *LATENT), torch.randn(1, TEXT_TOKENS, c["text_dim"])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        velocity(model, x_t_BCFHW, torch.tensor([0.5]), text_BLD).sum().backward()
+        velocity(model, state(x_t_BCFHW, torch.tensor([0.5]), text_BLD)).sum().backward()
     traced = step_flops(student_model(c, frozen, lora, (), 256), LATENT, None)
     assert traced == pytest.approx(counter.get_total_flops(), rel=1e-3)
 

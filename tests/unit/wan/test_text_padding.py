@@ -8,9 +8,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from published_wan import LARGE, SMALL
 from small_wan import small_transformer
+from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Expert
 from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan.text_padding import STAND_INS, merge_text_padding, network_text, row_bias
@@ -30,7 +31,7 @@ def texts(lengths: list[int], width: int = 32) -> Tensor:
 def outputs(model: WanTransformer3DModel, lengths: list[int]) -> Tensor:
     x_t_BCFHW = keyed_normal((len(lengths), model.config.in_channels, 1, 8, 8), "x")
     sigma_B = torch.linspace(0.1, 1, len(lengths))
-    return velocity(model, x_t_BCFHW, sigma_B, texts(lengths, model.config.text_dim))
+    return velocity(model, state(x_t_BCFHW, sigma_B, texts(lengths, model.config.text_dim)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_gradients_of_all_weights_equal_those_with_512_rows() -> None:
 @torch.no_grad()
 def test_guidance_equals_that_with_512_rows_when_the_negative_prompt_is_longer(passes: int) -> None:
     x_t_BCFHW, text_BLD = keyed_normal((3, 16, 1, 8, 8), "x"), texts([2, 5, 9])
-    batch = Batch(x_t_BCFHW, x_t_BCFHW, x_t_BCFHW, torch.rand(3), text_BLD, Expert.HIGH_NOISE)
+    batch = state(x_t_BCFHW, torch.rand(3), text_BLD)
     guidance = Guidance(texts([126])[0], dict.fromkeys(Expert, 4.0))
 
     def guided(model: WanTransformer3DModel) -> Tensor:

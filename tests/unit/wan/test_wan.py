@@ -14,9 +14,10 @@ from cases import slow_but
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from ranks import write_json
 from small_wan import small_transformer
+from states import state
 from torch import nn
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.flow import keyed_normal
@@ -67,7 +68,7 @@ def assert_tables(model: nn.Module, wan: Path) -> None:
 
 def some_batch(expert: Expert, frames: int = 2) -> Batch:
     x0, noise, x_t = (keyed_normal((2, 16, frames, 4, 6), "wan", i) for i in range(3))
-    return Batch(x0, noise, x_t, torch.tensor([0.3, 0.95]), keyed_normal((2, 512, 32), "text"), expert)
+    return state(x_t, torch.tensor([0.3, 0.95]), keyed_normal((2, 512, 32), "text"), expert)
 
 
 def test_a_two_expert_folder_has_both_configs_and_their_boundary_and_a_one_expert_folder_none(
@@ -125,13 +126,13 @@ def test_a_meta_transformer_has_all_parameters_without_memory_and_real_rope_tabl
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_velocity_is_the_model_s_output_at_time_1000_sigma(wan1: Path, dtype: torch.dtype) -> None:
     model, b = by_diffusers(wan1 / "transformer", dtype), some_batch(Expert.HIGH_NOISE)
-    direct = model(b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.text_BLD.to(dtype)).sample
-    v_BCFHW = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
+    direct = model(
+        b.x_t_BCFHW.to(dtype), torch.tensor([300.0, 950.0]), b.conditioning.text_BLD.to(dtype)
+    ).sample
+    v_BCFHW = transformer.velocity(model, b)
     assert v_BCFHW.dtype is torch.float32 and torch.equal(v_BCFHW, direct.float())
     low_B = b.sigma_B.bfloat16()
-    both = (
-        transformer.velocity(model, b.x_t_BCFHW, sigma_B, b.text_BLD) for sigma_B in (low_B, low_B.float())
-    )
+    both = (transformer.velocity(model, replace(b, sigma_B=sigma_B)) for sigma_B in (low_B, low_B.float()))
     assert torch.equal(*both)  # 1000 sigma is computed in float32
 
 
@@ -168,7 +169,7 @@ def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_ro
     assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
     for expert in (*Expert, Expert.HIGH_NOISE):
         b, model = some_batch(expert), by_diffusers(wan2 / expert.value, dtype)
-        expected = transformer.velocity(model, b.x_t_BCFHW, b.sigma_B, b.text_BLD)
+        expected = transformer.velocity(model, b)
         assert torch.equal(teacher.velocity(b), expected)
 
 
@@ -217,7 +218,7 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
 def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     b, null_LD = some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
     inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
-    null = replace(b, text_BLD=null_LD.expand_as(b.text_BLD))
+    null = replace(b, conditioning=Conditioning(null_LD.expand_as(b.conditioning.text_BLD)))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
     guided = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))
     torch.testing.assert_close(guided.velocity(b), expected, rtol=0, atol=1e-4)

@@ -12,8 +12,9 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from PIL import Image
 from ranks import edit_json
 from small_wan import FORMS, make_wan
+from states import state
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.flow import FlowSchedule, keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
@@ -48,7 +49,7 @@ def test_one_time_per_sample_gives_the_velocity_of_one_time_per_token(
     # as in the stock pipeline: frames x half height x half width
     time_BS = (1000 * sigma_B)[:, None].expand(2, 2 * 2 * 3)
     per_token = model(x_t.to(dtype), time_BS, text.to(dtype)).sample.float()
-    per_sample = transformer.velocity(model, x_t, sigma_B, text)
+    per_sample = transformer.velocity(model, state(x_t, sigma_B, text))
     torch.testing.assert_close(per_sample, per_token, rtol=0, atol=tolerance)
 
 
@@ -65,7 +66,7 @@ def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     stock, pixels_BFCHW = (pipe(output_type=kind, **given).frames for kind in ("latent", "pt"))
     teacher = LocalTeacher(dict.fromkeys(Expert, pipe.transformer))
     guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
-    x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, text_BLD, 8)
+    x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, Conditioning(text_BLD), 8)
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
     decoded = Vae(folder, CPU).decode(stock)
     torch.testing.assert_close(decoded, pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5)
@@ -119,7 +120,7 @@ def test_four_steps_of_the_stock_scheduler_predict_at_these_sigmas(wan1: Path) -
         sigmas.append(round(batch.sigma_B.item(), 6))
         return batch.x_t_BCFHW
 
-    _, path = denoise(velocity, open_wan(str(wan1)), 5.0, noise, text_BLD, 4)
+    _, path = denoise(velocity, open_wan(str(wan1)), 5.0, noise, Conditioning(text_BLD), 4)
     # whole timesteps; the steps themselves are between exact sigmas
     assert sigmas == [0.999, 0.937, 0.833, 0.625]
     assert [sigma for sigma, _ in path] == pytest.approx([1.0, 0.9376, 0.8336, 0.6259], abs=1e-4)
