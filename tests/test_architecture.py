@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
-    batch flow utils distributed engine wan tiny teacher data objectives student checkpoint config
+    batch utils flow distributed engine wan tiny teacher data objectives student checkpoint config
     planner monitoring export evaluation training cli __main__
 """.split()
 """Folders, and top-level modules, in import order: each imports only from itself and those before it."""

@@ -1,6 +1,5 @@
 """The flow-matching path and the distribution of sigma. Draws are keyed by (seed, step, sample index)."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -9,22 +8,12 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning, Expert, State, to_device
+from wandistiller.utils.keyed_random import keyed_generator, keyed_normal
 
 Level = TypeVar("Level", float, Tensor)
 States = Callable[[list[int]], Tensor]
 """Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
-
-
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """Return a CPU generator that depends on nothing but `key`: no rank, no world size, no earlier draw."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def keyed_normal(shape: torch.Size | tuple[int, ...], *key: int | str) -> Tensor:
-    """Draw standard normal float32 numbers on the CPU, so that CPU and GPU runs see the same."""
-    return torch.randn(shape, generator=keyed_generator(*key))
 
 
 EULER, RENOISE = "euler", "renoise"

@@ -19,9 +19,10 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import STEPS
-from wandistiller.flow import FewSteps, FlowSchedule, keyed_normal
+from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.tiny.shapes import held_out_prompts
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_step_config
 

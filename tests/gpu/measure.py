@@ -34,10 +34,10 @@ from states import state
 from stream_14b import CONFIG, seconds
 
 from wandistiller.distributed import collectives
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import decoding, encoding, text_encoding

@@ -9,8 +9,8 @@ from states import state
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.engine.ds_config import student_engine
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import LocalTeacher
+from wandistiller.utils.keyed_random import keyed_normal
 
 
 def loaded(folder: Path) -> WanTransformer3DModel:

@@ -12,13 +12,13 @@ from states import state
 from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher import block_stream
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.files import read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.vae import FittingVae, fitting

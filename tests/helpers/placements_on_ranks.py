@@ -11,11 +11,11 @@ from states import state
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline
 
 NULL_LD = keyed_normal((12, 32), "null")

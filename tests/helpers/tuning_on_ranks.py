@@ -18,9 +18,9 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
 from wandistiller.engine.optimizer_state import WEIGHTS
-from wandistiller.flow import keyed_normal
 from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
+from wandistiller.utils.keyed_random import keyed_normal
 
 DECAY, START, STEPS = 0.8, 1, 4
 CASES = [(0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16")]

@@ -16,9 +16,9 @@ from states import state
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.export.source import trained_steps
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from wandistiller.batch import Batch, Conditioning, Expert
-from wandistiller.flow import FlowSchedule, expert_at, keyed_generator, keyed_normal, path
+from wandistiller.flow import FlowSchedule, expert_at, path
+from wandistiller.utils.keyed_random import keyed_generator, keyed_normal
 
 TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)
 ONE = replace(TWO, boundary=None)

@@ -16,9 +16,9 @@ from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.data.turns import batched, collective_turns, number_of_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.flow import keyed_normal
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning, Expert
-from wandistiller.flow import expert_at, keyed_generator, with_noise
+from wandistiller.flow import expert_at, with_noise
+from wandistiller.utils.keyed_random import keyed_generator
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
-from wandistiller.flow import keyed_generator
 from wandistiller.tiny import clip_scores, shapes
 from wandistiller.utils.images import MOST_FRAMES, evenly
+from wandistiller.utils.keyed_random import keyed_generator
 
 MOTION = "motion"
 """Name of the metric that says whether a student moves as its teacher does."""

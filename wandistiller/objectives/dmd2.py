@@ -12,8 +12,9 @@ from torch.nn.functional import softplus
 from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
-from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, keyed_normal, path
+from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import SATURATION, Ask, Limit, Networks, Role, Term, Trained, mean_square
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
 CRITIC = "critic"

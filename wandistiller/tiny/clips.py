@@ -16,8 +16,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from wandistiller.flow import keyed_generator
 from wandistiller.tiny.shapes import COLOURS, SHAPES, SUPERSAMPLING, held_out_of, inside
+from wandistiller.utils.keyed_random import keyed_generator
 
 FRAMES = 9
 """Frames of every clip."""

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-from wandistiller.flow import keyed_generator
 from wandistiller.tiny.make_vae import fit
 from wandistiller.tiny.make_worlds import World
+from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 TEXT_STEPS, TEXT_BATCH, TEXT_LR = 1200, 128, 1e-3

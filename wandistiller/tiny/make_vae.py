@@ -19,8 +19,8 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 from torch import Tensor, nn
 
-from wandistiller.flow import keyed_generator
 from wandistiller.tiny.make_worlds import World, rendered
+from wandistiller.utils.keyed_random import keyed_generator
 
 log = logging.getLogger("make_tiny")
 KL_WEIGHT = 1e-4

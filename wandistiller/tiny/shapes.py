@@ -18,7 +18,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from wandistiller.flow import keyed_generator
+from wandistiller.utils.keyed_random import keyed_generator
 
 IMAGE_SIZE = 64
 """Height and width of every image, in pixels."""

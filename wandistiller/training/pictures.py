@@ -15,7 +15,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives, sequence
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
-from wandistiller.flow import FewSteps, keyed_normal
+from wandistiller.flow import FewSteps
 from wandistiller.monitoring.metrics import SAMPLES
 from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
@@ -31,6 +31,7 @@ from wandistiller.utils.images import (
     tile_size,
     to_bytes,
 )
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.sampling import denoise
 

@@ -19,13 +19,13 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
-from wandistiller.flow import keyed_normal
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan.loading import load_vae
 from wandistiller.wan.sampling import denoise

@@ -17,8 +17,8 @@ from wandistiller.data import latent_cache
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
 from wandistiller.data.media import Size, load_media
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import current
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import open_wan

@@ -24,10 +24,10 @@ from wandistiller.engine.ds_overrides import (
     fill_steps,
 )
 from wandistiller.engine.preflight import config_problems
-from wandistiller.flow import keyed_normal
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
 
 WIDTH, STEPS, LR = 64, 500, 1e-4
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}

@@ -15,7 +15,7 @@ from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from ranks import run
 
 from wandistiller.engine import workarounds
-from wandistiller.flow import keyed_normal
+from wandistiller.utils.keyed_random import keyed_normal
 
 
 def weights_after(steps: int, size: int) -> list[torch.Tensor]:

@@ -15,11 +15,12 @@ from states import state
 from torch import Tensor
 
 from wandistiller.batch import NOISED, Batch, Expert, Prediction
-from wandistiller.flow import FlowSchedule, keyed_normal
+from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.learner import Learner
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 
 SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0, global_batch=4)

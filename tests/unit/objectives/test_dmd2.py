@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, Expert, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.flow import FewSteps, FlowSchedule, clean, keyed_normal
+from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.dmd2 import (
     CRITIC,
@@ -30,6 +30,7 @@ from wandistiller.objectives.dmd2 import (
 )
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.blocks import Blocks
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps

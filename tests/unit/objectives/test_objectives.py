@@ -19,11 +19,12 @@ from wandistiller.batch import (
     concat_batches,
     split_prediction,
 )
-from wandistiller.flow import keyed_normal, path
+from wandistiller.flow import path
 from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
 from wandistiller.objectives.registry import OBJECTIVES, read_objective
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
 
 NAMES, WEIGHTS = ", ".join(OBJECTIVES), ", ".join(SIGMA_WEIGHTS)
 

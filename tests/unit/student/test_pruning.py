@@ -14,11 +14,11 @@ from torch import Tensor
 
 from wandistiller.batch import Batch
 from wandistiller.data.measured import Measured
-from wandistiller.flow import keyed_normal
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
 from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope_pairs, rope_units
 from wandistiller.student.slicing import Subspace, WidthSlicer
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 
 WIDTH, HEADS, HEAD_DIM, FFN = 64, 2, 32, 96  # of the small network

@@ -8,13 +8,13 @@ from small_wan import small_transformer
 from states import state
 
 from wandistiller.batch import Batch, Expert, Prediction
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
 from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.sweep import block_by_block
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import meta_transformer
 

@@ -20,7 +20,6 @@ from wandistiller.batch import Batch, Expert
 from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
-from wandistiller.flow import keyed_normal
 from wandistiller.student.calibration import VelocityError, start_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
 from wandistiller.teacher.base import (
@@ -34,6 +33,7 @@ from wandistiller.teacher.base import (
 from wandistiller.training.build_student import require_finite_start
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
 
 STUDENT = {
     "num_layers": 2,

@@ -12,8 +12,8 @@ from states import state
 from torch import Tensor
 
 from wandistiller.batch import Expert
-from wandistiller.flow import keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.text_padding import STAND_INS, merge_text_padding, network_text, row_bias
 from wandistiller.wan.transformer import velocity
 

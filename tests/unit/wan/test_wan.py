@@ -20,7 +20,6 @@ from torch import nn
 from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine import ds_config
-from wandistiller.flow import keyed_normal
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
@@ -28,6 +27,7 @@ from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, read_json
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
 from wandistiller.wan.loading import load_vae

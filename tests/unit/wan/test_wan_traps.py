@@ -16,9 +16,10 @@ from states import state
 
 from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.evaluation.draw_samples import Sampling, sample
-from wandistiller.flow import FlowSchedule, keyed_normal
+from wandistiller.flow import FlowSchedule
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.encoders import Vae
 from wandistiller.wan.pipeline import open_wan
