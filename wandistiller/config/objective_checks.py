@@ -8,7 +8,7 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.flow import RENOISE, FlowSchedule
-from wandistiller.objectives.base import Role
+from wandistiller.objectives.base import Role, Surroundings
 from wandistiller.objectives.registry import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
@@ -25,6 +25,8 @@ def objective_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     if "student_transformer" in parts:
         layers = parts["student_transformer"]["num_layers"], folder.config["num_layers"]
         problems += objective.block_problems(*layers)
+    for term in objective.terms:
+        problems += term.combined_problems(_surroundings(run, parts))
     for role in objective.others.values():
         problems += _role_problems(run, parts, role)
     return problems + _level_problems(run, parts) + _path_problems(run, parts)
@@ -68,36 +70,22 @@ def _handover_problems(run: RunConfig, objective: Objective, boundary: float) ->
     ]
 
 
+def _surroundings(run: RunConfig, parts: dict[str, Any]) -> Surroundings:
+    """Return what a term may check of the rest of the run."""
+    student, objective = parts.get("student"), parts["objective"]
+    return Surroundings(
+        student_experts=student.experts if student else None,
+        measures_teacher=bool(student) and _is_made_of_measurements(parts),
+        has_buckets=bool(run.buckets),
+        needs_latents=objective.needs_latents,
+        trains_a_part=bool(run.lora or run.frozen),
+    )
+
+
 def _role_problems(run: RunConfig, parts: dict[str, Any], role: Role) -> list[str]:
-    """List settings beside which dmd2's critic cannot train."""
-    problems, objective = [], parts["objective"]
-    one, networks = objective.trained_expert, parts["student"].experts if "student" in parts else None
-    if networks == "two" and not one:
-        problems.append(
-            '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2 the key '
-            '`expert`: "high_noise" in one stage and "low_noise" in the next.'
-        )
-    if one and networks == "two" and _is_made_of_measurements(parts):
-        problems.append(
-            "dmd2 has `expert`, which loads one expert of the teacher, but making this student measures "
-            "both. Train it in a stage before, or name its folder as `init`."
-        )
-    if networks == "one" and one:
-        problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
-    problems += _own_json_problems(run, parts)
-    if role.follows:
-        problems += _follow_problems(run, parts)
-    if run.buckets and objective.needs_latents:
-        problems.append(
-            "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave `buckets` "
-            "out, or the other terms of `objective`."
-        )
-    if role.start == "teacher" and (run.lora or run.frozen):
-        problems.append(
-            '`critic_start` is "teacher", whose critic is trained as a whole, but `lora` or `frozen` trains '
-            'a part of the student. Write `critic_start` "student".'
-        )
-    return problems
+    """List settings beside which a network cannot train beside the student."""
+    problems = _own_json_problems(run, parts)
+    return problems + (_follow_problems(run, parts) if role.follows else [])
 
 
 def _own_json_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:

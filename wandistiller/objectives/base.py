@@ -61,6 +61,20 @@ class Role(NamedTuple):
         return teacher if self.start == "teacher" else student
 
 
+class Surroundings(NamedTuple):
+    """What a term may check of the rest of a run."""
+
+    student_experts: str | None
+    """`one` or `two`; None: the student's JSON is wrong, which is reported."""
+    measures_teacher: bool
+    """Making the student measures the teacher."""
+    has_buckets: bool
+    needs_latents: bool
+    """A term of the objective uses cached latents."""
+    trains_a_part: bool
+    """The student has adapters or frozen parts."""
+
+
 class Limit(NamedTuple):
     """A number of an objective that is above a limit when training fails."""
 
@@ -166,6 +180,10 @@ class Term(ABC):
 
     def problems(self, where: str) -> list[str]:
         """List the settings, read under the recipe key `where`, that do not go together."""
+        return []
+
+    def combined_problems(self, run: Surroundings) -> list[str]:
+        """List what the term needs and the rest of the run does not have."""
         return []
 
     def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:

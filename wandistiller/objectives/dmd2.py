@@ -13,7 +13,17 @@ from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
-from wandistiller.objectives.base import SATURATION, Ask, Limit, Networks, Role, Term, Trained, mean_square
+from wandistiller.objectives.base import (
+    SATURATION,
+    Ask,
+    Limit,
+    Networks,
+    Role,
+    Surroundings,
+    Term,
+    Trained,
+    mean_square,
+)
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
@@ -280,6 +290,32 @@ class Dmd2(Term):
             f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
             'student\'s shape. Write `critic_start` "student", or leave it out.'
         ]
+
+    def combined_problems(self, run: Surroundings) -> list[str]:
+        problems, networks, one = [], run.student_experts, self.trained_expert
+        if networks == "two" and not one:
+            problems.append(
+                '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2 the key '
+                '`expert`: "high_noise" in one stage and "low_noise" in the next.'
+            )
+        if one and networks == "two" and run.measures_teacher:
+            problems.append(
+                "dmd2 has `expert`, which loads one expert of the teacher, but making this student measures "
+                "both. Train it in a stage before, or name its folder as `init`."
+            )
+        if networks == "one" and one:
+            problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
+        if run.has_buckets and run.needs_latents:
+            problems.append(
+                "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave "
+                "`buckets` out, or the other terms of `objective`."
+            )
+        if self.critic_start == "teacher" and run.trains_a_part:
+            problems.append(
+                '`critic_start` is "teacher", whose critic is trained as a whole, but `lora` or `frozen` '
+                'trains a part of the student. Write `critic_start` "student".'
+            )
+        return problems
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         index_B = source.indices(update, micro)
