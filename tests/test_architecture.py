@@ -19,7 +19,7 @@ ORDER = """
 ALLOWED = {
     "deepspeed.accelerator": {"distributed.device"},
     "deepspeed": {"distributed", "engine", "teacher", "student", "cli.doctor"},
-    "diffusers": {"wan", "teacher", "student", "export", "evaluation", "tiny"},
+    "diffusers": {"wan", "export", "tiny"},
     "transformers": {"wan", "evaluation", "tiny"},
     "torch.distributed": {"distributed", "cli.failures"},
     "peft": {"student"},

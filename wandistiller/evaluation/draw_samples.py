@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
 from torch import Tensor, nn
 
 from wandistiller.config.sequence_checks import KEY
@@ -26,7 +25,7 @@ from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.loading import load_pipeline
+from wandistiller.wan.loading import Pipeline, load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
@@ -75,7 +74,7 @@ def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -
     return [] if number_problems("", sizes) else folder.size_problems(**sizes)
 
 
-def open_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
+def open_pipeline(folder: Path, dtype: torch.dtype) -> Pipeline:
     """Load a WanPipeline, its VAE in float32, to the GPU if there is one; ranks may share its sequences.
 
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
@@ -118,9 +117,7 @@ def _names_a_file(word: str) -> bool:
     return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
 
 
-def set_steps(
-    pipeline: WanPipeline, trained: TrainedSteps | None, steps: int, handover: float | None
-) -> None:
+def set_steps(pipeline: Pipeline, trained: TrainedSteps | None, steps: int, handover: float | None) -> None:
     """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
 
     Args:
@@ -133,7 +130,7 @@ def set_steps(
 
 
 def draw(
-    pipeline: WanPipeline,
+    pipeline: Pipeline,
     prompts: list[str],
     seeds: list[int],
     sampling: Sampling,

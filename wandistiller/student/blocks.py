@@ -7,7 +7,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -18,7 +17,7 @@ PROJECTIONS = "feature_projections"
 """Attribute with the student's trained projections, by block number; they are not exported."""
 
 
-def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: int) -> None:
+def add_projections(model: nn.Module, blocks: Iterable[int], width: int) -> None:
     """Give `model` a projection of these blocks' outputs to the teacher's `width`, equal on every rank.
 
     A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
@@ -31,7 +30,7 @@ def add_projections(model: WanTransformer3DModel, blocks: Iterable[int], width: 
     setattr(model, PROJECTIONS, projections)
 
 
-def add_heads(model: WanTransformer3DModel, blocks: Iterable[int]) -> None:
+def add_heads(model: nn.Module, blocks: Iterable[int]) -> None:
     """Give `model` a linear head on the normalised output of each of these blocks: a number for each patch.
 
     Its weights start at 0, equal on every rank, and so do its outputs.
@@ -48,9 +47,7 @@ def add_heads(model: WanTransformer3DModel, blocks: Iterable[int]) -> None:
 class Blocks:
     """Runs the blocks of one network while gradients are on, instead of diffusers' plain loop."""
 
-    def __init__(
-        self, model: WanTransformer3DModel, policy: CheckpointPolicy | None, *, copies: bool = False
-    ):
+    def __init__(self, model: nn.Module, policy: CheckpointPolicy | None, *, copies: bool = False):
         """Take over `model`'s blocks.
 
         Args:

@@ -3,8 +3,7 @@
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
@@ -41,7 +40,7 @@ def start_model(
     expert: Expert,
     seed: int,
     cuts: WidthSlicer | None = None,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Make the student's network before training, float32 on the CPU, equal on every rank.
 
     Args:
@@ -52,7 +51,7 @@ def start_model(
     if student.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return WanTransformer3DModel.from_config(config)
+            return transformer.new_network(config)
     copied = student.init == "teacher"
     layers = kept_layers(student, config, folder) if copied else list(range(config["num_layers"]))
     model, weights = transformer.meta_transformer(config), _Weights(student, folder, expert)
@@ -68,7 +67,7 @@ def start_model(
     return model.requires_grad_(True)
 
 
-def blank_model(config: dict[str, Any]) -> WanTransformer3DModel:
+def blank_model(config: dict[str, Any]) -> nn.Module:
     """Make a network of zeros, float32 on the CPU, to be filled from a checkpoint."""
     model = transformer.meta_transformer(config)
     zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}

@@ -7,7 +7,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Expert, Prediction, State, concat_batches, split_prediction
@@ -47,7 +46,7 @@ class Learner:
 
     def __init__(
         self,
-        models: dict[Expert, WanTransformer3DModel],
+        models: dict[Expert, nn.Module],
         ds: dict[str, Any],
         *,
         learning_rates: dict[str, float] | None = None,
@@ -210,7 +209,7 @@ class Learner:
 
 
 def _engine(
-    model: WanTransformer3DModel,
+    model: nn.Module,
     ds: dict[str, Any],
     learning_rates: dict[str, float],
     name: str,

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Protocol
 
 import torch
-from diffusers import WanTransformer3DModel
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -108,7 +107,7 @@ def _linear(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def add_lora(model: WanTransformer3DModel, lora: Lora, seed: int) -> None:
+def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
     """Freeze `model` and add adapters with zero output at first, equal on every rank."""
     from peft import LoraConfig
 
@@ -119,16 +118,14 @@ def add_lora(model: WanTransformer3DModel, lora: Lora, seed: int) -> None:
         model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=targets))
 
 
-def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters' weights under the names of diffusers' loader."""
     from peft.utils import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model)
 
 
-def set_trainable(
-    model: WanTransformer3DModel, frozen: list[str] | None, lora: dict[str, Any] | None, seed: int
-) -> None:
+def set_trainable(model: nn.Module, frozen: list[str] | None, lora: dict[str, Any] | None, seed: int) -> None:
     """Enable gradients of what the recipe trains: all but the frozen parts, or the adapters alone."""
     if lora is not None:
         add_lora(model, Lora(**lora), seed)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.teacher.forms import parameters_of
@@ -75,7 +74,7 @@ class Slots:
 
 def read_by_block(
     reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device, slots: Slots
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Make the model on `device`, bit-equal to diffusers' from_pretrained, its blocks' weights in `slots`.
 
     A sweep, of calls that go through the blocks together, reads each block once.

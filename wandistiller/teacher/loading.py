@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
@@ -38,7 +37,7 @@ def load_whole(
     weights: Weights = None,
     *,
     alone: bool = False,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Load the whole model to this rank's `device`, bit-equal to diffusers' from_pretrained.
 
     Args:
@@ -61,7 +60,7 @@ def load_sharded(
     ds: dict[str, Any],
     device: torch.device,
     peers: list[int] | None = None,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Load for ZeRO-3 as in `ds`: each rank reads the part of each tensor that it keeps. Collective.
 
     Args:
@@ -94,7 +93,7 @@ def load_shared(
     dtype: torch.dtype,
     peers: list[int],
     weights: Weights = None,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective.
 
     Args:
@@ -119,7 +118,7 @@ def load_streamed(
     peers: list[int],
     buffers: Buffers,
     weights: Weights = None,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Load the blocks to CPU memory that `peers` share, page-locked for a GPU, the rest to `device`.
 
     The blocks' parameters are views of `buffers`, filled by a `BlockStream`. Collective.

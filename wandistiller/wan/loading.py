@@ -12,6 +12,9 @@ from wandistiller.wan.known import known_text_config, load_tokenizer, scheduler_
 from wandistiller.wan.vae import FittingVae
 from wandistiller.wan.weight_reader import require_sound
 
+Pipeline = WanPipeline
+"""The stock pipeline of all Wans here."""
+
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5EncoderModel:
     """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`.

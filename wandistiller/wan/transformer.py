@@ -63,6 +63,11 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(".".join(path)), leaf, nn.Parameter(value, requires_grad=False))
 
 
+def new_network(config: dict[str, Any]) -> nn.Module:
+    """Make a network with diffusers' initial weights, float32."""
+    return WanTransformer3DModel.from_config(config)
+
+
 def velocity(model: nn.Module, state: State) -> Tensor:
     """Predict v_BCFHW = noise - x0, float32, with a WanTransformer3DModel; the only call of a network.
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from diffusers import WanTransformer3DModel
 from pydantic import Field
 from torch import nn
 
@@ -110,7 +109,7 @@ class DeviceMap(OnOneRank):
             return dispatch_model(model, devices, **options)
 
     def _devices(
-        self, model: WanTransformer3DModel, config: dict[str, Any], dtype: torch.dtype, share: int
+        self, model: nn.Module, config: dict[str, Any], dtype: torch.dtype, share: int
     ) -> dict[str, int | str]:
         """The device of each module.
 
