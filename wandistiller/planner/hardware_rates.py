@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Gt, Lt
 
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import synchronize
 from wandistiller.utils.errors import ConfigError
@@ -169,9 +170,13 @@ def _blocks(device: torch.device, dtype: torch.dtype) -> float:
             own = parameter_dtype(name, dtype)
             set_parameter(model, name, torch.randn(p.shape, device=device, dtype=own) * SMALL)
         model.rope.to(device)
-        x_BCFHW = torch.randn(samples, *latent, device=device)
-        text_BLD = torch.randn(samples, TEXT_TOKENS, text_dim, device=device)
-        call = partial(velocity, model, x_BCFHW, torch.ones(samples, device=device), text_BLD)
+        state = State(
+            x_t_BCFHW=torch.randn(samples, *latent, device=device),
+            sigma_B=torch.ones(samples, device=device),
+            conditioning=Conditioning(torch.randn(samples, TEXT_TOKENS, text_dim, device=device)),
+            expert=Expert.HIGH_NOISE,
+        )
+        call = partial(velocity, model, state)
         call().sum().item()  # starts the libraries
         began = time.perf_counter()
         call().sum().item()
