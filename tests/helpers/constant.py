@@ -7,7 +7,7 @@ import torch
 from wandistiller.batch import Batch, Conditioning, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
-from wandistiller.objectives.registry import Objective
+from wandistiller.objectives.objective import Objective
 from wandistiller.teacher.base import Teacher
 
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)

@@ -19,7 +19,7 @@ from wandistiller.data.media import Size
 from wandistiller.engine.ds_config import BatchSize, dtype_name
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.flow import FewSteps, FlowSchedule
-from wandistiller.objectives.registry import Objective
+from wandistiller.objectives.objective import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import digest, ends_of_files, fingerprint, write_json

@@ -9,7 +9,7 @@ from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.objectives.base import Role, Surroundings
-from wandistiller.objectives.registry import Objective
+from wandistiller.objectives.objective import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
 from wandistiller.wan.transformer import width

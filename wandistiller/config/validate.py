@@ -26,7 +26,7 @@ from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, f
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.engine.kernels import kernel_problems
 from wandistiller.engine.preflight import config_problems
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.student.config import read_student_config
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.quantized import missing_problems

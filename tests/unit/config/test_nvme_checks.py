@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from wandistiller.config import nvme_checks
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 

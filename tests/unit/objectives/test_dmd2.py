@@ -28,7 +28,7 @@ from wandistiller.objectives.dmd2 import (
     renoised,
     simulated,
 )
-from wandistiller.objectives.registry import Objective
+from wandistiller.objectives.objective import Objective
 from wandistiller.student.blocks import Blocks
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wandistiller.batch import NOISED, Expert, Prediction
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.objectives.registry import Objective, read_objective
+from wandistiller.objectives.objective import Objective, read_objective
 from wandistiller.student.blocks import add_projections
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.learner import Learner
