@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+CODE = find_packages(include=["wandistiller", "wandistiller.*"], exclude=["wandistiller.tiny.making"])
 TEACHERS = ("pipeline", "video_pipeline")
 
 setup(
@@ -16,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",  # for which diffusers and torch have releases
-    packages=[*find_packages(include=["wandistiller", "wandistiller.*"]), "wandistiller.ds_configs"],
+    packages=[*CODE, "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
     package_data={
         "wandistiller": [

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from wandistiller.tiny import clip_scores, clips
-from wandistiller.tiny.make_scores import chosen
-from wandistiller.tiny.make_text import all_wordings
-from wandistiller.tiny.make_worlds import WORLDS
+from wandistiller.tiny.making.scores import chosen
+from wandistiller.tiny.making.text import all_wordings
+from wandistiller.tiny.making.worlds import WORLDS
 
 PROMPTS = chosen(clips.held_out_prompts(), 24)
 MOVING = [prompt for prompt in PROMPTS if clips.SPECS[prompt].motion != clips.STILL]

@@ -6,9 +6,9 @@ from diffusers import WanPipeline
 from safetensors import safe_open
 
 from wandistiller.tiny import clip_scores, clips
-from wandistiller.tiny.make_scores import VAE_SEED, chosen, megabytes, open_pipeline, sample
-from wandistiller.tiny.make_vae import decoded, encoded, vae_psnr
-from wandistiller.tiny.make_worlds import WORLDS
+from wandistiller.tiny.making.scores import VAE_SEED, chosen, megabytes, open_pipeline, sample
+from wandistiller.tiny.making.vae import decoded, encoded, vae_psnr
+from wandistiller.tiny.making.worlds import WORLDS
 
 WORLD = WORLDS["video"]
 FOLDER = WORLD.pipeline

@@ -11,8 +11,8 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.tiny import clip_scores, shapes
-from wandistiller.tiny.make_vae import reproduced, vae_psnr
-from wandistiller.tiny.make_worlds import World
+from wandistiller.tiny.making.vae import reproduced, vae_psnr
+from wandistiller.tiny.making.worlds import World
 
 SCORED_BATCH = 56
 """Prompts per call of the pipeline."""

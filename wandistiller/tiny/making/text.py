@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny.make_vae import fit
-from wandistiller.tiny.make_worlds import World
+from wandistiller.tiny.making.vae import fit
+from wandistiller.tiny.making.worlds import World
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 TEXT_STEPS, TEXT_BATCH, TEXT_LR = 1200, 128, 1e-3

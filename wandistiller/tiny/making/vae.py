@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import Tensor, nn
 
 from wandistiller.flow import keyed_generator
-from wandistiller.tiny.make_worlds import World, rendered
+from wandistiller.tiny.making.worlds import World, rendered
 
 log = logging.getLogger("make_tiny")
 KL_WEIGHT = 1e-4
