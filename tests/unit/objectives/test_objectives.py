@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant import BATCH, NOISE, X0, Constant, targets
+from constant_teacher import BATCH, NOISE, X0, Constant, targets
 from torch import Tensor
 
 from wandistiller.batch import (

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import slow_but
 from published_wan import VAE21 as PUBLISHED
+from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import Tensor
 

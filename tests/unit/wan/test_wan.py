@@ -10,9 +10,9 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from cases import slow_but
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from ranks import write_json
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import nn
 
