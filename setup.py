@@ -22,6 +22,8 @@ setup(
     package_data={
         "wandistiller": [
             "py.typed",
+            "*/*.css",
+            "*/*.jinja",
             *(f"tiny/{name}/{files}" for name in TEACHERS for files in ("*", "*/*")),
         ],
         "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"],
@@ -38,6 +40,7 @@ setup(
         "annotated-types",
         "greenlet",  # forward passes that go through a network's blocks together
         "ftfy",  # WanPipeline cleans prompts with it
+        "jinja2",
         "numpy",
         "pillow",
         "pyyaml",
