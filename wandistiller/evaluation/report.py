@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.bands import Band, bands
 from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
 from wandistiller.evaluation.frechet import frechet_estimate
 from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, ratio_of_sums
 from wandistiller.evaluation.pictures import quality_chart, write_pictures
+from wandistiller.evaluation.sigma_bands import Band, bands
 from wandistiller.flow import band_name
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json

@@ -12,12 +12,12 @@ from wandistiller.batch import Batch
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
-from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives, sequence
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
+from wandistiller.distributed.round_robin import batched
 from wandistiller.flow import FewSteps, keyed_normal
+from wandistiller.monitoring.health_checks import SampleStats, sample_stats, write_stats
 from wandistiller.monitoring.metrics import SAMPLES
-from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.files import digest

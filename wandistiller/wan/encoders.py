@@ -11,8 +11,8 @@ from torch import Tensor
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.component_classes import load_tokenizer, tokenize
 from wandistiller.wan.components import decoded, encoded, states, text_encoder_of
-from wandistiller.wan.known import load_tokenizer, tokenize
 from wandistiller.wan.loading import load_text_encoder, load_vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import TEXT_TOKENS

@@ -8,7 +8,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.utils.files import read_json
-from wandistiller.wan.known import known_text_config, load_tokenizer, scheduler_class, unused
+from wandistiller.wan.component_classes import known_text_config, load_tokenizer, scheduler_class, unused
 from wandistiller.wan.vae import FittingVae
 from wandistiller.wan.weight_reader import require_sound
 

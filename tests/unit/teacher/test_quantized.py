@@ -21,8 +21,8 @@ from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao,
 from wandistiller.batch import Expert
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.evaluation.bands import bands
 from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.evaluation.sigma_bands import bands
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance
