@@ -25,7 +25,7 @@ from wandistiller.distributed.round_robin import (
 from wandistiller.flow import keyed_normal
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise
 

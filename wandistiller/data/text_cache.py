@@ -16,7 +16,7 @@ from wandistiller.distributed.round_robin import batched, own_batches, until_sto
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
-from wandistiller.wan.encoders import Encoder, offload_kwargs
+from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 PROMPTS_PER_FILE = 64

@@ -26,7 +26,7 @@ from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.loading import load_pipeline
+from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS

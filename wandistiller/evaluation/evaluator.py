@@ -23,7 +23,7 @@ from wandistiller.evaluation.sigma_bands import Band, bands, states_in
 from wandistiller.export.source import TrainedSteps
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.tiny import clips, shapes
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 
 M = TypeVar("M", Metric, Features)

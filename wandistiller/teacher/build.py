@@ -17,9 +17,9 @@ from wandistiller.teacher.placements.base import Placement, dtype_of
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import merge_text_padding
+from wandistiller.wan.transformer import use_kernels
 from wandistiller.wan.weight_reader import WeightReader, zero_problems
 
 

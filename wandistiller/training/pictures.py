@@ -31,7 +31,7 @@ from wandistiller.utils.images import (
     tile_size,
     to_bytes,
 )
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.sampling import denoise
 
 Rows = dict[str, list[Tensor]]

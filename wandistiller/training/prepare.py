@@ -27,7 +27,7 @@ from wandistiller.teacher.teacher_json import quantized_facts, read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.loading import load_vae
+from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.sampling import denoise
 
 Skipped = dict[str, str]

@@ -29,7 +29,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
-from wandistiller.wan.loading import load_vae
+from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from wandistiller.flow import FlowSchedule, keyed_normal
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
 
