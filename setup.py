@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+CODE = find_packages(include=["wandistiller", "wandistiller.*"], exclude=["wandistiller.tiny.making"])
 TEACHERS = ("pipeline", "video_pipeline")
 
 setup(
@@ -16,11 +17,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",  # for which diffusers and torch have releases
-    packages=[*find_packages(include=["wandistiller", "wandistiller.*"]), "wandistiller.ds_configs"],
+    packages=[*CODE, "wandistiller.ds_configs"],
     package_dir={"wandistiller": "wandistiller", "wandistiller.ds_configs": "ds_configs"},
     package_data={
         "wandistiller": [
             "py.typed",
+            "*/*.css",
+            "*/*.jinja",
             *(f"tiny/{name}/{files}" for name in TEACHERS for files in ("*", "*/*")),
         ],
         "wandistiller.ds_configs": ["*.md", "*/*.json", "*/*.md"],
@@ -37,6 +40,7 @@ setup(
         "annotated-types",
         "greenlet",  # forward passes that go through a network's blocks together
         "ftfy",  # WanPipeline cleans prompts with it
+        "jinja2",
         "numpy",
         "pillow",
         "pyyaml",

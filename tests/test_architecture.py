@@ -165,13 +165,11 @@ def test_help_and_a_wrong_flag_import_no_torch(module: str) -> None:
     } == set()
 
 
-def test_only_the_tiny_folder_imports_the_files_that_made_the_embedded_teacher() -> None:
-    assert (
-        offenders(
-            lambda m: [i for i in own_imports(m) if i.startswith("tiny.make")] if room(m) != "tiny" else ()
-        )
-        == {}
-    )
+def test_no_other_folder_imports_the_files_that_made_the_embedded_teachers() -> None:
+    def makers(module: str) -> list[str]:
+        return [i for i in own_imports(module) if i.startswith("tiny.making.")]
+
+    assert [module for module in offenders(makers) if not module.startswith("tiny.making.")] == []
 
 
 def test_every_function_is_annotated_in_full() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-from fresh import fresh
+from new_processes import in_new_processes
 
 MIB = 2**20
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -86,7 +86,7 @@ def main() -> None:
     for case, stage, zero in CASES:
         for writer in WRITERS:
             with tempfile.TemporaryDirectory() as folder:
-                found = fresh(measure, stage, zero, writer, args.millions, Path(folder), ranks=2)
+                found = in_new_processes(measure, stage, zero, writer, args.millions, Path(folder), ranks=2)
             worst = {key: max(of_rank[key] for of_rank in found) for key in found[0]}
             times = f"{worst['waited']:.2f} s | {worst['behind']:.2f} s"
             sizes = f"{worst['size']:.0f} MiB | {worst['peak']:.0f} MiB"

@@ -15,8 +15,8 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-import runs_on_ranks
 import torch
+from on_ranks import runs
 from plain import plain_losses
 from ranks import STUDENTS, call, runs_here
 from recipes import recipe
@@ -43,7 +43,7 @@ def main() -> None:
     wan = make_wan(folder / "wan")
     engines, curves = [f"{name} {p}" for name in given.names for p in PRECISIONS], {}
     for ranks in (1, 2):
-        by_engine = call(runs_on_ranks.curves, folder, wan, given.steps, engines, ranks=ranks)[0]
+        by_engine = call(runs.curves, folder, wan, given.steps, engines, ranks=ranks)[0]
         curves |= {(engine, ranks): losses for engine, losses in by_engine.items()}
     collectives.init("warning")
     job = read_job(RunConfig(**recipe(folder, wan, output_dir=str(folder / "plain"))), world=1)

@@ -225,6 +225,7 @@ def record(checkout: Path, names: list[str]) -> dict[str, Any]:
 
 def plans(checkout: Path, folder: Path) -> dict[str, str]:
     """What `plan` prints for each recipe of ds_configs/machines, whose name has the GPUs, and GiB of each."""
+    (folder / "published").mkdir()
     write_wans(folder / "published")
     (folder / "prompts.txt").write_text("a red circle\n")
     found = {}

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from fresh import fresh
+from new_processes import in_new_processes
 from ranks import TEACHERS
 from small_wan import make_large_wan
 
@@ -139,7 +139,7 @@ def main() -> None:
     print(f"| placement | kept | bar | peak | peak / kept | node | seconds |\n|{'---|' * 7}")
     for name in ["from_pretrained", *args.placements]:
         ranks = 1 if name == "from_pretrained" else args.ranks
-        found = fresh(measure, folder, name, args.dtype, ranks=ranks)
+        found = in_new_processes(measure, folder, name, args.dtype, ranks=ranks)
         peak, seconds = (max(of_rank[key] for of_rank in found) for key in ("peak", "seconds"))
         keeps, largest = kept(folder, name, args.dtype, ranks)
         print(

@@ -68,7 +68,7 @@ def run(given: Path, nodes: int) -> list[dict]:
         words += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         words += [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}"]
         words += ["--nproc_per_node=2", f"--master_addr={ADDRESS.format(1)}", f"--master_port={port}"]
-        words += ["tests/helpers/network_on_ranks.py", str(given)]
+        words += ["tests/helpers/on_ranks/network.py", str(given)]
         env = environment(GLOO_SOCKET_IFNAME=CABLE)
         with given.with_name(f"node{node}.log").open("w") as out:
             started.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=out))

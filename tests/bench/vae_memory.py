@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
 import torch
-from fresh import fresh
+from new_processes import in_new_processes
 from published_wan import VAE21, VAE22
 
 from wandistiller.monitoring import memory_usage
@@ -82,7 +82,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for row in ROWS:
         if args.only in row[0]:
-            expected, (actual,) = planned(row), fresh(measured, row)
+            expected, (actual,) = planned(row), in_new_processes(measured, row)
             size, ratio = "x".join(map(str, row[2:])), expected / actual
             cells = f"{size} | {expected // MIB} | {actual // MIB} | {ratio:.3f}"
             print(f"| {row[0]} | {row[1]} | {cells} |", flush=True)

@@ -24,8 +24,8 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("DS_ACCELERATOR", "cuda")
 
 import torch
-from fresh import fresh
 from gpu import KIND
+from new_processes import in_new_processes
 from published_wan import SMALL, VAE21, VAE22
 from ranks import STUDENTS, has_async_io, metrics, wandistiller
 from recipes import recipe_file
@@ -103,7 +103,7 @@ def overlap(small: bool) -> Iterator[str]:
             made / "transformer"
         )
         for name in ("streamed", "zero_inference_cpu"):
-            (found,) = fresh(traced, made, name, 8 if small else 60)
+            (found,) = in_new_processes(traced, made, name, 8 if small else 60)
             for micro_steps, (copies, hidden, took) in found.items():
                 share = hidden / copies if copies else 1
                 ms = f"{copies:.1f} ms of copies hidden, {took:.1f} ms in all"

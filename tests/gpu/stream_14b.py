@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
-from fresh import fresh
+from new_processes import in_new_processes
 from small_wan import make_large_wan
 from states import state
 
@@ -147,7 +147,7 @@ def main() -> None:
     )
     for name in args.settings:
         batches = [tuple(map(int, batch.split("x"))) for batch in args.batches]
-        (found,) = fresh(measure, folder, name, batches, args.small)
+        (found,) = in_new_processes(measure, folder, name, batches, args.small)
         for samples, *row in found["rows"]:
             print(f"| {name} | {samples} | {' | '.join(f'{value:.2f}' for value in row)} |", flush=True)
         bandwidth = f"{found['bandwidth']:.1f} GiB/s from page-locked memory"

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from background_run import BackgroundRun, background_run
 from killed import LOADING, PHASES, RESUMING, SAVE_EVERY, STAGES, STEPS, Kill, Launch, Line
-from live import Live, live
 from ranks import launcher, write_json
 from recipes import ADAM, recipe
 from same_output import differences
@@ -154,7 +154,7 @@ def launch(
     words: list[str], log: Path, kill: Kill | None = None, draw: random.Random | None = None
 ) -> Launch:
     """Run a command until it ends or `kill` ends it; no process is left."""
-    with live(words, log) as run:
+    with background_run(words, log) as run:
         began, lines, due, matched = time.monotonic(), [], math.inf, 0
         seen, victims = None, []
         if kill and not kill.words:
@@ -182,7 +182,7 @@ def launch(
         return Launch(code, lines, seen if code else None, len(orphans), time.monotonic() - began)
 
 
-def _victims(run: Live, victim: str, draw: random.Random) -> list[int]:
+def _victims(run: BackgroundRun, victim: str, draw: random.Random) -> list[int]:
     """Return the processes to kill; all of them if the intended one has not started."""
     there = run.processes()
     own, starter = "-m wandistiller", "torch.distributed.run"

@@ -78,7 +78,7 @@ def call(
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(pickle.dumps((function, arguments)))
-        start(Path(__file__).with_name("called.py"), folder, ranks=ranks)
+        start(Path(__file__).with_name("call_on_rank.py"), folder, ranks=ranks)
         return [pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(ranks)]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bad_inputs import ENGINE, RECIPE, Case, Outcome, faults, outcome
-from bad_weights import TRANSFORMER, WEIGHTS, linked
 from checkpointed import exported
 from PIL import Image
 from ranks import wandistiller
 from recipes import recipe
 from safetensors.torch import load_file, save_file
+from wrong_input.cases import ENGINE, RECIPE, Case, Outcome, faults, outcome
+from wrong_input.weights import TRANSFORMER, WEIGHTS, linked
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census_on_ranks import census
+from on_ranks.census import census
 from ranks import call
 from tensor_owners import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHERS, STUDENT, TEACHER
 

@@ -28,7 +28,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
 from wandistiller.utils.errors import ConfigError, StorageError
-from wandistiller.utils.files import atomic, lock, sweep
+from wandistiller.utils.files import atomic, delete_leftovers, lock
 
 WEIGHTS = "transformer/rank_00000.safetensors"
 
@@ -164,7 +164,7 @@ def test_half_a_file_of_a_process_that_is_gone_is_swept_and_a_living_one_s_is_no
     with atomic(tmp_path / "cache" / "b") as mine:
         mine.write_text("whole")
         assert len(list((tmp_path / "cache").iterdir())) == 2
-        sweep(tmp_path)
+        delete_leftovers(tmp_path)
         assert list((tmp_path / "cache").iterdir()) == [mine]
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import slow_but
+from on_ranks.sequence import SIZE, Found, curves
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe_file, student_engine
-from sequence_on_ranks import SIZE, Found, curves
+from slow_cases import slow_but
 from small_wan import make_wan
 
 from wandistiller.utils.files import read_json

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from checkpointed import exported
 from plain import PlainDmd2
 from ranks import losses, metrics, wandistiller
 from recipes import ADAM, recipe, recipe_file, student_engine, train
+from slow_cases import slow_but
 from trainers import trainer_of
 
 from wandistiller.batch import STUDENT, Expert

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import runs_on_ranks
 import torch
+from on_ranks import runs
 from plain import plain_losses
 from ranks import STUDENTS, call, runs_here
 from recipes import recipe
@@ -28,7 +28,7 @@ def curves(request: pytest.FixtureRequest, folder: Path, wan2: Path) -> dict[str
     engines = [
         f"{name} {precision}" for name in filter(runs_here, STUDENTS) for precision in ("float32", "bf16")
     ]
-    return call(runs_on_ranks.curves, folder, wan2, STEPS, engines, ranks=request.param)[0]
+    return call(runs.curves, folder, wan2, STEPS, engines, ranks=request.param)[0]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from background_run import background_run
 from checkpointed import STEPS, equal, flip_a_bit, saved, settings, trained
-from live import live
 from ranks import train_words, wandistiller, write_json
 
 from wandistiller.checkpoint import manifest
@@ -80,7 +80,7 @@ def test_a_cache_deleted_in_training_is_named_and_made_anew_by_the_same_command(
     folder: Path, wan1: Path
 ) -> None:
     file = recipe_file(folder, wan1, "deleted", log_level="debug")
-    with live(train_words(file), folder / "deleted.log") as run:
+    with background_run(train_words(file), folder / "deleted.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         shutil.rmtree((folder / "deleted" / "cache").rename(folder / "gone"))  # all of it at once
         code, output = run.end(), run.output()
@@ -94,7 +94,7 @@ def test_a_cache_that_one_rank_alone_finds_damaged_ends_both_with_its_message(
     folder: Path, wan1: Path
 ) -> None:
     file = recipe_file(folder, wan1, "flipped", max_steps=400, save_every=400)
-    with live(train_words(file, ranks=2), folder / "flipped.log") as run:
+    with background_run(train_words(file, ranks=2), folder / "flipped.log") as run:
         run.wait_for("step 3/400 ")
         (made,) = (folder / "flipped" / "cache" / "latents").iterdir()
         damaged = sorted(made.glob("*.safetensors"))[0]
@@ -113,7 +113,7 @@ def test_a_teacher_that_went_away_before_the_end_is_named_and_the_run_goes_on_wh
     teacher = copy_of(wan1, weights=True)
     cache = {"cache_dir": str(folder / "whole" / "cache")}
     file = recipe_file(folder, teacher, "away", log_level="debug", **cache)
-    with live(train_words(file), folder / "away.log") as run:
+    with background_run(train_words(file), folder / "away.log") as run:
         run.wait_for(f"step 3/{STEPS} ")
         teacher.rename(teacher.with_name("away"))
         code, output = run.end(), run.output()

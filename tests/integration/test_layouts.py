@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import slow_but
+from on_ranks.runs import CUT, resumed_runs
 from ranks import STUDENTS, call, runs_here
-from runs_on_ranks import CUT, resumed_runs
+from slow_cases import slow_but
 
 BETWEEN, OTHER = "zero2_offload float32", "zero3_offload float32"
 """The engine that all others are changed to and from, and the one that is changed by default."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import slow_but
 from PIL import Image
 from pytest import approx
 from ranks import metrics, run, train_words, wandistiller
 from recipes import recipe_file, student_engine
+from slow_cases import slow_but
 
 from wandistiller.cli.failures import Failures
 from wandistiller.distributed.collectives import log0

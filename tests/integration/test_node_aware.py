@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placements_on_ranks import differences
+from on_ranks.placements import differences
 from ranks import ROOT, call, environment, free_port, losses, train_words, wandistiller
 from recipes import recipe_file, train
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from live import PATIENCE
+from background_run import PATIENCE
 from ranks import ROOT, environment, free_port, losses, run
 from recipes import recipe_file, train
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import slow_but
+from on_ranks.tuning import batch, build, engine
 from ranks import metrics, wandistiller, write_json
 from recipes import recipe, student_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
+from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
-from tuning_on_ranks import batch, build, engine
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading

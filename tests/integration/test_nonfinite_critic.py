@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import slow_but
 from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
+from slow_cases import slow_but
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading

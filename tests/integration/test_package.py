@@ -31,10 +31,11 @@ def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", ["wandistiller", "ds_configs"])
-def test_installation_holds_every_tracked_file(part: str, site: Path) -> None:
+def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(part: str, site: Path) -> None:
     tracked = run(["git", "ls-files", part]).stdout.split()
     folder = site if part == "wandistiller" else site / "wandistiller"
-    assert tracked and [file for file in tracked if not (folder / file).is_file()] == []
+    missing = {file for file in tracked if not (folder / file).is_file()}
+    assert tracked and missing == {file for file in tracked if file.startswith("wandistiller/tiny/making/")}
 
 
 def test_installed_package_finds_its_data_outside_the_checkout(site: Path, tmp_path: Path) -> None:

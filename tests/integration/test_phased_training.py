@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from checkpointed import equal
 from diffusers import WanPipeline
 from ranks import losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine
+from slow_cases import slow_but
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from placements_on_ranks import differences
+from on_ranks.placements import differences
 from ranks import ROOT, TEACHERS, call, environment, has_async_io
 
 from wandistiller.engine import ds_config

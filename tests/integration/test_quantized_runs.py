@@ -11,7 +11,7 @@ from recipes import recipe, recipe_file, train
 
 pytest.importorskip("torchao")
 
-from quantized_on_ranks import FORMATS, PLACEMENTS, teacher_json
+from on_ranks.quantized import FORMATS, PLACEMENTS, teacher_json
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import parser

@@ -11,11 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cases import slow_but
-from pages import DOCS, PAGES, VIDEOS, Command, anchors, blocks, commands, plain, table_rows, text, unique
+from markdown_pages import (
+    DOCS,
+    PAGES,
+    VIDEOS,
+    Command,
+    anchors,
+    blocks,
+    commands,
+    plain,
+    table_rows,
+    text,
+    unique,
+)
 from published_wan import PUBLISHED, write_wans
 from ranks import ROOT, has_async_io, wandistiller
 from recipes import PROMPTS
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.cli.parser import parser

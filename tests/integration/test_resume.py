@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import slow_but
 from checkpointed import equal, exported
 from ranks import losses, metrics, wandistiller
 from recipes import recipe_file, student_engine, train
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 

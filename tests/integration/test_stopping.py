@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from background_run import BackgroundRun, background_run
 from checkpointed import equal, exported
-from live import Live, live
 from ranks import ROOT, launcher, losses, wandistiller
 from recipes import recipe_file, student_engine, train
 from small_wan import make_wan, small_transformer
@@ -45,19 +45,19 @@ def deepspeed() -> list[str]:
     return [program, "-q", "--num_gpus", "2", "--master_port", port, "--module"]
 
 
-def to_launcher(run: Live) -> None:
+def to_launcher(run: BackgroundRun) -> None:
     os.kill(run.process.pid, signal.SIGTERM)
 
 
-def to_one_rank(run: Live) -> None:
+def to_one_rank(run: BackgroundRun) -> None:
     os.kill(run.pid_of_rank(1), signal.SIGUSR1)
 
 
-def to_launcher_at_once(run: Live) -> None:
+def to_launcher_at_once(run: BackgroundRun) -> None:
     os.kill(run.process.pid, signal.SIGKILL)
 
 
-def to_all(run: Live) -> None:
+def to_all(run: BackgroundRun) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     name, done = f"cut{len(ways)}", 0
     output, command = folder / name, training(folder, wan1, name)
     for number, (way, launch, ask, reason) in enumerate(ways):
-        with live([*launch(), *command], folder / f"{name}_{number}.log") as run:
+        with background_run([*launch(), *command], folder / f"{name}_{number}.log") as run:
             run.wait_for(rf"step {done + 1}/{STEPS} ")
             ask(run) if ask else (output / "STOP").touch()
             code = run.end()
@@ -100,7 +100,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 @pytest.mark.slow
 def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Path) -> None:
     words = [sys.executable, "-m", *training(folder, wan1, "alone")]
-    with live(words, folder / "alone.log") as run:
+    with background_run(words, folder / "alone.log") as run:
         run.wait_for(rf"step 1/{STEPS} ")
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.end() == 75, run.output()
@@ -112,7 +112,7 @@ def test_a_rollout_of_a_thousand_steps_ends_between_two_calls_of_the_teacher(
 ) -> None:
     own = {"cache_dir": str(folder / "own"), "rollout_steps": 1000, "prepare_batch": 8, "num_frames": 9}
     words = [sys.executable, "-m", *training(folder, wan1, "rollout", log_level="debug", **own)]
-    with live(words, folder / "rollout.log") as run:
+    with background_run(words, folder / "rollout.log") as run:
         run.wait_for("latents from the teacher: [1-9]")
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.end() == 75, run.output()
@@ -125,7 +125,9 @@ def test_a_part_of_deepspeed_that_is_compiled_is_given_up_with_its_compilers(
     folder: Path, wan1: Path
 ) -> None:
     words, own = ["-m", *training(folder, wan1, "compiled")], folder / "extensions"
-    with live([*launcher(2), *words], folder / "compiled.log", TORCH_EXTENSIONS_DIR=str(own)) as run:
+    with background_run(
+        [*launcher(2), *words], folder / "compiled.log", TORCH_EXTENSIONS_DIR=str(own)
+    ) as run:
         run.wait_for("is compiled into")
         while not any("cc1plus" in words for words in run.processes().values()):
             assert run.still_runs_after(0.05), run.output()
@@ -134,7 +136,9 @@ def test_a_part_of_deepspeed_that_is_compiled_is_given_up_with_its_compilers(
         assert "the same command goes on from there" in run.output()
         assert "exitcode  : 75" in run.output(), run.output()
     assert not any(own.rglob("*.so"))
-    with live([*launcher(2), *words], folder / "compiled2.log", TORCH_EXTENSIONS_DIR=str(own)) as run:
+    with background_run(
+        [*launcher(2), *words], folder / "compiled2.log", TORCH_EXTENSIONS_DIR=str(own)
+    ) as run:
         run.wait_for(rf"step 1/{STEPS} ")
 
 
@@ -144,7 +148,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
     launch: Callable[[], list[str]], folder: Path, wan1: Path
 ) -> None:
     name, starters = f"orphans_{launch.__name__}", ("torch.distributed", "bin/deepspeed")
-    with live([*launch(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
+    with background_run([*launch(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
         while all(any(s in words for s in starters) for words in run.processes().values()):
             assert run.still_runs_after(0.02)
         os.kill(run.process.pid, signal.SIGKILL)
@@ -156,7 +160,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_it_starts_them(
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder: Path, wan1: Path) -> None:
     name = f"killed{gone}"
-    with live([*torchrun(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
+    with background_run([*torchrun(), *training(folder, wan1, name)], folder / f"{name}.log") as run:
         run.wait_for(rf"step 3/{STEPS} ")
         os.kill(run.pid_of_rank(gone), signal.SIGKILL)
         assert run.end() == 1
@@ -168,7 +172,9 @@ def test_a_rank_that_is_killed_is_named_with_what_it_was_doing(gone: int, folder
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_after_the_stated_time(folder: Path, wan1: Path) -> None:
-    with live([*torchrun(), *training(folder, wan1, "hung", timeout=10)], folder / "hung.log") as run:
+    with background_run(
+        [*torchrun(), *training(folder, wan1, "hung", timeout=10)], folder / "hung.log"
+    ) as run:
         run.wait_for(rf"step 3/{STEPS} ")
         os.kill(run.pid_of_rank(1), signal.SIGSTOP)
         run.wait_for("Nothing has moved for 10 s; rank 1 is the least far. rank 0: .*; rank 1: ")
@@ -189,7 +195,7 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
     file = recipe_file(folder, wan, "memory", **settings)
     room = ["--rank", "1", "--room", "160", "--at", "the student's forward pass", "--"]
     limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
-    with live([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
+    with background_run([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
         run.end()
         output = run.output()
     assert re.search(

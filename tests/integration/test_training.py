@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow_but
 from plain import plain_losses
 from ranks import has_async_io, losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine, train
+from slow_cases import slow_but
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import active_peaks
-import on_devices
 import planned
 import pytest
 import torch
+from on_ranks import simulated_gpus
 from ranks import STUDENTS, TEACHERS, call, has_async_io, program, runs_here, write_json
 from simulated import Simulated, simulated_gpu
 from small_wan import make_large_wan
@@ -92,6 +92,6 @@ def test_a_teacher_of_a_14b_s_blocks_never_holds_more_than_is_planned_however_fa
 ) -> None:
     devices = Simulated(tmp_path, mib=8192)
     start = partial(program, gpus=devices)
-    ((most, plan),) = call(on_devices.call_often, large, teacher, 2, ranks=1, start=start)
+    ((most, plan),) = call(simulated_gpus.call_often, large, teacher, 2, ranks=1, start=start)
     print(f"| four 14B blocks | {teacher} | {plan / 2**20:.0f} | {most / 2**20:.0f} | {plan / most:.3f} |")
     assert plan / 1.1 <= most <= 1.1 * plan and devices.reports() == ""

@@ -9,8 +9,7 @@ from simulated import Simulated, simulated_gpu
 
 pytest.importorskip("torchao")
 
-import quantized_on_ranks
-from quantized_on_ranks import FORMATS, PLACEMENTS
+from on_ranks.quantized import FORMATS, PLACEMENTS, differences
 
 pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
 
@@ -23,6 +22,6 @@ def test_every_placement_of_quantised_weights_is_bitwise_torchao_s_on_gpus(
     devices = Simulated(tmp_path, gpus=2)
     tasks = [f"{name} {weights} float32" for name in PLACEMENTS]
     start = partial(program, gpus=devices)
-    found = call(quantized_on_ranks.differences, wan2, tasks, ranks=ranks, start=start)
+    found = call(differences, wan2, tasks, ranks=ranks, start=start)
     assert all(of_rank[task]["difference"] == 0 for of_rank in found for task in tasks)
     assert devices.reports() == ""

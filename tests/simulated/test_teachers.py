@@ -3,9 +3,9 @@
 from functools import partial
 from pathlib import Path
 
-import on_devices
 import pytest
-from placements_on_ranks import differences
+from on_ranks import simulated_gpus
+from on_ranks.placements import differences
 from ranks import TEACHERS, call, has_async_io, program
 from simulated import Simulated, simulated_gpu
 
@@ -46,5 +46,5 @@ def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
 ) -> None:
     devices = Simulated(tmp_path)
     start = partial(program, gpus=devices)
-    assert call(on_devices.free_teacher_in_use, wan2, ranks=1, start=start) == [0]
+    assert call(simulated_gpus.free_teacher_in_use, wan2, ranks=1, start=start) == [0]
     assert devices.reports() == ""

@@ -21,7 +21,7 @@ from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import HELPS, Shortages, shortages
 from wandistiller.utils.determinism import make_deterministic
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import lock, sweep
+from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
 from wandistiller.wan.pipeline import require_weights
 
@@ -62,7 +62,7 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
         places = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
         locks = [lock(place) for place in places]
     for folder in (output, stages[0].cache) if first else ():
-        sweep(folder)
+        delete_leftovers(folder)
     if of_all.deterministic:
         make_deterministic()
     stopping.install(output / STOP if first else None)

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from wandistiller.data.dataset import VIDEOS
 from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, media_frames, opened
-from wandistiller.data.turns import own_share
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import own_batches
 from wandistiller.utils.files import atomic, file_fingerprint
 
 
@@ -56,7 +56,7 @@ def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -
         table: a file that stores them by the media's fingerprints, whatever the data's order.
     """
     stamps, known = _read_table(table)
-    own = own_share(range(number))
+    own = own_batches(range(number))
     own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
     own_known, new = np.zeros((len(own), 2), np.int32), ~np.isin(own_stamps, stamps)
     own_known[~new] = known[np.searchsorted(stamps, own_stamps[~new])]

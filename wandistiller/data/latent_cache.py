@@ -13,13 +13,19 @@ from wandistiller.data.colours import RGB, WHITE
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import CROP, MediaError, Size, load_media, pixels_depend_on
 from wandistiller.data.tensor_cache import TensorCache
-from wandistiller.data.turns import batched, collective_turns, number_of_turns, own_share, until_stopped
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import (
+    batched,
+    number_of_rounds,
+    own_batches,
+    round_robin,
+    until_stopped,
+)
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise
 
@@ -127,7 +133,7 @@ class LatentCache:
         by_size: dict[Size, list[str]] = {}
         for key in missing:
             by_size.setdefault(samples[key].size, []).append(key)
-        files = own_share([f for keys in by_size.values() for f in batched(keys, self._samples_per_file)])
+        files = own_batches([f for keys in by_size.values() for f in batched(keys, self._samples_per_file)])
         unusable: dict[str, str] = {}
         with collectives.raise_on_all_ranks():
             if files:
@@ -177,9 +183,9 @@ class LatentCache:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
         missing = self._made.missing_keys(samples)
         files = batched(missing, self._samples_per_file)
-        name, calls = "latents from the teacher", number_of_turns(files) * self._rollouts.steps
+        name, calls = "latents from the teacher", number_of_rounds(files) * self._rollouts.steps
         progress = Progress(name, calls, "call")
-        for _, keys, counts in collective_turns(files):
+        for _, keys, counts in round_robin(files):
             tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
             if counts:
                 self._made.write(tensors, {key: samples[key].item.prompt for key in keys})

@@ -10,13 +10,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
-from wandistiller.data.turns import batched, own_share, until_stopped
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import host_free, room_of_a_rank
-from wandistiller.wan.encoders import Encoder, offload_kwargs
+from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 PROMPTS_PER_FILE = 64
@@ -51,7 +51,7 @@ class TextCache:
         """Encode the missing ones of all prompts that will be read, divided among the ranks. Collective."""
         by_key = {self.key(p): p for p in prompts}
         missing = self._tensors.missing_keys(by_key)
-        files = own_share(batched(missing, PROMPTS_PER_FILE))
+        files = own_batches(batched(missing, PROMPTS_PER_FILE))
         if missing:
             set_activity(f"encoding {len(missing)} prompts")
             collectives.log0("text: %d of %d prompts to encode", len(missing), len(by_key))

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from wandistiller.config.sequence_checks import KEY
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
-from wandistiller.data.turns import collective_turns, number_of_turns
 from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.export.source import TrainedSteps, trained_steps
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.loading import Pipeline, load_pipeline
+from wandistiller.wan.loaded_components import Pipeline, load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
@@ -181,8 +181,8 @@ def sample(
     set_steps(pipeline, trained_steps(folder.path), sampling.steps, folder.boundary)
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(prompts)))
-    progress = Progress("samples", number_of_turns(numbers) * sampling.steps)
-    for _, i, counts in collective_turns(numbers):
+    progress = Progress("samples", number_of_rounds(numbers) * sampling.steps)
+    for _, i, counts in round_robin(numbers):
         video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling, progress)[0]
         if counts:
             file = _write(video_CFHW, output / f"{i:04d}", folder.fps)

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning, State
 from wandistiller.data.text_cache import TextCache
-from wandistiller.data.turns import batched, collective_turns, number_of_turns
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.evaluation.bands import Band, bands, states_in
+from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.quantization_error import SAMPLES
+from wandistiller.evaluation.sigma_bands import Band, bands, states_in
 from wandistiller.export.source import TrainedSteps
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.tiny import clips, shapes
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 
 M = TypeVar("M", Metric, Features)
@@ -129,7 +129,7 @@ class Evaluator:
         self._batches = batched(list(range(len(settings.prompts))), settings.batch)
         """Numbers of the prompts."""
         self._bands = bands(settings.teacher.boundary, settings.student.boundary)
-        self._x0: list[Tensor] = []  # of the teacher, by turn
+        self._x0: list[Tensor] = []  # of the teacher, by batch
         self._targets: dict[tuple[int, Band], Tensor] = {}  # its velocities, on the CPU
 
     def teacher(self) -> CandidateResult:
@@ -142,9 +142,9 @@ class Evaluator:
                 candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
-        for turn, chunk, _ in collective_turns(self._batches):
+        for index, chunk, _ in round_robin(self._batches):
             for band in self._bands:
-                self._targets[turn, band] = velocity(self._state(turn, chunk, band)).cpu()
+                self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
         error = self._weights_error(candidate) if s.teacher_ds and quantized_facts(s.teacher_ds) else None
         candidate.close()
         return CandidateResult(drawn, memory.peak_gib(), error)
@@ -165,12 +165,12 @@ class Evaluator:
             )
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
-        for turn, chunk, counts in collective_turns(self._batches):
+        for index, chunk, counts in round_robin(self._batches):
             squares = []
             for band in self._bands:
-                state = replace(self._state(turn, chunk, band), expert=band.student_expert)
+                state = replace(self._state(index, chunk, band), expert=band.student_expert)
                 v_BCFHW = velocity(state).cpu()
-                target_BCFHW = self._targets.pop((turn, band))
+                target_BCFHW = self._targets.pop((index, band))
                 both = (v_BCFHW - target_BCFHW, target_BCFHW)
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
             if counts:
@@ -178,8 +178,8 @@ class Evaluator:
         return CandidateResult(drawn, memory.peak_gib()), errors
 
     def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[State], Tensor]:
-        """Return the candidate's velocity, whose calls on the samples of all turns a bar counts."""
-        calls = number_of_turns(self._batches) * len(self._bands)
+        """Return the candidate's velocity, whose calls on the samples of all batches a bar counts."""
+        calls = number_of_rounds(self._batches) * len(self._bands)
         return Progress(name, calls).counting(candidate.velocity)
 
     def _draw(
@@ -188,7 +188,7 @@ class Evaluator:
         """Sample in each number of steps, the candidate's `own` first.
 
         Returns:
-            What was drawn; x0_BCFHW of its own number by turn, on the CPU.
+            What was drawn; x0_BCFHW of its own number by batch, on the CPU.
         """
         drawn, own_x0 = {}, []
         for steps in dict.fromkeys([own, *self._settings.numbers]):
@@ -203,8 +203,8 @@ class Evaluator:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
         s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
         seeds = (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]
-        progress = Progress(what, number_of_turns(self._batches) * len(seeds) * steps)
-        for _, chunk, counts in collective_turns(self._batches):
+        progress = Progress(what, number_of_rounds(self._batches) * len(seeds) * steps)
+        for _, chunk, counts in round_robin(self._batches):
             prompts, pixels, x0 = [s.prompts[i] for i in chunk], [], []
             for first in seeds:
                 start = time.monotonic()
@@ -233,12 +233,12 @@ class Evaluator:
             for b, i in enumerate(chunk)
         }
 
-    def _state(self, turn: int, chunk: list[int], band: Band) -> Batch:
-        """The teacher's samples of a turn, noised to a sigma in the band.
+    def _state(self, index: int, chunk: list[int], band: Band) -> Batch:
+        """The teacher's samples of a batch, noised to a sigma in the band.
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
         text_BLD = self._text.of([self._settings.prompts[i] for i in chunk])
         conditioning = Conditioning(text_BLD.to(self._device))
         keys = [(self._settings.seed, "evaluate", i) for i in chunk]
-        return states_in(band, self._x0[turn].to(self._device), conditioning, keys)
+        return states_in(band, self._x0[index].to(self._device), conditioning, keys)

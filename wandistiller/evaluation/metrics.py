@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
-from wandistiller.tiny import clip_scores, shapes
+from wandistiller.tiny import shapes, video_scores
 from wandistiller.utils.images import MOST_FRAMES, evenly
 from wandistiller.utils.keyed_random import keyed_generator
 
@@ -189,20 +189,20 @@ METRICS = [
         needs="moving shapes",
         summary=_share,
         compute=lambda drawn: torch.tensor(
-            clip_scores.fully_right(drawn.pixels_BCFHW, drawn.prompts)
+            video_scores.fully_right(drawn.pixels_BCFHW, drawn.prompts)
         ).float(),
     ),
     Metric(
         name="speed",
         label="speed, 1 is the prompt's",
         needs="moving shapes",
-        compute=lambda drawn: clip_scores.speeds(drawn.pixels_BCFHW, drawn.prompts),
+        compute=lambda drawn: video_scores.speeds(drawn.pixels_BCFHW, drawn.prompts),
     ),
     Metric(
         name="flicker",
         label="flicker: change that no motion explains",
         needs="moving shapes",
-        compute=lambda drawn: clip_scores.flicker(drawn.pixels_BCFHW, drawn.prompts),
+        compute=lambda drawn: video_scores.flicker(drawn.pixels_BCFHW, drawn.prompts),
     ),
     Metric(
         name=MOTION,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning
 from wandistiller.distributed import collectives
-from wandistiller.evaluation.bands import bands, states_in
+from wandistiller.evaluation.sigma_bands import bands, states_in
 from wandistiller.flow import band_name
 from wandistiller.teacher.base import Guidance, OwnerTeacher, Teacher
 from wandistiller.teacher.build import unquantized_teacher

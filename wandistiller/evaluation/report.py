@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.bands import Band, bands
 from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
 from wandistiller.evaluation.frechet import frechet_estimate
 from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, ratio_of_sums
 from wandistiller.evaluation.pictures import quality_chart, write_pictures
+from wandistiller.evaluation.sigma_bands import Band, bands
 from wandistiller.flow import band_name
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
+from wandistiller.utils.templates import render
 from wandistiller.wan.transformer import count_parameters
 
 SLOW = 0.8
@@ -22,27 +24,7 @@ SLOW = 0.8
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
-NOTES = """In brackets are 95 % confidence intervals over the prompts: Wilson's for shares, the jackknife's
-for Fréchet distances, else the bootstrap's.
-
-- *Velocity error*: sum |v_student - v_teacher|² / sum |v_teacher|², the teacher guided, on its own samples
-  noised again to a sigma drawn in the band. 0 is a perfect student, 1 is one that predicts 0.
-- *Teacher's weights*: of a teacher with quantised weights, against the same with unquantised ones, on the
-  first frames of two of its samples; without the student.
-- *Fréchet distance* (squared) between Gaussians fitted to features of the samples: mean and standard
-  deviation of each channel of the VAE's latents, and CLIP's image embedding where a CLIP folder was given. It
-  comes out too large for few samples, so read the student's together with its floor: the teacher against
-  itself drawn from other seeds. A student that is the teacher has 0 from the same seeds and exactly the floor
-  from others; one below its floor is so by chance. No distance is below 0: what rounding puts there is 0.
-  "-" stands for samples that are not finite. Compare only distances of one set of features at one number of
-  prompts. *Frames*: each frame of a clip is a sample. *Clips*: features' mean and mean change over time.
-- *CLIP score*: 100 max(cos, 0) of the middle frame and the prompt.
-- *Motion*: mean absolute change between neighbouring frames, of latents and of pixels. *Drift*: distance
-  between the mean colours of first and last frame. *Speed* and *flicker*: a program renders the prompt's clip
-  at speeds from 0 to 1.5, takes the nearest, and looks at what changes in the rest.
-- *Difference of two seeds*: variety; a student that draws the same whatever the noise has 0.
-- *Peak memory*: of loading and drawing, on one rank, above what the process held before. *Seconds*: of one
-  rank, with text encoder and VAE{placed}; *denoising*: without both."""
+PAGE = Path(__file__).with_name("report.md.jinja")
 
 
 def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
@@ -190,17 +172,16 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
         with atomic(files["curve"]) as temporary:
             temporary.write_bytes(curve)
     files |= write_pictures(settings, files["picture"], rows)
-    heading = f"# {settings.student.name} compared with its teacher {settings.teacher.name}"
-    placed = "; a teacher that its own JSON places without the text encoder" if settings.teacher_ds else ""
+    page = render(
+        PAGE,
+        student=settings.student.name,
+        teacher=settings.teacher.name,
+        tables=tables,
+        warnings=slow_motion(result),
+        placed=bool(settings.teacher_ds),
+    )
     with atomic(files["report"]) as temporary:
-        parts = (
-            heading,
-            tables,
-            *slow_motion(result),
-            NOTES.format(placed=placed),
-            "![teacher above](evaluation.png)\n",
-        )
-        temporary.write_text("\n\n".join(parts), encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
     return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
 
 

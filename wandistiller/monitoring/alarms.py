@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
+from wandistiller.monitoring.health_checks import HealthChecks, SampleStats
 from wandistiller.monitoring.metrics import append_line, keep_lines, read_lines
-from wandistiller.monitoring.signs import SampleStats, Signs
 from wandistiller.objectives.base import Limit
 
 SHORT_WINDOW = 10
@@ -77,7 +77,7 @@ class Alarms:
         self._least = (math.inf, 0)
         self._images: dict[str, ImageStats] = {}
         self._raised: dict[str, int] = {}
-        self._signs = Signs(limits)
+        self._checks = HealthChecks(limits)
 
     def go_on_from(self, start: int, lines: list[dict[str, Any]]) -> None:
         """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
@@ -85,7 +85,7 @@ class Alarms:
         Args:
             lines: the run's, of metrics.jsonl up to there.
         """
-        self._signs.go_on_from(lines)
+        self._checks.go_on_from(lines)
         kept = read_lines(self._file, start)
         self._raised = {entry["kind"]: entry["step"] for entry in kept}
         keep_lines(self._file, start)
@@ -114,12 +114,12 @@ class Alarms:
             self._norms.append(grad_norm)
         if len(self._slowest) == self._slowest.maxlen and step % SHORT_WINDOW == 0:
             self._time(step)
-        for kind, text in self._signs.step(step, watched or {}, grad_norm):
+        for kind, text in self._checks.step(step, watched or {}, grad_norm):
             self._alarm(kind, step, text)
 
     def samples(self, step: int, teacher: SampleStats, student: SampleStats) -> None:
         """Check new samples of the same prompts."""
-        for kind, text in self._signs.samples(teacher, student):
+        for kind, text in self._checks.samples(teacher, student):
             self._alarm(kind, step, text)
 
     def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:

@@ -1,10 +1,12 @@
 """`wandistiller report`: a run's curves, pictures, evaluation, settings and machine in one HTML file."""
 
+import base64
 import json
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from PIL import Image
 
 from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
@@ -12,11 +14,11 @@ from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
-from wandistiller.monitoring.media import image, shown, still, wide
 from wandistiller.monitoring.metrics import SAMPLES, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
+from wandistiller.utils.templates import render
 
 MOST_GRIDS = 6
 """Sample grids in the report: the first, the last, and some between."""
@@ -44,34 +46,25 @@ OF_SAMPLES = {
 }
 """Key of samples.jsonl -> title and unit."""
 NOT_CHARTED = {"step", "seconds", "skipped"}
-STACKED_FROM = 3
-"""Columns of a table that is too broad for a phone."""
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --page: #fff; --faint: #595959; --line: #ddd; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e6e6; --page: #121212; --faint: #a3a3a3; --line: #3a3a3a; }
-  .charts img { filter: invert(.93) hue-rotate(180deg); }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); }
-body { max-width: 75rem; margin: 0 auto; padding: 1rem; overflow-wrap: break-word; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.headline { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin-bottom: 1.5rem; }
-.headline > div { max-width: 22rem; } .headline b { display: block; font-size: 2.2rem; line-height: 1.2; }
-.headline small { display: block; color: var(--faint); overflow-wrap: anywhere; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
-img, video { height: auto; display: block; margin-bottom: .5rem; } .charts img { width: 100%; }
-video { object-fit: cover; object-position: top; }
-pre { font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; }
-@media (max-width: 40rem) {
-  .stacked tr, .stacked th, .stacked td { display: block; border: 0; padding: .1rem 0; }
-  .stacked tr { border-bottom: 1px solid var(--line); padding: .3rem 0; }
-  .stacked tr:first-child th + th { display: none; }
-  .stacked td::before { content: attr(data-head) ": "; color: var(--faint); }
-}
-"""
+PAGE = Path(__file__).with_name("report.html.jinja")
+
+
+class Picture(NamedTuple):
+    """A PNG and, if there is one, its animation."""
+
+    name: str
+    width: int
+    """Pixels."""
+    png: str
+    """As the address of a page that needs no other file; so is the MP4."""
+    mp4: str
+
+
+class Table(NamedTuple):
+    """Rows that begin with a name."""
+
+    rows: Iterable[Sequence[str]]
+    head: Sequence[str] = ()
 
 
 def report(output: Path) -> Path:
@@ -81,44 +74,47 @@ def report(output: Path) -> Path:
         ConfigError: `output` is not the folder of a run or of stages, or matplotlib is not installed.
     """
     require_matplotlib()
-    name, file = escape(output.resolve().name), output / "report" / "index.html"
+    file = output / "report" / "index.html"
     stages = [folder for folder in recorded_stages(output) if (folder / "metrics.jsonl").is_file()]
     runs = {run: _metrics(run) for run in stages or [output]}
     last = list(runs)[-1]
-    body = [f"<h1>{name}</h1>", _headline(output, last, runs[last])]
-    if stages:
-        body += _evaluation(output)
-    for run, lines in runs.items():
-        if stages:
-            number, _, stage = run.name.partition("_")
-            body.append(f"<h1>Stage {number}: {escape(stage)}</h1>")
-        body += _of_run(run, lines)
-    if stages:
-        body += [*_machine(output), *_settings(output)]
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style>\n" + "\n".join(body) + "</html>\n"
+    page = render(
+        PAGE,
+        name=output.resolve().name,
+        figures=headline(output, last, runs[last]),
+        runs=[_of_run(run, lines) for run, lines in runs.items()],
+        whole={"evaluation": _evaluation(output)} | _of_start(output) if stages else None,
     )
     with atomic(file) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return file
 
 
-def _of_run(output: Path, lines: list[dict[str, Any]]) -> list[str]:
-    """Return the parts about one run, or one stage: what is wrong, pictures and figures, then the rest."""
-    charts = (image(svg(chart), "svg+xml", chart.title) for chart in run_charts(output, lines).values())
-    return [
-        _summary(output, lines),
-        *_alarms(output, "Alarms", hints=False),
-        *_pictures(output),
-        *_evaluation(output),
-        f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
-        *_alarms(output, "Hints", hints=True),
-        *_machine(output),
-        _memory_by_phase(output),
-        *_settings(output),
-    ]
+def _of_run(output: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the parts about one run, or one stage."""
+    alarms = read_lines(output / FILE)
+    return {
+        "stage": output.name.partition("_"),
+        "summary": _summary(output, lines),
+        "alarms": _steps([entry for entry in alarms if entry["kind"] not in HINTS]),
+        "samples": _samples(output),
+        "evaluation": _evaluation(output),
+        "charts": {
+            chart.title: _address(svg(chart), "image/svg+xml") for chart in run_charts(output, lines).values()
+        },
+        "hints": _steps([entry for entry in alarms if entry["kind"] in HINTS]),
+        "memory": _memory_by_phase(output),
+    } | _of_start(output)
+
+
+def _of_start(output: Path) -> dict[str, Any]:
+    """Return the machine on which the run was last started, and its settings by file."""
+    machine = read_if_exists(output / "resolved" / "machine.json")
+    files = sorted((output / "resolved").glob("*.json"))
+    return {
+        "machine": Table(environment.rows(machine)) if machine else None,
+        "settings": {file.name: file.read_text(encoding="utf-8") for file in files},
+    }
 
 
 def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
@@ -197,13 +193,7 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _headline(output: Path, run: Path, lines: list[dict[str, Any]]) -> str:
-    figures = [[escape(text) for text in figure] for figure in headline(output, run, lines)]
-    boxes = (f"<div><b>{value}</b>{label}<small>{detail}</small></div>" for value, label, detail in figures)
-    return f'<div class="headline">{"".join(boxes)}</div>'
-
-
-def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
+def _summary(output: Path, lines: list[dict[str, Any]]) -> Table:
     last, run = lines[-1], read_if_exists(output / "resolved" / "run.json")
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
     rows = {
@@ -213,85 +203,55 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> str:
         "teacher": run.get("teacher_path", "?"),
         "objective": json.dumps(run.get("objective", "velocity")).strip('"'),
     }
-    return _table(rows.items())
+    return Table(rows.items())
 
 
-def _alarms(output: Path, title: str, *, hints: bool) -> list[str]:
-    entries = [entry for entry in read_lines(output / FILE) if (entry["kind"] in HINTS) is hints]
-    raised = [(f"step {entry['step']}", entry["alarm"]) for entry in entries]
-    return [f"<h2>{title}</h2>", _table(raised)] if raised else []
+def _steps(alarms: list[dict[str, Any]]) -> Table:
+    return Table([(f"step {entry['step']}", entry["alarm"]) for entry in alarms])
 
 
-def _pictures(output: Path) -> list[str]:
+def _samples(output: Path) -> dict[int, Picture]:
+    """Return grids of samples by step, the last first."""
     if not (files := drawn(output)):
-        return []
+        return {}
     spread = {files[round(i * (len(files) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)}
-    last, *earlier = sorted(spread, reverse=True)
-    parts = [_at_step(last), shown(last)]
-    if last.with_suffix(".mp4").is_file():  # and its frames one by one
-        parts.append(still(last))
-    if earlier:
-        older = "".join(_at_step(file) + shown(file, plays_at_once=False) for file in earlier)
-        parts.append(f"<details><summary>earlier pictures</summary>{older}</details>")
-    return ["<h2>Teacher above, student below</h2>", *parts]
+    return {int(file.stem.partition("_")[2]): _picture(file) for file in sorted(spread, reverse=True)}
 
 
-def _at_step(picture: Path) -> str:
-    return f"<p>step {int(picture.stem.partition('_')[2])}</p>"
+def _picture(file: Path) -> Picture:
+    """Read a PNG and the MP4 beside it."""
+    animation = file.with_suffix(".mp4")
+    with Image.open(file, formats=["PNG"]) as opened:
+        width = opened.width
+    mp4 = _address(animation.read_bytes(), "video/mp4") if animation.is_file() else ""
+    return Picture(file.stem, width, _address(file.read_bytes(), "image/png"), mp4)
 
 
-def _evaluation(output: Path) -> list[str]:
-    """Show the picture of an evaluation or, of clips, its animation, and the tables of evaluation.md."""
+def _address(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _evaluation(output: Path) -> dict[str, Any] | None:
+    """Return the picture of an evaluation, and the tables and warnings of evaluation.md."""
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
-        return []
-    tables = []
+        return None
+    parts: list[Table | str] = []
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
-            tables.append(f"{_table(rows, head)}<br>")
+            parts.append(Table(rows, head))
         elif block.startswith("**"):  # a warning
-            tables.append(f"<p>{escape(block.replace('*', ''))}</p>")
-    pictures = [shown(picture)] if picture.is_file() else []
-    return ["<h2>Evaluation</h2>", *pictures, *tables]
+            parts.append(block.replace("*", ""))
+    return {"picture": _picture(picture) if picture.is_file() else None, "parts": parts}
 
 
-def _machine(output: Path) -> list[str]:
-    """Describe the machine on which the run was last started."""
-    machine = read_if_exists(output / "resolved" / "machine.json")
-    return [f"<h2>Machine</h2>{_table(environment.rows(machine))}"] if machine else []
-
-
-def _memory_by_phase(output: Path) -> str:
+def _memory_by_phase(output: Path) -> dict[str, Any]:
     memory = read_if_exists(output / "memory.json")
-    ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
     shown = [kind for kind in MEMORY if any(kind in kinds for kinds in memory.values())]
     rows = [
         [phase, *(f"{max(kinds[kind]):.2f}" if kind in kinds else "-" for kind in shown)]
         for phase, kinds in memory.items()
     ]
-    title = f"Memory by phase, GiB of the rank with most, {ranks} rank(s)"
-    return f"<h2>{title}</h2>{_table(rows, ['phase', *(MEMORY[kind] for kind in shown)])}"
-
-
-def _settings(output: Path) -> list[str]:
-    files = sorted((output / "resolved").glob("*.json"))
-    texts = {file.name: escape(file.read_text(encoding="utf-8")) for file in files}
-    folded = [f"<details><summary>{f}</summary><pre>{text}</pre></details>" for f, text in texts.items()]
-    return ["<h2>Settings as they ran</h2>", *folded] if files else []
-
-
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Format a table whose rows begin with a name; on a phone a broad one has its cells below each other."""
-    texts = [[escape(cell.strip()) for cell in cells] for cells in [head, *rows] if cells]
-    names = texts[0] if head else []
-
-    def row(cells: Sequence[str]) -> str:
-        of = [f' data-head="{name}"' for name in names] or [""] * len(cells)
-        others = (f"<td{which}>{cell}</td>" for which, cell in zip(of[1:], cells[1:], strict=False))
-        return f"<tr><th>{cells[0]}</th>{''.join(others)}</tr>"
-
-    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"] if head else []
-    lines += [row(cells) for cells in texts[len(lines) :]]
-    kind = ' class="stacked"' if len(names) >= STACKED_FROM else ""
-    return wide(f"<table{kind}>{''.join(lines)}</table>")
+    ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
+    return {"ranks": ranks, "table": Table(rows, ["phase", *(MEMORY[kind] for kind in shown)])}

@@ -224,7 +224,7 @@ class _Planner:
         stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
         file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
         kept = need.weights
-        if not self.gpu:  # the rest is read from disk, see `wan.encoders.offload_kwargs`
+        if not self.gpu:  # the rest is read from disk, see `wan.loaded_components.offload_kwargs`
             m = self.machine
             room = room_of_a_rank(m.host_free, m.ranks_on_node) - total(self._libraries(EARLY)).host
             kept = min(kept, max(room - need.work, need.weights // LEAST_PART))

@@ -37,8 +37,8 @@ from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.text_padding import merge_text_padding
+from wandistiller.wan.transformer import use_kernels
 
 
 class Learner:

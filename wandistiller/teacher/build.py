@@ -12,14 +12,14 @@ from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
-from wandistiller.teacher.from_files import Slots, read_by_block
+from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement, dtype_of
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import merge_text_padding
+from wandistiller.wan.transformer import use_kernels
 from wandistiller.wan.weight_reader import WeightReader, zero_problems
 
 

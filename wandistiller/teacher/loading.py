@@ -18,8 +18,8 @@ from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import offload_device, offload_section
 from wandistiller.engine.zero_memory import block_name
 from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
-from wandistiller.teacher.forms import ALONE, forms_of, parameters_of
 from wandistiller.teacher.quantized import Weights
+from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -45,10 +45,10 @@ def load_whole(
         alone: the other ranks do not load it; without it collective.
     """
     model = meta_transformer(config)
-    for name, form in one_by_one(forms_of(model, dtype, weights), reader, alone=alone):
-        pieces = [torch.empty_like(piece, device=device) for piece in form.pieces]
-        form.read(reader, name, pieces, ALONE, device)
-        set_parameter(model, name, form.assembled(pieces))
+    for name, weight in one_by_one(stored_weights_of(model, dtype, weights), reader, alone=alone):
+        pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
+        weight.read(reader, name, pieces, ALONE, device)
+        set_parameter(model, name, weight.assembled(pieces))
     model.rope.to(device)
     return model
 
@@ -100,12 +100,12 @@ def load_shared(
         weights: format of the blocks' linear layers.
     """
     model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
-    forms = forms_of(model, dtype, weights, len(peers))
-    arena = Arena(sum(_aligned(piece) for form in forms.values() for piece in form.pieces), peers)
-    for name, form in one_by_one(forms, reader):
-        pieces = [arena.take(piece) for piece in form.pieces]
-        form.read(reader, name, pieces, share, torch.device("cpu"))
-        set_parameter(model, name, form.assembled(pieces))
+    parameters = stored_weights_of(model, dtype, weights, len(peers))
+    arena = Arena(sum(_aligned(piece) for weight in parameters.values() for piece in weight.pieces), peers)
+    for name, weight in one_by_one(parameters, reader):
+        pieces = [arena.take(piece) for piece in weight.pieces]
+        weight.read(reader, name, pieces, share, torch.device("cpu"))
+        set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()  # all parts are there
     return model
 
@@ -127,24 +127,25 @@ def load_streamed(
         weights: format of the blocks' linear layers, which are quantised on `device`.
     """
     model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
-    forms, places, sizes = forms_of(model, dtype, weights, len(peers)), {}, Counter()
-    for name, form in forms.items():
-        for piece in form.pieces if name.startswith("blocks.") else ():
+    parameters = stored_weights_of(model, dtype, weights, len(peers))
+    places, sizes = {}, Counter()
+    for name, weight in parameters.items():
+        for piece in weight.pieces if name.startswith("blocks.") else ():
             places.setdefault(name, []).append(sizes[block_name(name)])
             sizes[block_name(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
     arena.lock()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
-    for name, form in one_by_one(forms, reader):
+    for name, weight in one_by_one(parameters, reader):
         if name in places:
             block, offsets = block_name(name), places[name]
-            form.read(reader, name, _pieces(stored[block], offsets, form.pieces), share, device)
-            pieces = _pieces(buffer_of[block], offsets, form.pieces)
+            weight.read(reader, name, _pieces(stored[block], offsets, weight.pieces), share, device)
+            pieces = _pieces(buffer_of[block], offsets, weight.pieces)
         else:
-            pieces = [torch.empty_like(piece, device=device) for piece in form.pieces]
-            form.read(reader, name, pieces, ALONE, device)
-        set_parameter(model, name, form.assembled(pieces))
+            pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
+            weight.read(reader, name, pieces, ALONE, device)
+        set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()
     model.rope.to(device)
     BlockStream(model.blocks, list(stored.values()), buffers)

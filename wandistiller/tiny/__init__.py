@@ -1,1 +1,1 @@
-"""The embedded toy teacher: its prompts, its judge, and the scripts that trained it."""
+"""The embedded toy teacher: its prompts and its judge; `making/` has the scripts that trained it."""

@@ -9,9 +9,9 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import Monitors
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Alarms
+from wandistiller.monitoring.health_checks import SampleStats
 from wandistiller.monitoring.memory_usage import Usage
 from wandistiller.monitoring.metrics import SAMPLES, Metrics, keep_lines, read_lines, scalars
-from wandistiller.monitoring.signs import SampleStats
 from wandistiller.training.step_result import StepResult
 from wandistiller.utils.logging import step_seconds
 

@@ -12,12 +12,12 @@ from wandistiller.batch import Conditioning, State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
-from wandistiller.data.turns import batched
 from wandistiller.distributed import collectives, sequence
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
+from wandistiller.distributed.round_robin import batched
 from wandistiller.flow import FewSteps
+from wandistiller.monitoring.health_checks import SampleStats, sample_stats, write_stats
 from wandistiller.monitoring.metrics import SAMPLES
-from wandistiller.monitoring.signs import SampleStats, sample_stats, write_stats
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.files import digest
@@ -32,7 +32,7 @@ from wandistiller.utils.images import (
     to_bytes,
 )
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.sampling import denoise
 
 Rows = dict[str, list[Tensor]]

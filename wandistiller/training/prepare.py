@@ -27,7 +27,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.loading import load_vae
+from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.sampling import denoise
 
 Skipped = dict[str, str]

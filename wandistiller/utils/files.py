@@ -60,7 +60,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """Make a folder in `folder` and delete it when the block ends; after a kill, `sweep` does."""
+    """Make a folder in `folder` and delete it when the block ends; after a kill, `delete_leftovers` does."""
     temporary = folder / f".scratch.{_this_machine()}.{os.getpid()}.tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     try:
@@ -69,7 +69,7 @@ def scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
+def delete_leftovers(folder: Path) -> None:
     """Delete temporary files in `folder` of this machine's dead processes; other machines may share it."""
     for half in folder.rglob(".*.tmp"):
         *_, machine, pid, _ = ("", "", *half.name.split("."))

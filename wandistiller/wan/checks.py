@@ -14,9 +14,9 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
+from wandistiller.wan.component_classes import TEXT_CLASSES, load_tokenizer, refused_keys, tokenize
 from wandistiller.wan.components import text_config, text_encoder_of, vae_of
 from wandistiller.wan.damaged import cure, unfinished
-from wandistiller.wan.known import TEXT_CLASSES, load_tokenizer, refused_keys, tokenize
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
@@ -196,7 +196,7 @@ def unfit(where: str | Path, error: Exception) -> str:
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 
 
-def part_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
+def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
     """List missing, truncated or misshapen tensors of VAE and text encoder, and a tokenizer that fails."""
     problems = _loaded_tokenizer_problems(folder)
     with torch.device("meta"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.utils.files import read_json
-from wandistiller.wan.known import known_text_config
+from wandistiller.wan.component_classes import known_text_config
 
 UMT5_XXL = {
     "d_ff": 10240,

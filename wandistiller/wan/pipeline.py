@@ -17,17 +17,17 @@ from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.wan.checks import (
     UNFIT,
-    part_problems,
+    component_problems,
     pipeline_problems,
     text_problems,
     unfit,
     weight_problems,
 )
+from wandistiller.wan.component_classes import index_problems, scheduler_class, tokenizer_problems
 from wandistiller.wan.components import text_config
 from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
-from wandistiller.wan.known import index_problems, scheduler_class, tokenizer_problems
 from wandistiller.wan.transformer import meta_transformer
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
@@ -128,7 +128,7 @@ def require_weights(folder: WanFolder) -> None:
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
     if not {"vae", "text_encoder"} & {*empty}:
-        problems += part_problems(folder.path, folder.vae)
+        problems += component_problems(folder.path, folder.vae)
     if problems:
         raise ConfigError(*problems)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.component_classes import VERSIONS, known_config
 from wandistiller.wan.hub import STEMS
-from wandistiller.wan.known import VERSIONS, known_config
 from wandistiller.wan.weight_reader import WeightReader
 
 WORDS = {"vae": "VAE", "text_encoder": "text encoder", "tokenizer": "tokenizer"}

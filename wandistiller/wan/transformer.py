@@ -1,14 +1,16 @@
-"""One Wan transformer: its meta-device copy, sizes, parameter dtypes and velocity."""
+"""One Wan transformer: its meta-device copy, sizes, parameter dtypes, kernels and velocity."""
 
 from math import prod
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 from wandistiller.batch import State
+from wandistiller.engine.kernels import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.text_padding import network_text
@@ -61,6 +63,19 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter by `value`, without gradient."""
     *path, leaf = name.split(".")
     setattr(module.get_submodule(".".join(path)), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
+    """Compute the blocks of `model` with these kernels from now on.
+
+    diffusers' own `set_attention_backend` (0.42.1) would change the default of all networks of the process,
+    and cross-attention too, which is short and may have a bias.
+    """
+    for block in model.blocks:
+        if kernels.attention != "native":
+            block.attn1.processor._attention_backend = AttentionBackendName(kernels.attention)
+        if kernels.compile:  # without the hooks around it, which fetch weights
+            block.forward = torch.compile(block.forward)
 
 
 def new_network(config: dict[str, Any]) -> nn.Module:

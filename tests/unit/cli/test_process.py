@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import slow_but
 from ranks import ROOT, environment, run
+from slow_cases import slow_but
 
 WORDS = [sys.executable, "-m", "wandistiller"]
 QUICKSTART = ["--recipe", str(ROOT / "ds_configs" / "recipes" / "quickstart.json")]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from bad_files import of_data, of_paths
-from bad_inputs import (
+from ranks import call
+from wrong_input.cases import (
     ENGINE,
     Case,
     faults,
@@ -15,9 +15,9 @@ from bad_inputs import (
     outcomes,
     silent_faults,
 )
-from bad_jsons import of_commands, of_engines, of_settings
-from bad_weights import TRANSFORMER, linked, of_weights
-from ranks import call
+from wrong_input.files import of_data, of_paths
+from wrong_input.jsons import of_commands, of_engines, of_settings
+from wrong_input.weights import TRANSFORMER, linked, of_weights
 
 SETTINGS = [*of_recipe_settings(), *of_settings()]
 FILES = [*of_texts(), *of_recipes(), *of_engines(), *of_commands(), *of_data(), *of_paths(), *of_weights()]

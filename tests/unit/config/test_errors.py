@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_inputs import Case, outcome
 from ranks import ROOT, free_port
+from wrong_input.cases import Case, outcome
 
 from wandistiller.teacher.placements import device_map
 from wandistiller.utils.errors import ConfigError, nearest

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs import ENGINE
 from deepspeed.runtime import lr_schedules
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes import recipe
+from wrong_input.cases import ENGINE
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import read_run

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import slow_but
-from data_on_ranks import digest_of, samples_by_step
+from on_ranks.data import digest_of, samples_by_step
 from PIL import Image
 from ranks import call, wandistiller, write_json
 from recipes import recipe
 from safetensors import safe_open
+from slow_cases import slow_but
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import slow_but
 from PIL import Image
+from slow_cases import slow_but
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
 from wandistiller.data.lines import caption

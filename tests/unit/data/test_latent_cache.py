@@ -20,7 +20,7 @@ from wandistiller.data.media import Size, load_media
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import current
-from wandistiller.wan.encoders import Vae
+from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise
 

@@ -1,8 +1,8 @@
 """GPUs that do not start, that are too few, or that two ranks share: one message that says what to do."""
 
-import gpus_on_ranks
 import pytest
 import torch
+from on_ranks.gpus import compared
 from ranks import call, free_port
 
 from wandistiller.distributed import device, gpus
@@ -13,7 +13,7 @@ from wandistiller.utils.errors import ConfigError
     ("names", "shared"), [(["GPU-1", "GPU-1"], True), (["GPU-1", "GPU-2"], False), (["", ""], False)]
 )
 def test_two_ranks_on_one_gpu_are_told_on_both(names: list[str], shared: bool) -> None:
-    messages = call(gpus_on_ranks.compared, names, free_port(), ranks=2)
+    messages = call(compared, names, free_port(), ranks=2)
     assert messages[0] == messages[1] and len(messages[0]) == shared
     assert all("Ranks 0, 1 compute on the same GPU, GPU-1. Start one rank a GPU" in m for m in messages[0])
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import live
+from background_run import background_run
 
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import ShutdownListener
@@ -130,7 +130,7 @@ def test_a_node_s_other_ranks_say_nothing(
 
 
 def test_the_third_request_ends_the_process_with_the_exit_code_of_a_shell(tmp_path: Path) -> None:
-    with live([sys.executable, "-c", PRESS_THREE_TIMES], tmp_path / "log") as run:
+    with background_run([sys.executable, "-c", PRESS_THREE_TIMES], tmp_path / "log") as run:
         assert run.end() == 128 + signal.SIGINT
         assert run.output().splitlines() == [
             "SIGINT: stopping after what runs now (loading the teacher); "
@@ -143,7 +143,7 @@ def test_the_third_request_ends_the_process_with_the_exit_code_of_a_shell(tmp_pa
 def test_a_signal_ends_ninja_and_the_compilers_that_it_has_started(tmp_path: Path) -> None:
     rule = "rule compile\n  command = sleep 9999\nbuild a.o: compile\nbuild b.o: compile\n"
     (tmp_path / "build.ninja").write_text(rule)
-    with live([sys.executable, "-c", COMPILE, str(tmp_path)], tmp_path / "log") as run:
+    with background_run([sys.executable, "-c", COMPILE, str(tmp_path)], tmp_path / "log") as run:
         until(lambda: sum(words.startswith("sleep") for words in run.processes().values()) == 2)
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.wait(60) == 128 + signal.SIGTERM
@@ -152,6 +152,6 @@ def test_a_signal_ends_ninja_and_the_compilers_that_it_has_started(tmp_path: Pat
 
 def test_a_request_without_a_signal_ends_a_build_too(tmp_path: Path) -> None:
     (tmp_path / "build.ninja").write_text("rule compile\n  command = sleep 9999\nbuild a.o: compile\n")
-    with live([sys.executable, "-c", COMPILE, str(tmp_path), "STOP"], tmp_path / "log") as run:
+    with background_run([sys.executable, "-c", COMPILE, str(tmp_path), "STOP"], tmp_path / "log") as run:
         assert run.process.wait(60) == 128 + signal.SIGTERM
         assert run.processes() == {}

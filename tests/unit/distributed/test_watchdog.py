@@ -1,8 +1,8 @@
 """Ranks that fall silent, on real processes: they may come back, or are dead after a stated time."""
 
 import pytest
+from on_ranks.suspended import never_goes_on, suspend
 from ranks import call
-from watched_on_ranks import never_goes_on, suspend
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

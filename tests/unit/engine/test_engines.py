@@ -10,9 +10,9 @@ import deepspeed
 import pytest
 import torch
 import torch.utils.cpp_extension
-from cases import slow_but
 from plain import MixedAdamW
 from recipes import ADAM
+from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
 from torch import Tensor

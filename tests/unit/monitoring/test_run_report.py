@@ -17,10 +17,11 @@ from recipes import train
 
 from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
 from wandistiller.monitoring.metrics import read_lines
-from wandistiller.monitoring.report import STYLE, report, run_charts
+from wandistiller.monitoring.report import PAGE, report, run_charts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.images import save_clips, save_grid
 
+STYLE = PAGE.with_name("report.css").read_text()
 VOID = {"meta", "br", "img"}
 
 

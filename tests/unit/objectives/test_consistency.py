@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant import BATCH
+from constant_teacher import BATCH
 from deepspeed.utils import safe_get_full_grad
 from engines import batch_for, engine, teacher_of
 from small_wan import small_transformer

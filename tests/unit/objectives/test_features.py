@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from constant import BATCH, X0, Constant, losses, targets
+from constant_teacher import BATCH, X0, Constant, losses, targets
 from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
 from engines import batch_for, engine, loaded, teacher_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant import BATCH, NOISE, Constant, losses, targets
+from constant_teacher import BATCH, NOISE, Constant, losses, targets
 from states import state
 from torch import Tensor
 

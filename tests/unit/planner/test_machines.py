@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from cases import slow_but
-from pages import VIDEOS
+from markdown_pages import VIDEOS
 from planned import EIGHT_80, gpus, published_job
 from published_wan import PUBLISHED
 from ranks import ROOT
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.config.stages import read_jobs, runs_of

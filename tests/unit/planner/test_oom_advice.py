@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import slow_but
 from planned import gpus, published_job
+from slow_cases import slow_but
 
 from wandistiller.config.job import Job
 from wandistiller.distributed.oom import Spent

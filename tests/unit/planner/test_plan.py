@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cases import slow_but
 from planned import ONE_24, TWO_NODES, plan_output
 from planned import published_job as job
 from ranks import wandistiller, write_json
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan import MACHINE, _next_command, described

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import slow_but
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from planned import EIGHT_80, ONE_24, RATES, TWO_NODES, gpus
 from planned import published_job as job
 from ranks import wandistiller, write_json
 from recipes import recipe
+from slow_cases import slow_but
 
 from wandistiller.cli.plan import OWN, plan_lines
 from wandistiller.config.job import Job

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import slow_but
 from planned import EIGHT_80, ON_CPU, RATES, TWO_NODES, gpus
 from planned import published_job as job
 from recipes import ADAM
+from slow_cases import slow_but
 
 from wandistiller.cli.plan import _keeps_sharing
 from wandistiller.config.job import Job

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from recipes import ADAM
+from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
 from tensors import tensor_bytes

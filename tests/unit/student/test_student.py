@@ -8,10 +8,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from cases import slow_but
 from checkpointed import save
 from diffusers import WanTransformer3DModel
 from ranks import edit_json
+from slow_cases import slow_but
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading

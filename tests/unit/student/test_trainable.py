@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from checkpointed import save, saved
+from on_ranks.tuning import PARTLY, batch, build, checkpoints, engine, learn, masters
 from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
-from tuning_on_ranks import PARTLY, batch, build, checkpoints, engine, learn, masters
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading

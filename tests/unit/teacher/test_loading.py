@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import loading_on_ranks
 import pytest
 import torch
+from on_ranks import loading
 from ranks import call, has_async_io
 
 from wandistiller.batch import Expert
@@ -36,7 +36,7 @@ SHARES = {
 @pytest.fixture(scope="module")
 def loaded(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = [n for n in (*SHARES, "streamed") if n != "zero_inference_nvme" or has_async_io()]
-    first, second = call(loading_on_ranks.loaded, wide, tmp_path_factory.mktemp("loading"), names, ranks=2)
+    first, second = call(loading.loaded, wide, tmp_path_factory.mktemp("loading"), names, ranks=2)
     return {n: {key: [first[n][key], second[n][key]] for key in first[n]} for n in names}
 
 

@@ -6,24 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow_but
 from diffusers import WanTransformer3DModel
 from engines import batch_for
 from ranks import call
 from recipes import recipe
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor, nn
 
 pytest.importorskip("torchao")
 
-import quantized_on_ranks
-from quantized_on_ranks import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, teacher_json
+from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences, teacher_json
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.evaluation.bands import bands
 from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.evaluation.sigma_bands import bands
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance
@@ -111,7 +110,7 @@ TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
 def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torchao_s(
     ranks: int, tasks: list[str], wan2: Path
 ) -> None:
-    found = call(quantized_on_ranks.differences, wan2, tasks, ranks=ranks)
+    found = call(differences, wan2, tasks, ranks=ranks)
     assert {task: [own[task]["difference"] for own in found] for task in tasks} == dict.fromkeys(
         tasks, [0] * ranks
     )
@@ -122,7 +121,7 @@ def test_a_rank_reads_what_it_would_without_quantising(wide: Path) -> None:
     """An owner's other rank nothing; ranks that share a copy the halves of its blocks."""
     names = {"replicated": [1, 1], "owner": [1, 0], "host_cpu": [0.5, 0.5]}
     tasks = [f"{name} int8 float32" for name in (*names, "streamed")]
-    found = call(quantized_on_ranks.differences, wide, tasks, ranks=2)
+    found = call(differences, wide, tasks, ranks=2)
     files = [*wide.glob("transformer*/*.safetensors")]
     stored, slack = sum(file.stat().st_size for file in files), 10 * 2**20
     for task, shares in zip(tasks, names.values(), strict=False):

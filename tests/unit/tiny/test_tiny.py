@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, T5TokenizerFast
 
 import wandistiller
 from wandistiller.tiny import shapes
-from wandistiller.tiny.make_scores import chosen, megabytes, open_pipeline, sample
-from wandistiller.tiny.make_vae import vae_psnr
-from wandistiller.tiny.make_worlds import WORLDS
+from wandistiller.tiny.making.scores import chosen, megabytes, open_pipeline, sample
+from wandistiller.tiny.making.vae import vae_psnr
+from wandistiller.tiny.making.worlds import WORLDS
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 WORLD = WORLDS["image"]

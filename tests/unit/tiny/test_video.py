@@ -5,10 +5,10 @@ import torch
 from diffusers import WanPipeline
 from safetensors import safe_open
 
-from wandistiller.tiny import clip_scores, clips
-from wandistiller.tiny.make_scores import VAE_SEED, chosen, megabytes, open_pipeline, sample
-from wandistiller.tiny.make_vae import decoded, encoded, vae_psnr
-from wandistiller.tiny.make_worlds import WORLDS
+from wandistiller.tiny import clips, video_scores
+from wandistiller.tiny.making.scores import VAE_SEED, chosen, megabytes, open_pipeline, sample
+from wandistiller.tiny.making.vae import decoded, encoded, vae_psnr
+from wandistiller.tiny.making.worlds import WORLDS
 
 WORLD = WORLDS["video"]
 FOLDER = WORLD.pipeline
@@ -70,21 +70,21 @@ def test_held_out_clips_are_judged_right_after_the_vae(pipeline: WanPipeline) ->
     z_BCFHW = pipeline.vae.encode(clip_BCFHW * 2 - 1).latent_dist.mode()
     assert z_BCFHW.shape == (EACH, 16, 3, 6, 6)
     seen_BCFHW = (pipeline.vae.decode(z_BCFHW).sample + 1) / 2
-    assert all(clip_scores.fully_right(seen_BCFHW, prompts))
-    speed_B = clip_scores.speeds(seen_BCFHW, prompts)
+    assert all(video_scores.fully_right(seen_BCFHW, prompts))
+    speed_B = video_scores.speeds(seen_BCFHW, prompts)
     assert abs(speed_B.nanmean() - 1) < 0.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [slice(EACH), slice(EACH, None)], ids=["seen", "held out"])
 def test_guided_clips_are_right_and_as_fast_as_asked(guided_BCFHW: torch.Tensor, part: slice) -> None:
-    assert sum(clip_scores.fully_right(guided_BCFHW[part], PROMPTS[part])) >= 0.9 * EACH
-    assert abs(clip_scores.speeds(guided_BCFHW[part], PROMPTS[part]).nanmean() - 1) < 0.1
+    assert sum(video_scores.fully_right(guided_BCFHW[part], PROMPTS[part])) >= 0.9 * EACH
+    assert abs(video_scores.speeds(guided_BCFHW[part], PROMPTS[part]).nanmean() - 1) < 0.1
 
 
 @pytest.mark.slow
 def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCFHW: torch.Tensor) -> None:
     unguided_BCFHW = sample(WORLD, pipeline, PROMPTS, steps=STEPS, guidance=(1.0, 1.0))
     pair = (guided_BCFHW, unguided_BCFHW)
-    guided, unguided = (clip_scores.mse_to_prompts(clip_BCFHW, PROMPTS).mean() for clip_BCFHW in pair)
+    guided, unguided = (video_scores.mse_to_prompts(clip_BCFHW, PROMPTS).mean() for clip_BCFHW in pair)
     assert guided < unguided

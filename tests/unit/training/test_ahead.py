@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from recipes import recipe, student_engine
+from slow_cases import slow_but
 from trainers import trainer_of
 
 from wandistiller.batch import STUDENT, Expert

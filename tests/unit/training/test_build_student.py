@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from recipes import TEACHER_FP32, train
+from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
 from torch import nn

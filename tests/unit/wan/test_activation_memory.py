@@ -16,8 +16,8 @@ from activations import (
     shared_peaks,
     student_json,
 )
-from cases import slow_but
 from ranks import call
+from slow_cases import slow_but
 from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction

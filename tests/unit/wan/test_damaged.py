@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from diffusers import WanTransformer3DModel
 from huggingface_hub.cli.download import download
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from transformers import UMT5EncoderModel
 
 from wandistiller.utils.errors import ConfigError

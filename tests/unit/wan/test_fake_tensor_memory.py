@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow_but
 from published_wan import VAE21 as WAN21
 from published_wan import VAE22 as WAN22
+from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import nn
 

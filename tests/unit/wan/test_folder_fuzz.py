@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.loading import load_pipeline
+from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import open_wan, require_weights
 
 VALUES: list[Any] = [

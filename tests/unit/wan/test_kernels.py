@@ -14,8 +14,8 @@ from wandistiller.student.learner import Learner
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
-from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.transformer import use_kernels
 
 
 def test_another_attention_is_that_of_the_patches_of_one_network_alone() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import slow_but
 from published_wan import VAE21 as PUBLISHED
+from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.fake_tensor_memory import decoding, encoding, tile
-from wandistiller.wan.loading import load_vae
+from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.pipeline import TINY
 from wandistiller.wan.vae import PARTS, FittingVae, fitting, room_on
 

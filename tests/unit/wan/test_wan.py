@@ -10,9 +10,9 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from cases import slow_but
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from ranks import write_json
+from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
 from torch import nn
@@ -30,7 +30,7 @@ from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
-from wandistiller.wan.loading import load_vae
+from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")

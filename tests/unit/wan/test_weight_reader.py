@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow_but
 from ranks import wandistiller, write_json
 from recipes import recipe
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 

@@ -13,8 +13,8 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
+from wandistiller.wan.component_classes import known_config, known_index
 from wandistiller.wan.hub import is_used
-from wandistiller.wan.known import known_config, known_index
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config
 
@@ -59,7 +59,7 @@ class DiffusersFormat(ExportFormat):
                 model.save_pretrained(folder / name, max_shard_size=self.max_shard_size)
                 del model  # before the next is read
             for part in ("vae", "text_encoder", "tokenizer"):
-                _copy_part(teacher.path / part, folder / part)
+                _copy_component(teacher.path / part, folder / part)
             scheduler = _scheduler(teacher, source.facts)
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
             _write_index(teacher, source, scheduler, folder)
@@ -68,7 +68,7 @@ class DiffusersFormat(ExportFormat):
         return [output]
 
 
-def _copy_part(source: Path, target: Path) -> None:
+def _copy_component(source: Path, target: Path) -> None:
     """Copy the files of a teacher's part that are ever read, its JSON files with known keys only."""
     link_or_copy(source, target)
     for file in target.iterdir():

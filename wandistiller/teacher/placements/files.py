@@ -11,7 +11,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.teacher.from_files import Slots, check_blocks, read_by_block
+from wandistiller.teacher.disk_blocks import Slots, check_blocks, read_by_block
 from wandistiller.teacher.placements.base import dtype_of
 from wandistiller.teacher.placements.streamed import Streamed, split
 from wandistiller.utils.errors import problem

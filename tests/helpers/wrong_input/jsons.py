@@ -1,4 +1,4 @@
-"""Wrong inputs of `bad_inputs`: the student's JSON, the DeepSpeed JSONs, flags, and other commands."""
+"""Cases of wrong input: the student's JSON, the DeepSpeed JSONs, flags, and other commands."""
 
 import json
 import shlex
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bad_inputs import ENGINE, NO_CHARACTER, Case, table
+from wrong_input.cases import ENGINE, NO_CHARACTER, Case, table
 
 BASES: dict[str, dict[str, Any]] = {"student": {}, "engine": ENGINE, "placement": {}}
 """Name of a JSON -> what the rows of its table change."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-from wandistiller.tiny.make_vae import fit
-from wandistiller.tiny.make_worlds import World
+from wandistiller.tiny.making.vae import fit
+from wandistiller.tiny.making.worlds import World
 from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 

@@ -10,9 +10,9 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
-from wandistiller.tiny import clip_scores, shapes
-from wandistiller.tiny.make_vae import reproduced, vae_psnr
-from wandistiller.tiny.make_worlds import World
+from wandistiller.tiny import shapes, video_scores
+from wandistiller.tiny.making.vae import reproduced, vae_psnr
+from wandistiller.tiny.making.worlds import World
 
 SCORED_BATCH = 56
 """Prompts per call of the pipeline."""
@@ -83,16 +83,16 @@ def judged(clip_BCFHW: Tensor, prompts: list[str]) -> dict[str, str]:
         right_B = shapes.fully_right(image_BCHW, prompts)
         mse_B = shapes.mse_to_prompts(image_BCHW, prompts)
         return {"fully right": f"{100 * sum(right_B) / len(prompts):.1f} %", "MSE": f"{mse_B.mean():.5f}"}
-    right_B = clip_scores.fully_right(clip_BCFHW, prompts)
-    mse_B = clip_scores.mse_to_prompts(clip_BCFHW, prompts)
-    speed_B = clip_scores.speeds(clip_BCFHW, prompts)
+    right_B = video_scores.fully_right(clip_BCFHW, prompts)
+    mse_B = video_scores.mse_to_prompts(clip_BCFHW, prompts)
+    speed_B = video_scores.speeds(clip_BCFHW, prompts)
     speed_B = speed_B[~speed_B.isnan()]
     return {
         "fully right": f"{100 * sum(right_B) / len(prompts):.1f} %",
         "MSE": f"{mse_B.mean():.5f}",
         "speed": f"{speed_B.mean():.3f}",
         "speed's standard deviation": f"{speed_B.std():.3f}",
-        "flicker": f"{clip_scores.flicker(clip_BCFHW, prompts).mean():.5f}",
+        "flicker": f"{video_scores.flicker(clip_BCFHW, prompts).mean():.5f}",
     }
 
 

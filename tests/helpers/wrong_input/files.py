@@ -1,4 +1,4 @@
-"""Wrong inputs of `bad_inputs`: prompt files and paths."""
+"""Cases of wrong input: prompt files and paths."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bad_inputs import Case, table
+from wrong_input.cases import Case, table
 
 LONG = "x" * 300
 NO_OBJECT = ", line 1: not valid JSON: ...Write one object a line."

@@ -19,9 +19,9 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, Expert, State
-from wandistiller.tiny.make_text import NULL_PROMPTS, all_wordings, embedded
-from wandistiller.tiny.make_vae import encoded, fit, latent_statistics
-from wandistiller.tiny.make_worlds import Stage, World
+from wandistiller.tiny.making.text import NULL_PROMPTS, all_wordings, embedded
+from wandistiller.tiny.making.vae import encoded, fit, latent_statistics
+from wandistiller.tiny.making.worlds import Stage, World
 from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity

@@ -15,7 +15,7 @@ PATIENCE = 600.0
 """Seconds that a loaded machine may take for anything."""
 
 
-class Live:
+class BackgroundRun:
     """A launcher and its ranks, or one plain process; an environment variable marks all of them."""
 
     def __init__(self, words: list[str], log: Path, **env: str):
@@ -77,9 +77,9 @@ class Live:
 
 
 @contextmanager
-def live(words: list[str], log: Path, **env: str) -> Iterator[Live]:
+def background_run(words: list[str], log: Path, **env: str) -> Iterator[BackgroundRun]:
     """Start it, and leave nothing of it behind."""
-    running = Live([str(w) for w in words], log, **env)
+    running = BackgroundRun([str(w) for w in words], log, **env)
     try:
         yield running
     finally:

@@ -14,7 +14,7 @@ def batched(items: list[T], length: int) -> list[list[T]]:
     return [items[i : i + length] for i in range(0, len(items), length)]
 
 
-def own_share(batches: Sequence[T]) -> Sequence[T]:
+def own_batches(batches: Sequence[T]) -> Sequence[T]:
     """Return the batches of this rank."""
     return batches[collectives.rank() :: collectives.world_size()]
 
@@ -27,18 +27,18 @@ def until_stopped(batches: Iterable[T]) -> Iterator[T]:
         yield batch
 
 
-def number_of_turns(batches: Sequence[T]) -> int:
+def number_of_rounds(batches: Sequence[T]) -> int:
     """Return how many of the batches each rank takes at most."""
     return -(-len(batches) // sequence.replicas())
 
 
-def collective_turns(batches: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
-    """Yield turn, batch, and whether it counts, equally often on every rank, so that collectives match.
+def round_robin(batches: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
+    """Yield round, batch, and whether it counts, equally often on every rank, so that collectives match.
 
     A rank without work repeats the last batch, which does not count. Ranks that share a sequence have the
     same batch, which counts on the first of them.
     """
     world, first = sequence.replicas(), sequence.place() == 0
-    for turn in range(number_of_turns(batches)):
-        place = turn * world + sequence.replica()
-        yield turn, batches[min(place, len(batches) - 1)], first and place < len(batches)
+    for number in range(number_of_rounds(batches)):
+        place = number * world + sequence.replica()
+        yield number, batches[min(place, len(batches) - 1)], first and place < len(batches)

@@ -1,4 +1,4 @@
-"""Signs that a student of few steps goes wrong raise alarms in words, with what to do."""
+"""A student of few steps that goes wrong raises alarms in words, with what to do."""
 
 from pathlib import Path
 
@@ -7,15 +7,15 @@ import torch
 from ranks import metrics
 from recipes import train
 
-from wandistiller.monitoring.metrics import read_lines
-from wandistiller.monitoring.signs import (
+from wandistiller.monitoring.health_checks import (
     WARMED_UP,
     WINDOW,
+    HealthChecks,
     SampleStats,
-    Signs,
     sample_stats,
     write_stats,
 )
+from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import Dmd2
 
 WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0}
@@ -23,10 +23,10 @@ LONG = WARMED_UP + 2 * WINDOW
 
 
 def raised(steps: list[dict[str, float]], norms: list[float] | None = None) -> set[str]:
-    """Return the kinds of signs in a run that watches these numbers."""
-    signs, norms = Signs(Dmd2.limits), norms or [1.0] * len(steps)
+    """Return the kinds of alarms in a run that watches these numbers."""
+    checks, norms = HealthChecks(Dmd2.limits), norms or [1.0] * len(steps)
     given = enumerate(zip(steps, norms, strict=True), 1)
-    return {kind for step, (watched, norm) in given for kind, _ in signs.step(step, watched, norm)}
+    return {kind for step, (watched, norm) in given for kind, _ in checks.step(step, watched, norm)}
 
 
 def test_a_run_that_goes_well_has_none() -> None:
@@ -66,10 +66,10 @@ def test_a_gradient_norm_of_five_times_the_usual_is_a_sign() -> None:
 
 
 def test_a_resumed_run_is_compared_with_its_own_start() -> None:
-    signs = Signs(Dmd2.limits)
-    signs.go_on_from([{"watched": WELL}] * LONG)
+    checks = HealthChecks(Dmd2.limits)
+    checks.go_on_from([{"watched": WELL}] * LONG)
     grown = WELL | {"gradient": 1.0}
-    kinds = {kind for step in range(LONG, LONG + WINDOW) for kind, _ in signs.step(step, grown, 1.0)}
+    kinds = {kind for step in range(LONG, LONG + WINDOW) for kind, _ in checks.step(step, grown, 1.0)}
     assert kinds == {"critic diverges"}
 
 
@@ -86,12 +86,12 @@ TEACHER = SampleStats(1.0, 0.1, 0.5)
     ],
 )
 def test_samples_are_compared_with_the_teacher_s(student: SampleStats, kinds: list[str]) -> None:
-    assert [kind for kind, _ in Signs().samples(TEACHER, student)] == kinds
+    assert [kind for kind, _ in HealthChecks().samples(TEACHER, student)] == kinds
 
 
 def test_images_without_a_second_seed_have_no_motion_and_no_distance_to_compare() -> None:
     none = SampleStats(1.0, 0.0, 0.0)
-    assert list(Signs().samples(none, none)) == []
+    assert list(HealthChecks().samples(none, none)) == []
 
 
 def test_statistics_of_known_samples() -> None:

@@ -1,7 +1,7 @@
 """Cases of wrong input: the files of each, its command line, and what its messages must hold.
 
 A case is a sound run with one error. `{here}` is its folder, `{wan}` the teacher, `{rank}` the rank's number.
-wrong_input/*.txt are tables of cases, a row a line.
+The files *.txt here are tables of cases, a row a line.
 """
 
 import json
@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "max_steps": 2,
     "teacher_deepspeed_config": "{here}/placement.json",
 }
-TABLES = Path(__file__).parent / "wrong_input"
+TABLES = Path(__file__).parent
 JSONS = ("recipe.json", "student.json", "engine.json", "placement.json")
 
 
@@ -136,7 +136,7 @@ def holds(message: str, expected: str) -> bool:
 
 
 def table(name: str, read: Callable[[str], Any] = json.loads) -> Iterator[tuple[Any, str]]:
-    """Read rows of wrong_input/NAME.txt: what is given, `=>`, what the message must hold."""
+    """Read rows of NAME.txt: what is given, `=>`, what the message must hold."""
     for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         given, message = re.split(r" ?=> ", line, maxsplit=1)
         yield read(given), message

@@ -1,6 +1,6 @@
 """Call a function of a helper in a process group; started on each rank by `ranks.call`.
 
-    python tests/helpers/called.py FOLDER
+    python tests/helpers/call_on_rank.py FOLDER
 
 FOLDER/call is the pickled function with its arguments, FOLDER/rank_N what it returned on rank N.
 """

@@ -1,4 +1,4 @@
-"""Wrong inputs of `bad_inputs`: safetensors and the other files of a pipeline."""
+"""Cases of wrong input: safetensors and the other files of a pipeline."""
 
 import json
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bad_inputs import Case, table
 from safetensors.torch import load_file, save_file
+from wrong_input.cases import Case, table
 
 Header, State = dict[str, Any], dict[str, torch.Tensor]
 

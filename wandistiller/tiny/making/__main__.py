@@ -1,10 +1,10 @@
 """Make, and score, an embedded teacher: a tiny but real Wan2.2-A14B that draws coloured shapes.
 
     export OMP_WAIT_POLICY=PASSIVE
-    python -m wandistiller.tiny.make --output wandistiller/tiny/pipeline
-    python -m wandistiller.tiny.make --score wandistiller/tiny/pipeline
-    python -m wandistiller.tiny.make --world video --output wandistiller/tiny/video_pipeline
-    python -m wandistiller.tiny.make --world video --score wandistiller/tiny/video_pipeline --num 93
+    python -m wandistiller.tiny.making --output wandistiller/tiny/pipeline
+    python -m wandistiller.tiny.making --score wandistiller/tiny/pipeline
+    python -m wandistiller.tiny.making --world video --output wandistiller/tiny/video_pipeline
+    python -m wandistiller.tiny.making --world video --score wandistiller/tiny/video_pipeline --num 93
 
 With `--output` it makes everything; with `--score` it prints the table of the folder. Every stage has a fixed
 seed and writes one part into `--work` (default: OUTPUT.work). A stage whose part exists is skipped, so a
@@ -26,13 +26,13 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import T5TokenizerFast, UMT5EncoderModel
 
-from wandistiller.tiny.make_experts import FLOW_SHIFT, Cache, train_expert
-from wandistiller.tiny.make_scores import megabytes, print_scores
-from wandistiller.tiny.make_text import train_text_encoder, train_tokenizer
-from wandistiller.tiny.make_vae import log, polish_decoder, train_vae
-from wandistiller.tiny.make_worlds import BOUNDARY, WORLDS, World
+from wandistiller.tiny.making.experts import FLOW_SHIFT, Cache, train_expert
+from wandistiller.tiny.making.scores import megabytes, print_scores
+from wandistiller.tiny.making.text import train_text_encoder, train_tokenizer
+from wandistiller.tiny.making.vae import log, polish_decoder, train_vae
+from wandistiller.tiny.making.worlds import BOUNDARY, WORLDS, World
 from wandistiller.utils.files import write_json
-from wandistiller.wan.known import known_config
+from wandistiller.wan.component_classes import known_config
 
 FOUNDATIONS = {
     "vae": train_vae,
@@ -88,7 +88,9 @@ def assemble(world: World, work: Path, output: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="wandistiller.tiny.making",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--world", choices=WORLDS, default="image", help="what the teacher draws")
     parser.add_argument("--output", type=Path, help="pipeline folder to make")

@@ -1,4 +1,4 @@
-"""Signs that a student of few steps goes wrong, which its loss does not show, with remedies."""
+"""Checks whether a student of few steps goes wrong, which its loss does not show, with remedies."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ JUMPED = 5.0
 """Times the usual norm of the student's gradient."""
 SATURATED, COLLAPSED, SLOW = 1.15, 0.6, 0.8
 """Deviation of the samples over what it should be; distance of two seeds, and motion, over the teacher's."""
-Sign = tuple[str, str]
+Alarm = tuple[str, str]
 """Kind and text of an alarm."""
 
 
@@ -63,7 +63,7 @@ def write_stats(file: Path, step: int, stats: dict[str, SampleStats]) -> None:
     write_lines(file, [*others, {"step": step, **values}])
 
 
-class Signs:
+class HealthChecks:
     """Compares an objective's numbers in each step with its limits, and samples with the teacher's."""
 
     def __init__(self, limits: Sequence[Limit] = ()) -> None:
@@ -79,7 +79,7 @@ class Signs:
         for line in lines[:WINDOW]:
             self._add(line.get("watched", {}))
 
-    def step(self, step: int, watched: dict[str, float], grad_norm: float | None) -> Iterator[Sign]:
+    def step(self, step: int, watched: dict[str, float], grad_norm: float | None) -> Iterator[Alarm]:
         """Check a step, counted from 1, of an objective with numbers; others have nothing to check."""
         if not watched:
             return
@@ -90,7 +90,7 @@ class Signs:
                 yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
         yield from self._jump(grad_norm)
 
-    def _jump(self, grad_norm: float | None) -> Iterator[Sign]:
+    def _jump(self, grad_norm: float | None) -> Iterator[Alarm]:
         if grad_norm is None:
             return
         usual = median(self._norms) if len(self._norms) >= 2 * WINDOW else 0.0
@@ -102,7 +102,7 @@ class Signs:
                 "If that recurs, lower its `lr`.",
             )
 
-    def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Sign]:
+    def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
         """Check the student's samples against the teacher's of the same prompts."""
         if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
             yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")

@@ -19,7 +19,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 from torch import Tensor, nn
 
-from wandistiller.tiny.make_worlds import World, rendered
+from wandistiller.tiny.making.worlds import World, rendered
 from wandistiller.utils.keyed_random import keyed_generator
 
 log = logging.getLogger("make_tiny")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wandistiller.teacher.forms import parameters_of
+from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.weight_reader import WeightReader
@@ -93,7 +93,7 @@ def read_by_block(
         for leaf, value in empty.items():
             set_parameter(block, leaf, value)
     model.rope.to(device)
-    _FromFiles(model.blocks, reader, slots)
+    _DiskBlocks(model.blocks, reader, slots)
     return model
 
 
@@ -110,7 +110,7 @@ def check_blocks(reader: WeightReader, config: dict[str, Any], slot: Weights, mi
         yield number
 
 
-class _FromFiles:
+class _DiskBlocks:
     """Gives the block that is called its weights, unless it was called last."""
 
     def __init__(self, blocks: nn.ModuleList, reader: WeightReader, slots: Slots):

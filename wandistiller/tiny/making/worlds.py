@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wandistiller.tiny import clips, shapes
 
-HERE = Path(__file__).parent
+TINY = Path(__file__).parent.parent
 BOUNDARY = 0.875
 """Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
 
@@ -101,7 +101,7 @@ WORLDS = {
         frames=1,
         size=shapes.IMAGE_SIZE,
         render=_picture,
-        pipeline=HERE / "pipeline",
+        pipeline=TINY / "pipeline",
         vae_start=None,
         vae=Run(steps=2400, batch=16, lr=1.5e-3),
         polish=Run(steps=1500, batch=16, lr=1e-3),
@@ -122,8 +122,8 @@ WORLDS = {
         frames=clips.FRAMES,
         size=clips.CLIP_SIZE,
         render=clips.render,
-        pipeline=HERE / "video_pipeline",
-        vae_start=HERE / "pipeline" / "vae",
+        pipeline=TINY / "video_pipeline",
+        vae_start=TINY / "pipeline" / "vae",
         vae=Run(steps=1000, batch=4, lr=1.2e-3),
         polish=Run(steps=800, batch=4, lr=1e-3),
         variants=4,

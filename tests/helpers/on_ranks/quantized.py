@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from loading_on_ranks import bytes_read, shared_blocks
-from placements_on_ranks import NULL_LD, SCALES, difference, outputs
+from on_ranks.loading import bytes_read, shared_blocks
+from on_ranks.placements import NULL_LD, SCALES, difference, outputs
 from torch import nn
 from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_

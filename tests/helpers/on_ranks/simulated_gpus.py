@@ -97,7 +97,7 @@ def unregister_too_early(wait: bool) -> None:
 
 def free_teacher_in_use(folder: Path) -> int:
     """Free a streamed teacher that has asked for a block of a next call; bytes left on the GPU."""
-    from placements_on_ranks import NULL_LD, SCALES, outputs
+    from on_ranks.placements import NULL_LD, SCALES, outputs
 
     guidance = Guidance(NULL_LD.to(GPU), SCALES)
     ds = teacher_engine("streamed", read_json("ds_configs/teacher/streamed.json"))

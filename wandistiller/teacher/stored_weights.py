@@ -1,4 +1,4 @@
-"""Forms in which the parameters of a network lie in memory: as they are, or quantised, as several tensors."""
+"""Parameters of a network as they are stored in memory: plain, or quantised, as several tensors."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -15,7 +15,7 @@ Share = tuple[int, int]
 ALONE: Share = (0, 1)
 
 
-class Form(Protocol):
+class StoredWeight(Protocol):
     """A parameter that is stored as `pieces`, meta tensors of their shapes and dtypes."""
 
     pieces: list[Tensor]
@@ -31,7 +31,7 @@ class Form(Protocol):
         ...
 
 
-class Plain(Form):
+class Plain(StoredWeight):
     """A parameter in its own dtype; each rank reads a part of it."""
 
     def __init__(self, meta: Tensor):
@@ -49,7 +49,7 @@ class Plain(Form):
         reader.read(name, value.view(-1)[first : first + part], first)
 
 
-class Quantized(Form):
+class Quantized(StoredWeight):
     """A quantised weight; one rank reads and quantises all of it, as its scales belong to many elements."""
 
     def __init__(self, meta: Tensor, weights: Weights, reads: int):
@@ -71,22 +71,24 @@ class Quantized(Form):
                 piece.copy_(made)
 
 
-def forms_of(model: nn.Module, dtype: torch.dtype, weights: Weights, ranks: int = 1) -> dict[str, Form]:
-    """Return the form of each parameter of a meta model, by name.
+def stored_weights_of(
+    model: nn.Module, dtype: torch.dtype, weights: Weights, ranks: int = 1
+) -> dict[str, StoredWeight]:
+    """Return how each parameter of a meta model is stored, by name.
 
     Args:
         ranks: ranks that load one copy together; each quantises about as many elements.
     """
-    forms: dict[str, Form] = {}
+    stored: dict[str, StoredWeight] = {}
     loads = [0] * ranks
     for name, meta in parameters_of(model, dtype):
         if is_quantized(name, meta.shape, weights):
             reads = loads.index(min(loads))
             loads[reads] += meta.numel()
-            forms[name] = Quantized(meta, weights, reads)
+            stored[name] = Quantized(meta, weights, reads)
         else:
-            forms[name] = Plain(meta)
-    return forms
+            stored[name] = Plain(meta)
+    return stored
 
 
 def parameters_of(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

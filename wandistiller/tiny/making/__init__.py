@@ -1,0 +1,1 @@
+"""The scripts that trained the embedded teachers; no part of an installation."""
