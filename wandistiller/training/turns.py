@@ -17,10 +17,10 @@ from wandistiller.distributed import sequence
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.objectives.base import Ask, Networks, mean_square
 from wandistiller.objectives.dmd2 import heads_loss
-from wandistiller.planner.teacher_memory import swept
 from wandistiller.simulation import judged, simulate
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.sweep import swept
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.ahead import worker
 from wandistiller.training.step_result import READING, MicroStepResult
