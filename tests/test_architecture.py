@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
     batch utils flow distributed engine wan tiny teacher data objectives student checkpoint config
-    planner monitoring export evaluation training cli __main__
+    monitoring export evaluation training planner cli __main__
 """.split()
 """Folders, and top-level modules, in import order: each imports only from itself and those before it."""
 ALLOWED = {
@@ -136,6 +136,13 @@ def test_a_module_imports_only_from_folders_before_its_own() -> None:
         return [i for i in own_imports(module) if ORDER.index(room(i)) > mine]
 
     assert offenders(later) == {}
+
+
+def test_only_plan_imports_what_estimates_time() -> None:
+    estimates = {"planner.step_time", "planner.other_work", "planner.hardware_rates", "wan.flops"}
+    users = offenders(lambda m: own_imports(m) & estimates if m not in estimates else ())
+    assert users.keys() == {"cli.plan", "cli.plan_report", "cli.doctor"}
+    assert users["cli.doctor"] == {"planner.hardware_rates"}  # which it measures
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -2,7 +2,7 @@
 
     python tests/bench/frames.py            # some minutes; nothing is loaded or trained
 
-A cell has GiB of a GPU at the most, the fastest shipped JSONs that fit at a micro-batch of 1, and the ranks
+A cell has GiB of a GPU at the most, the simplest shipped JSONs that fit at a micro-batch of 1, and the ranks
 that compute each sample together if those are several. All of it is arithmetic.
 """
 
@@ -15,7 +15,6 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).p
 from planned import gpus, published_job
 from published_wan import write_wans
 
-from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.resolve_auto import choices
 from wandistiller.utils.system_memory import GIB
@@ -31,10 +30,10 @@ FRAMES = (1, 17, 49, 81)
 
 
 def cell(folder: Path, machine: Machine, height: int, width: int, frames: int) -> str:
-    """What the fastest combination at a micro-batch of 1 takes."""
+    """What the simplest combination at a micro-batch of 1 takes."""
     job = published_job(folder, machine, height=height, width=width, num_frames=frames)
-    fits = choices(job, machine, default_rates(machine.device_free))
-    best = next((choice for choice in fits if choice.job.batch.micro == 1), None)
+    fits = choices(job, machine, keeps_sharing=False, suits=lambda choice: choice.job.batch.micro == 1)
+    best = next(fits, None)
     if not best:
         return "does not fit"
     ranks = f", {n} ranks" if (n := best.job.run.context_parallel) > 1 else ""

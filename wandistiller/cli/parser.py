@@ -228,7 +228,7 @@ def _add_plan_flags(command: argparse.ArgumentParser) -> None:
     add("--rates", type=_json, default={}, metavar="JSON", help=text)
     add("--measure", action="store_true", help="measure this machine's rates first, some seconds")
     add("--price_per_gpu_hour", type=float, help="print the cost of the run too")
-    add("--recommend", type=Path, metavar="FILE", help="write the recipe with the fastest JSONs that fit")
+    add("--recommend", type=Path, metavar="FILE", help="write the recipe with the simplest JSONs that fit")
 
 
 def _add_report_flags(command: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, each_pair, left_open
+from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
 from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
@@ -106,7 +106,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> 
 def _of_run(
     job: Job, machine: Machine, rates: Rates, here: bool, own: dict[str, Any], keeps: bool
 ) -> tuple[list[str], Job, list[Choice]]:
-    """Return lines on one run, the run with `auto` resolved, and the combinations that fit. Collective.
+    """Return lines on one run, the run with `auto` resolved, and combinations that fit. Collective.
 
     Args:
         keeps: no other number of ranks computes each sample.
@@ -120,12 +120,12 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     lines += [*report(job, with_disk(job, False), rates, here, own["price_per_gpu_hour"]), ""]
-    best = choices(job, with_disk(job, True), rates, here, keeps_sharing=keeps)
-    fastest = "fastest of the shipped JSONs that fit:"
-    lines.append(fastest if best else "no combination of the shipped JSONs fits")
-    lines += [
-        f"  {choice.seconds:>9.3f} s a step at least: {choice}" for choice in islice(each_pair(best), LISTED)
-    ]
+    best = [*islice(choices(job, with_disk(job, True), here=here, keeps_sharing=keeps), LISTED)]
+    simplest = "shipped JSONs that fit, the simplest first:"
+    lines.append(simplest if best else "no combination of the shipped JSONs fits")
+    for choice in best:
+        seconds = StepTime(choice.job, machine, rates).floor()
+        lines.append(f"  {seconds:>9.3f} s a step at least: {choice}")
     return lines, job, best
 
 
@@ -141,7 +141,7 @@ def _recommend(
     best: dict[str, list[Choice]],
     machine: Machine,
 ) -> list[str]:
-    """Write the recipe with the fastest of `best` on rank 0, and return the lines that say so.
+    """Write the recipe with the simplest of `best` on rank 0, and return the lines that say so.
 
     Args:
         runs: by stage.

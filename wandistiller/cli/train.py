@@ -4,19 +4,16 @@ import logging
 from typing import Any
 
 from wandistiller.cli.failures import Failures
-from wandistiller.cli.plan_report import other_lines
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
 from wandistiller.config.stages import placing, read_jobs, read_runs, whole_output
-from wandistiller.config.summary import is_emulated, precision_lines, summary
+from wandistiller.config.summary import precision_lines, summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner.disk import fetch_problems, log_disk_use
-from wandistiller.planner.hardware_rates import default_rates
-from wandistiller.planner.machine import machine_now
 from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import HELPS, Shortages, shortages
 from wandistiller.utils.determinism import make_deterministic
@@ -73,6 +70,8 @@ def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
     def begin(job: Job) -> None:
         add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
         failures.set_job(job)
+        if command == "train" and not job.is_spent:
+            log_disk_use(job)
 
     from wandistiller.training import distil, prepare  # here, because it takes seconds
 
@@ -93,10 +92,8 @@ def _dry_run(stages: list[Job], command: str) -> None:
         ConfigError: a folder without all weights, less disk than the plan needs, which at a real start is a
             warning, or so little memory that a real start is refused.
     """
-    machine = machine_now()
     for job in stages:
-        rates = default_rates(machine.device_size, machine.device_name, emulated=is_emulated(job))
-        for line in [*summary(job), *precision_lines(job), *other_lines(job, machine, rates)]:
+        for line in [*summary(job), *precision_lines(job)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
     with collectives.raise_on_all_ranks():

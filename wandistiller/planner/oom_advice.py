@@ -1,4 +1,4 @@
-"""Advice after memory ran out: the fastest of the shipped JSONs that take less of it, and standing hints."""
+"""Advice after memory ran out: the simplest of the shipped JSONs that take less of it, and standing hints."""
 
 import os
 from collections.abc import Iterator
@@ -9,11 +9,10 @@ from wandistiller.distributed.device import held_memory
 from wandistiller.distributed.oom import Spent
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.ds_config import dtype_name
-from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
-from wandistiller.planner.resolve_auto import choices, each_pair
+from wandistiller.planner.resolve_auto import Choice, choices
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
 from wandistiller.utils.system_memory import GIB
@@ -49,12 +48,14 @@ def needed(job: Job, spent: Spent, machine: Machine, preparing: bool) -> int:
 
 
 def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iterator[str]:
-    """The fastest JSONs that fit and take less than the run's own, at its global batch and precision."""
+    """The simplest JSONs that fit and take less than the run's own, at its global batch and precision."""
     known = read_placement(job.teacher_ds).memory_known
     most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
-    fits = choices(job, machine, default_rates(machine.device_size, machine.device_name), here=True)
-    saves = (c for c in fits if not known or needed(c.job, spent, machine, preparing) < most_of_it)
-    less = list(islice(each_pair(saves), SHOWN))
+
+    def saves(choice: Choice) -> bool:
+        return not known or needed(choice.job, spent, machine, preparing) < most_of_it
+
+    less = list(islice(choices(job, machine, here=True, keeps_sharing=False, suits=saves), SHOWN))
     if not less:
         yield f"no student and teacher JSON of ds_configs/ take less {spent.value} and fit"
     for choice in less:

@@ -23,7 +23,8 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.student_network import matched_blocks, network_of, other_shape, student_network
-from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, swept, teacher_parts
+from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, teacher_parts
+from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
@@ -56,9 +57,13 @@ FREED = "freed by the teacher, kept by the C library"
 """CPU memory that a teacher's call has left in the heap while the student computes."""
 
 
-def plan(job: Job, machine: Machine) -> dict[str, PhasePeak]:
-    """The phases of `job` on a rank of `machine`; without an accelerator all is CPU memory."""
-    phases = _Planner(job, machine).phases()
+def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhasePeak]:
+    """The phases of `job` on a rank of `machine`; without an accelerator all is CPU memory.
+
+    Args:
+        coding: with those in which the text encoder and the VAE work, whose memory takes seconds to find.
+    """
+    phases = _Planner(job, machine).phases(coding)
     if machine.device_free is not None:
         return phases
     return {
@@ -111,8 +116,8 @@ class _Planner:
         how = {"accelerator": self.gpu, "sharers": self.sharers}
         return activation_bytes(config, ds, self.latent, samples, **how)
 
-    def phases(self) -> dict[str, PhasePeak]:
-        """The phases in their order."""
+    def phases(self, coding: bool) -> dict[str, PhasePeak]:
+        """The phases in their order; `coding` as in `plan`."""
         j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
         kept, call = self._teacher(j.batch.micro, swept(j)) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
@@ -133,7 +138,7 @@ class _Planner:
         starts = {"start": {"student's weights in float32": start}} | starts
         exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
         return {
-            "prepare": self._prepare(),
+            **({"prepare": self._prepare()} if coding else {}),
             "load": PhasePeak(
                 self.base | kept,
                 starts
@@ -145,7 +150,7 @@ class _Planner:
             ),
             "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
             "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
-            "draw": self._draw(kept | student, call, gathered),
+            **({"draw": self._draw(kept | student, call, gathered)} if coding else {}),
             "export": PhasePeak(self.base | {"a network": exported}),
         }
 

@@ -1,13 +1,14 @@
-"""Decides `auto`: the student's engine and the teacher's placement become the fastest shipped JSONs that fit.
+"""Decides `auto`: student's engine and teacher's placement become the simplest shipped JSONs that fit.
 
 `plan --recommend` and the advice after memory ran out compare the same combinations. (The word `auto` in a
 teacher JSON is read by teacher/placements/auto.py, which loads nothing and decides nothing.)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby
+from math import ceil
 from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
@@ -21,16 +22,14 @@ from wandistiller.engine.preflight import config_problems
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import on_its_disk, swap_folder
-from wandistiller.planner.hardware_rates import Rates, default_rates
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.sharings import sharings
-from wandistiller.planner.step_time import StepTime
-from wandistiller.planner.teacher_memory import branches
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.teacher.sweep import branches
 from wandistiller.teacher.teacher_json import quantized_facts, read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -39,10 +38,24 @@ from wandistiller.utils.validation import types_of
 
 SECTIONS = ("zero_optimization", "aio")
 """Sections of a student JSON that are chosen here, with the batch keys; all else is the run's."""
-STUDENTS = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_all zero3_nvme".split()
-"""In ds_configs/student/, the simplest first."""
-EQUAL = 0.01
-"""Share of a step's time within which two lower bounds count as equal; they leave out more than that."""
+STUDENTS = (
+    ("zero2", "zero1", "zero0", "zero3"),
+    ("zero3_offload", "zero2_offload"),
+    ("zero3_offload_all",),
+    ("zero3_nvme",),
+)
+"""In ds_configs/student/, the simplest first: those that keep all on the accelerators, that give away the
+optimizer, then the weights too, then all to a disk. A single rank divides nothing and takes `zero0` first.
+Stage 3 computes while gradients are on their way to CPU memory, and stage 2 waits (deepspeed 0.19.8)."""
+TEACHERS = (
+    "replicated host_cpu streamed sharded_node sharded zero_inference_cpu_node zero_inference_cpu files "
+    "zero_inference_nvme"
+).split()
+"""In ds_configs/teacher/, the simplest first: weights that stay where they compute, that arrive once for all
+micro-steps, at every call from other ranks or CPU memory, and from a disk. What computes on the CPU beside
+GPUs comes last, and before it any other that is a candidate."""
+ENOUGH = 6000
+"""Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
 OWN = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
@@ -54,7 +67,7 @@ HELPS = (
 
 
 class Choice(NamedTuple):
-    """A student JSON, a teacher JSON and a micro-batch, their memory, and the least seconds of a step."""
+    """A student JSON, a teacher JSON and a micro-batch, and their memory."""
 
     student: str
     """Name of the file in ds_configs/student/, without .json."""
@@ -63,10 +76,6 @@ class Choice(NamedTuple):
     job: Job
     takes: list[Bytes]
     """Of a rank at each moment."""
-    seconds: float
-    order: tuple[int, int, int]
-    """The ranks of a sample, its place among the students' and the teachers' JSONs; the first are the
-    simplest and move least."""
 
     @property
     def files(self) -> tuple[str, str]:
@@ -77,6 +86,10 @@ class Choice(NamedTuple):
         """Its demand for each kind of memory of `machine`."""
         return [d for d in demands(self.takes, machine) if d.need]
 
+    def fits(self, machine: Machine) -> bool:
+        """Return whether `machine` has room for it, and for a reserve."""
+        return all(d.is_met for d in self.demands(machine))
+
     def tightest(self, machine: Machine) -> Demand:
         """The demand of which most is missing, or least is left."""
         return max(self.demands(machine), key=lambda d: d.over)
@@ -84,10 +97,8 @@ class Choice(NamedTuple):
     def why(self, machine: Machine) -> str:
         """Its numbers, in words."""
         needed = self.demands(machine)
-        return (
-            f"takes {' and '.join(map(str, needed))} at most; free are "
-            f"{' and '.join(d.supply for d in needed)}; a step lasts {self.seconds:.3g} s at least"
-        )
+        free = " and ".join(d.supply for d in needed)
+        return f"takes {' and '.join(map(str, needed))} at most; free are {free}"
 
     def lines(self, machine: Machine) -> list[str]:
         """The log lines of a choice."""
@@ -121,77 +132,110 @@ class Choice(NamedTuple):
         return f"student {self.student}, teacher {teacher}, {micro}{shared}"
 
 
+class Pair(NamedTuple):
+    """A student JSON and a teacher JSON, by their names as in `Choice`."""
+
+    student: str
+    teacher: str
+    sizes: list[Job]
+    """The run with both, in every micro-batch that it allows, the smallest first."""
+    changes_teacher: bool
+    """True if settings of the teacher's JSON may be changed."""
+    group: int
+    """Place of the student's group in STUDENTS."""
+
+    def choice(self, job: Job, machine: Machine, *, coding: bool = True) -> Choice:
+        """Plan the pair as `job`, one of its sizes, has it; `coding` as in `plan`."""
+        return Choice(self.student, self.teacher, job, moments(plan(job, machine, coding=coding)))
+
+    def fitting(self, job: Job, machine: Machine) -> Choice | None:
+        """The pair as `job` has it, if it fits; what is quickly planned is tried first."""
+        if not self.choice(job, machine, coding=False).fits(machine):
+            return None
+        choice = self.choice(job, machine)
+        return choice if choice.fits(machine) else None
+
+    def largest(self, machine: Machine, suits: Callable[[Choice], bool]) -> Choice | None:
+        """The largest micro-batch that fits and suits, beside the largest calls of the teacher that fit."""
+        best = self._smallest(machine)
+        if not best or not suits(best):
+            return None
+        for size in self.sizes[1:]:
+            like = replace(size.run, prepare_batch=best.job.run.prepare_batch)
+            more = self.fitting(replace(size, run=like, teacher_ds=best.job.teacher_ds), machine)
+            if not more or not suits(more):
+                break
+            best = more
+        return best
+
+    def least(self, machine: Machine) -> Choice:
+        """The smallest micro-batch beside the smallest calls of the teacher."""
+        *_, job = _smaller_calls(self.sizes[0], passes=self.changes_teacher)
+        return self.choice(job, machine)
+
+    def _smallest(self, machine: Machine) -> Choice | None:
+        """The smallest micro-batch, with the largest calls of the teacher that fit; None if none do."""
+        first, *smaller = _smaller_calls(self.sizes[0], passes=self.changes_teacher)
+        if (whole := self.fitting(first, machine)) or not smaller:
+            return whole
+        if not (least := self.fitting(smaller[-1], machine)):
+            return None
+        return next(filter(None, (self.fitting(job, machine) for job in smaller[:-1])), least)
+
+
 def choices(
-    job: Job, machine: Machine, rates: Rates, here: bool = False, *, keeps_sharing: bool = False
-) -> list[Choice]:
-    """The combinations of shipped JSONs that fit, as `fitting` sorts them; `here` as in `ranked`.
+    job: Job,
+    machine: Machine,
+    choose: tuple[bool, bool] = (True, True),
+    here: bool = False,
+    *,
+    keeps_sharing: bool = True,
+    suits: Callable[[Choice], bool] = lambda choice: True,
+) -> Iterator[Choice]:
+    """Yield each pair of shipped JSONs that fits, the simplest first, at the largest micro-batch that does.
+
+    The groups of STUDENTS follow each other, and in each the teachers, and of each teacher the students; but
+    pairs that have no room for ENOUGH tokens come after those of their group that have it.
 
     Args:
+        choose: as in `pairs`, and `here` too.
         keeps_sharing: as many ranks as now compute each sample; else of a video any number.
+        suits: what a choice must be beside.
     """
-    jobs = [job] if keeps_sharing else sharings(job, machine)
-    return fitting([one for each in jobs for one in ranked(each, machine, rates, here=here)], machine)
+    size = job.size
+    enough = ceil(ENOUGH / job.folder.tokens(size.height, size.width, size.num_frames))
+    for each in [job] if keeps_sharing else sharings(job, machine):
+        for _, group in groupby(pairs(each, machine, choose, here), key=lambda pair: pair.group):
+            few = []
+            for pair in group:
+                if found := pair.largest(machine, suits):
+                    if found.job.batch.micro >= min(enough, pair.sizes[-1].batch.micro):
+                        yield found
+                    else:
+                        few.append(found)
+            yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
 
 
-def each_pair(every: Iterable[Choice]) -> Iterator[Choice]:
-    """The first of each pair of JSONs and number of ranks for a sample, without its other micro-batches."""
-    first: dict[tuple[str, str, int], Choice] = {}
-    for c in every:
-        if first.setdefault((c.student, c.teacher, c.job.run.context_parallel), c) is c:
-            yield c
-
-
-def fitting(every: list[Choice], machine: Machine) -> list[Choice]:
-    """The combinations that fit, the fastest first; of about equally fast ones the simplest first."""
-    fits = [choice for choice in every if all(d.is_met for d in choice.demands(machine))]
-    equal = (1 + EQUAL) * min((choice.seconds for choice in fits), default=0)
-    # the largest micro-batch: fewer launches and reductions, which the bounds leave out
-    return sorted(fits, key=lambda c: (max(c.seconds, equal), c.order, -c.job.batch.micro))
-
-
-def ranked(
-    job: Job, machine: Machine, rates: Rates, choose: tuple[bool, bool] = (True, True), here: bool = False
-) -> list[Choice]:
-    """Every combination at the run's global batch that its other settings allow, the fastest first.
+def pairs(
+    job: Job, machine: Machine, choose: tuple[bool, bool] = (True, True), here: bool = False
+) -> list[Pair]:
+    """The combinations at the run's global batch that its other settings allow, the simplest first.
 
     Args:
         choose: whether to choose the student's engine, and the teacher's placement; else it stays as it is.
         here: `machine` is this one, which must be able to build the engines.
     """
-    (student, teacher), every = choose, []
-    placements = list(_teachers(job, machine, here)) if teacher else [(OWN, job.teacher_ds)]
-    for name, changed in _students(job, here) if student else [(OWN, job)]:
-        s = STUDENTS.index(name) if student else 0
-        for t, (place, ds) in enumerate(placements):
-            sizes = _smaller_calls(replace(changed, teacher_ds=ds), passes=teacher)
-            order = (job.run.context_parallel, s, t)
-            every.append(_choice(name, place, sizes, machine, rates, order))
-    return sorted(every, key=lambda c: (c.seconds, c.order))
-
-
-def _choice(
-    student: str,
-    teacher: str,
-    sizes: Iterable[Job],
-    machine: Machine,
-    rates: Rates,
-    order: tuple[int, int, int],
-) -> Choice:
-    """Return the combination at the first of the sizes that fits, or else at the last, the smallest."""
-
-    def at(job: Job) -> Choice:
-        seconds = StepTime(job, machine, rates).floor()
-        return Choice(student, teacher, job, moments(plan(job, machine)), seconds, order)
-
-    def fits(choice: Choice) -> bool:
-        return all(demand.is_met for demand in choice.demands(machine))
-
-    first, *smaller = sizes
-    choice = at(first)
-    if not smaller or fits(choice):
-        return choice
-    least = at(smaller[-1])
-    return next(filter(fits, map(at, smaller[:-1])), least) if fits(least) else least
+    student, teacher = choose
+    placements = [*_teachers(job, machine, here)] if teacher else [(OWN, job.teacher_ds)]
+    alone = machine.ranks == 1
+    names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
+    groups = [[*_students(job, group, here)] for group in names] if student else [[(OWN, [job])]]
+    return [
+        Pair(name, place, [replace(size, teacher_ds=ds) for size in sizes], teacher, number)
+        for number, group in enumerate(groups)
+        for place, ds in placements
+        for name, sizes in group
+    ]
 
 
 def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
@@ -209,16 +253,16 @@ def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
         yield replace(job, teacher_ds=job.teacher_ds | {BLOCK: block | {"guidance_passes": 2}})
 
 
-def _students(job: Job, here: bool) -> Iterator[tuple[str, Job]]:
-    """The run with each shipped engine that goes with its other settings, in every possible micro-batch."""
+def _students(job: Job, names: Iterable[str], here: bool) -> Iterator[tuple[str, list[Job]]]:
+    """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
     own = {k: v for k, v in job.student_ds.items() if k not in (*BATCH_KEYS, *SECTIONS)}
-    for name in STUDENTS:
+    for name in names:
         shipped = read_json(f"ds_configs/student/{name}.json")
-        changed = list(_micro_batches(job, own | {k: shipped[k] for k in SECTIONS if k in shipped}))
-        if not changed or tuning_problems(job.run, job.student_transformer, changed[0].student_ds):
+        sizes = [*_micro_batches(job, own | {k: shipped[k] for k in SECTIONS if k in shipped})]
+        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_ds):
             continue
-        if not (here and config_problems("", without_block(changed[0].student_ds))):
-            yield from ((name, each) for each in changed)
+        if not (here and config_problems("", without_block(sizes[0].student_ds))):
+            yield name, sizes
 
 
 def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
@@ -233,10 +277,10 @@ def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
 
 
 def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The shipped placements that `machine` may gain from, with the run's own keys, the cheapest first."""
+    """The shipped placements that `machine` may gain from, with the run's own keys, the simplest first."""
     dtype, common = dtype_name(job.teacher_ds), types_of(Placement)
     given = {key: value for key, value in job.teacher_ds.get(BLOCK, {}).items() if key in common}
-    for name, ds in teachers(job.folder.config, dtype, machine.topology):
+    for name, ds in teachers(dtype, machine.topology):
         if given:
             ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
         if read_placement(ds).weights_problems("", ds) or here and config_problems("", without_block(ds)):
@@ -245,24 +289,21 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, dic
 
 
 @once_for_each
-def teachers(config: dict[str, Any], dtype: str, topology: Topology) -> list[tuple[str, dict[str, Any]]]:
-    """The shipped teacher JSONs that `auto` compares, checked, those with the cheapest transfers first.
+def teachers(dtype: str, topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+    """The shipped teacher JSONs that `auto` compares, checked, the simplest first.
 
     Args:
-        config: the teacher's.
-        dtype: its precision.
+        dtype: the teacher's precision.
     """
-    candidates = []
-    for name in teacher_jsons():
+    candidates, late = [], []
+    for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed
             shipped = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
             ds = teacher_engine(name, shipped, topology.ranks)
             if (placement := read_placement(ds)).is_candidate(ds, topology):
-                ways = {transfer.way for transfer in placement.traffic(config, ds, topology)}
-                slow = [way in ways for way in ("disk", "pcie", "network", "link")]
-                cost = (placement.on_cpu and topology.accelerator, *slow, placement.on_cpu)
-                candidates.append((cost, name, ds))
-    return [(name, ds) for _, name, ds in sorted(candidates, key=lambda row: row[:2])]
+                place = late if placement.on_cpu and topology.accelerator else candidates
+                place.append((name, ds))
+    return candidates + late
 
 
 def resolved(stages: list[Job]) -> list[Job]:
@@ -295,18 +336,18 @@ def left_open(job: Job) -> tuple[bool, bool]:
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
-    """The fastest combination that fits `machine`, of what `job` leaves at `auto`.
+    """The simplest combination that fits `machine`, of what `job` leaves at `auto`.
 
     Args:
         here: `machine` is this one; engines that it cannot build, such as NVMe without libaio, are left out.
     Raises:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
-    rates = default_rates(machine.device_size, machine.device_name)
-    every = ranked(job, machine, rates, left_open(job), here)
-    if fits := fitting(every, machine):
-        return fits[0]
-    near = list(islice(each_pair(sorted(every, key=lambda c: c.tightest(machine).over)), NEAREST))
+    choose = left_open(job)
+    if best := next(choices(job, machine, choose, here), None):
+        return best
+    least = (pair.least(machine) for pair in pairs(job, machine, choose, here))
+    near = sorted(least, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
     half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""

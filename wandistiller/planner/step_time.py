@@ -14,7 +14,6 @@ from wandistiller.engine.ds_config import offload_device, offload_section, stage
 from wandistiller.engine.transfers import Transfer, exchange_transfers, ring_transfers
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.stage_time import StageTime
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import (
     matched_blocks,
@@ -23,8 +22,9 @@ from wandistiller.planner.student_network import (
     student_model,
     student_shape,
 )
-from wandistiller.planner.teacher_memory import branches, sharers_of_a_call, swept
+from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.teacher.sweep import branches, swept
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
@@ -35,6 +35,46 @@ from wandistiller.wan.transformer import width
 ADAM_BYTES = 30
 """Bytes of CPU memory read (weight, gradient, moments) and written (weight, moments, a copy in bf16) for an
 element in Adam's step."""
+
+
+class StageTime(NamedTuple):
+    """One kind of work of an optimizer step on one rank."""
+
+    what: str
+    times: int
+    """Repetitions in one step."""
+    tflop: float
+    """10^12 operations of each."""
+    tflops: float
+    """10^12 operations a second at which they are done."""
+    moves: tuple[Transfer, ...]
+    """Transfers at the same time."""
+    waits_for: tuple[Transfer, ...] = ()
+    """Transfers in each repetition during which nothing is computed."""
+
+    def computing(self) -> float:
+        """Seconds of arithmetic, of all repetitions."""
+        return self.times * self.tflop / self.tflops
+
+    def moving(self, rates: Rates) -> float:
+        """Seconds of the slowest way of what moves meanwhile, of all repetitions."""
+        return self.times * _slowest(self.moves, rates)
+
+    def waiting(self, rates: Rates) -> float:
+        """Seconds in which nothing is computed, of all repetitions."""
+        alone = sum(_slowest((one,), rates) for one in self.waits_for)  # one after the other
+        return max(0.0, self.moving(rates) - self.computing()) + self.times * alone
+
+    def seconds(self, rates: Rates) -> float:
+        """Least seconds."""
+        return self.computing() + self.waiting(rates)
+
+
+def _slowest(transfers: tuple[Transfer, ...], rates: Rates) -> float:
+    seconds: Counter[str] = Counter()
+    for one in transfers:
+        seconds[one.way] += one.nbytes / (1e9 * getattr(rates, one.way))
+    return max(seconds.values(), default=0.0)
 
 
 class _Learner(NamedTuple):

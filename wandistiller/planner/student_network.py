@@ -8,7 +8,6 @@ from torch import nn
 
 from wandistiller.config.job import Job
 from wandistiller.objectives.base import Role
-from wandistiller.student.blocks import add_projections
 from wandistiller.student.trainable import set_trainable
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.transformer import meta_transformer, width
@@ -59,11 +58,10 @@ def student_model(
     blocks: Sequence[int],
     teacher_width: int,
 ) -> nn.Module:
-    """Build one student network on the meta device, as `training.build_student.student_models` does."""
+    """Build one student network on the meta device."""
     with torch.device("meta"):
         model = meta_transformer(config).requires_grad_(True)
-        set_trainable(model, frozen, lora, seed=0)
-        add_projections(model, blocks, teacher_width)
+        set_trainable(model, frozen, lora, 0, blocks, teacher_width)
     return model
 
 

@@ -9,6 +9,7 @@ from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import matched_blocks
+from wandistiller.teacher.sweep import branches, swept
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
@@ -38,11 +39,6 @@ def _on_the_way(config: dict[str, Any], ds: dict[str, Any]) -> tuple[int, int]:
     """Bytes of weights of a call that are unpacked, and of those that a GPU has yet to finish with."""
     placement = read_placement(ds)
     return placement.unpacked(config, ds), placement.behind(config, ds)
-
-
-def branches(job: Job) -> int:
-    """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
-    return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
 
 
 def sharers_of_a_call(job: Job) -> int:
@@ -84,15 +80,6 @@ def teacher_parts(
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,
     }
-
-
-def swept(job: Job) -> int:
-    """Micro-steps whose samples go through the teacher together."""
-    placement = read_placement(job.teacher_ds)
-    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
-    samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
-    nbytes = samples * tokens * width(job.folder.config) * itemsize(job.teacher_ds)
-    return placement.sweep(job.batch.accumulation, nbytes)
 
 
 def hidden_states(job: Job, tokens: int) -> Parts:

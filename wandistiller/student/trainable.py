@@ -1,5 +1,6 @@
 """The student's trained weights: frozen parts, learning-rate factors, LoRA."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any, Protocol
@@ -8,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.student.blocks import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 from wandistiller.utils.validation import Count, Positive, check, types_of
@@ -125,14 +126,28 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model)
 
 
-def set_trainable(model: nn.Module, frozen: list[str] | None, lora: dict[str, Any] | None, seed: int) -> None:
-    """Enable gradients of what the recipe trains: all but the frozen parts, or the adapters alone."""
+def set_trainable(
+    model: nn.Module,
+    frozen: list[str] | None,
+    lora: dict[str, Any] | None,
+    seed: int,
+    matched: Sequence[int] = (),
+    teacher_width: int = 0,
+) -> None:
+    """Enable gradients of what the recipe trains: all but the frozen parts, or the adapters alone.
+
+    Args:
+        matched: blocks whose hidden states are compared with the teacher's, of `teacher_width`; each gets a
+            projection, which is trained too.
+    """
     if lora is not None:
         add_lora(model, Lora(**lora), seed)
     for name, parameter in model.named_parameters():
         # peft froze the projections too
         trained = parameter.requires_grad or name.startswith(PROJECTIONS)
         parameter.requires_grad_(trained and not any_names(frozen or (), name))
+    if matched:
+        add_projections(model, matched, teacher_width)
 
 
 def parameter_groups(

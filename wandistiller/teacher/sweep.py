@@ -1,12 +1,43 @@
 """Forward passes that go through a network's blocks together, so that each block's weights arrive once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from wandistiller.engine.ds_config import BatchSize
+from wandistiller.teacher.placements.base import dtype_of
+from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import width
+
 T = TypeVar("T")
+
+
+class AsksTeacher(Protocol):
+    """The settings of a run that say what its teacher is asked, as in `config.job.Job`."""
+
+    run: Any
+    folder: WanFolder
+    teacher_ds: dict[str, Any]
+    batch: BatchSize
+    size: Any
+    buckets: list[Any]
+
+
+def branches(job: AsksTeacher) -> int:
+    """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
+    return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
+
+
+def swept(job: AsksTeacher) -> int:
+    """Micro-steps whose samples go through the teacher together."""
+    placement = read_placement(job.teacher_ds)
+    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+    samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
+    nbytes = samples * tokens * width(job.folder.config) * dtype_of(job.teacher_ds).itemsize
+    return placement.sweep(job.batch.accumulation, nbytes)
 
 
 def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:

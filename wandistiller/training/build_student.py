@@ -19,7 +19,7 @@ from wandistiller.distributed import collectives, sequence
 from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
-from wandistiller.student.blocks import add_heads, add_projections
+from wandistiller.student.blocks import add_heads
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -105,10 +105,10 @@ def student_models(
         projected: add the projections of hidden states that are compared.
     """
     models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.trained_experts}
+    matched = job.matched_objective.student_blocks if projected else []
     for model in models.values():
-        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed)
-        if projected and (matched := job.matched_objective.student_blocks):
-            add_projections(model, matched, transformer.width(job.folder.config))
+        width = transformer.width(job.folder.config)
+        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, width)
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
     return models

@@ -23,7 +23,6 @@ from wandistiller.export.output import replaced
 from wandistiller.export.source import read_source
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.planner.disk import log_disk_use
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare
@@ -89,7 +88,6 @@ def _run_stage(job: Job) -> None:
         remove_temporaries(job.output / "checkpoints")
     for line in [*summary(job), *precision_lines(job)]:
         collectives.log0(line)
-    log_disk_use(job)
     job = dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
     if job.resume_from and job.run.resume == "auto" and collectives.rank() == 0:
         # a run may have been killed between committing and rotating

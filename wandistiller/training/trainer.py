@@ -20,9 +20,9 @@ from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.planner.teacher_memory import swept
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.sweep import swept
 from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.interval import Interval
 from wandistiller.training.monitor import Monitor

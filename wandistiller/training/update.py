@@ -14,9 +14,9 @@ from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import sequence
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.objectives.base import Networks
-from wandistiller.planner.teacher_memory import swept
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.sweep import swept
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.ahead import worker
 from wandistiller.training.step_result import READING, MicroStepResult

@@ -44,13 +44,20 @@ class Need(NamedTuple):
 
 @once_for_each
 def text_encoding(config: dict[str, Any], dtype: str, *, accelerator: bool) -> Need:
-    """Memory of the text encoder of this config for one prompt."""
+    """Memory of the text encoder of this config for one prompt.
+
+    Its second layer and all after it take the same, one after the other, so two are traced.
+    """
+    layers = config.get("num_layers", 0)
     with FakeTensorMode(), torch.no_grad():
-        encoder = text_encoder_of(config, getattr(torch, dtype))
+        two = config | {"num_layers": 2} if layers > 2 else config
+        encoder = text_encoder_of(two, getattr(torch, dtype))
         with Live() as live:
             token_BL = torch.zeros(1, TEXT_TOKENS, dtype=torch.long)
             states(encoder, token_BL, torch.ones_like(token_BL))
-    return _need(encoder, live, accelerator)
+    need, block = _need(encoder, live, accelerator), encoder.encoder.block[-1]
+    more = max(0, layers - 2) * sum(p.nbytes for p in block.parameters())
+    return need._replace(weights=need.weights + more)
 
 
 def encoding(vae: Config, pixels: Shape, *, accelerator: bool, tiles: bool = False) -> Need:

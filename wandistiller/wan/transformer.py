@@ -107,4 +107,10 @@ def numels(config: dict[str, Any]) -> dict[str, int]:
 @once_for_each
 def shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """Return the shape of each parameter of the transformer that `config` describes, by name."""
-    return {name: list(p.shape) for name, p in meta_transformer(config).named_parameters()}
+    one, found = meta_transformer(config | {"num_layers": 1}), {}
+    block = {name: list(p.shape) for name, p in one.blocks[0].named_parameters()}
+    numbers = range(config["num_layers"])
+    blocks = {f"blocks.{k}.{name}": shape for k in numbers for name, shape in block.items()}
+    for name, p in one.named_parameters():
+        found |= blocks if name.startswith("blocks.") else {name: list(p.shape)}
+    return found

@@ -60,9 +60,7 @@ def test_a_shipped_recipe_fits_its_machine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CPU_MEMORY)
-def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_plan_finds(
-    published: Path, name: str
-) -> None:
+def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_fit(published: Path, name: str) -> None:
     """Each of its stages by 3 % at most, on the recipe's machine."""
     count, each = map(int, name.split("_")[0].split("x"))
     machine, given = gpus(count, each, CPU_MEMORY[name]), read_json(FOLDER / f"{name}.json")
@@ -70,8 +68,9 @@ def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_plan_finds(
     places["teacher_path"] = f"{published}/{given['teacher_path']}"
     rates = default_rates(machine.device_free)
     for run in read_jobs(runs_of(given | places, {}, name), count):
-        fastest = choices(run, on_its_disk(machine, run, None), rates)[0]
-        assert StepTime(run, machine, rates).floor() < 1.03 * fastest.seconds, str(fastest)
+        fits = choices(run, on_its_disk(machine, run, None), keeps_sharing=False)
+        fastest = min(StepTime(choice.job, machine, rates).floor() for choice in fits)
+        assert StepTime(run, machine, rates).floor() < 1.03 * fastest
 
 
 def test_every_shipped_recipe_is_checked() -> None:

@@ -88,7 +88,7 @@ def test_each_pair_of_jsons_is_listed_once_whatever_its_micro_batch(output: Call
 def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., str]) -> None:
     text = output(MACHINE_24, "--teacher_device_strategy", "auto", wan="Wan2.1-T2V-1.3B")
     assert "chosen    student as given, teacher replicated, micro-batch 1 x 8\n" in text
-    assert " GiB on each GPU" in text and " kept in reserve); a step" in text
+    assert " GiB on each GPU" in text and " kept in reserve)\n" in text
     assert "30 layers, replicated, bfloat16" in text and "\nfits: " in text
 
 
