@@ -17,7 +17,7 @@ NVME = "ds_configs/student/zero3_nvme.json"
     [
         ({"objective": "velocity"}, 1),
         ({"objective": "dmd2"}, 2),
-        ({"objective": "dmd2", "own_critic_ds": "ds_configs/student/zero3_offload.json"}, 1),
+        ({"objective": "dmd2", "others_ds": "ds_configs/student/zero3_offload.json"}, 1),
     ],
 )
 def test_a_critic_on_nvme_locks_memory_as_its_student_does(
@@ -30,6 +30,6 @@ def test_a_critic_on_nvme_locks_memory_as_its_student_does(
     folder = open_wan(str(wan1))
     given = {"student_ds": read_json(root / NVME), "student_transformer": folder.config, "folder": folder}
     nvme_checks.nvme_problems(given, 2)
-    own = {"own_critic_ds": read_json(root / parts["own_critic_ds"])} if "own_critic_ds" in parts else {}
+    own = {"others_ds": read_json(root / parts["others_ds"])} if "others_ds" in parts else {}
     nvme_checks.nvme_problems(given | own | {"objective": read_objective(parts["objective"])}, 2)
     assert locked[1] == engines * locked[0] > 0
