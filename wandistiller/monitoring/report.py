@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,13 +59,6 @@ class Picture(NamedTuple):
     mp4: str
 
 
-class Table(NamedTuple):
-    """Rows that begin with a name."""
-
-    rows: Iterable[Sequence[str]]
-    head: Sequence[str] = ()
-
-
 def report(output: Path) -> Path:
     """Write OUTPUT/report/index.html, which needs no other file; parts without data are left out.
 
@@ -99,9 +91,10 @@ def _of_run(output: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "alarms": _steps([entry for entry in alarms if entry["kind"] not in HINTS]),
         "samples": _samples(output),
         "evaluation": _evaluation(output),
-        "charts": {
-            chart.title: _address(svg(chart), "image/svg+xml") for chart in run_charts(output, lines).values()
-        },
+        "charts": [
+            (chart.title, _address(svg(chart), "image/svg+xml"))
+            for chart in run_charts(output, lines).values()
+        ],
         "hints": _steps([entry for entry in alarms if entry["kind"] in HINTS]),
         "memory": _memory_by_phase(output),
     } | _of_start(output)
@@ -112,7 +105,7 @@ def _of_start(output: Path) -> dict[str, Any]:
     machine = read_if_exists(output / "resolved" / "machine.json")
     files = sorted((output / "resolved").glob("*.json"))
     return {
-        "machine": Table(environment.rows(machine)) if machine else None,
+        "machine": environment.rows(machine) if machine else [],
         "settings": {file.name: file.read_text(encoding="utf-8") for file in files},
     }
 
@@ -193,21 +186,20 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _summary(output: Path, lines: list[dict[str, Any]]) -> Table:
+def _summary(output: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
     last, run = lines[-1], read_if_exists(output / "resolved" / "run.json")
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
-    rows = {
+    return {
         "steps": f"{last['step']} {done}",
         "loss, last step": "not finite" if last["loss"] is None else f"{last['loss']:.5g}",
         "time in steps": clock(sum(line["seconds"] for line in lines)),
         "teacher": run.get("teacher_path", "?"),
         "objective": json.dumps(run.get("objective", "velocity")).strip('"'),
     }
-    return Table(rows.items())
 
 
-def _steps(alarms: list[dict[str, Any]]) -> Table:
-    return Table([(f"step {entry['step']}", entry["alarm"]) for entry in alarms])
+def _steps(alarms: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(f"step {entry['step']}", entry["alarm"]) for entry in alarms]
 
 
 def _samples(output: Path) -> dict[int, Picture]:
@@ -236,13 +228,13 @@ def _evaluation(output: Path) -> dict[str, Any] | None:
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
         return None
-    parts: list[Table | str] = []
+    parts: list[dict[str, Any]] = []
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]
-            parts.append(Table(rows, head))
+            parts.append({"head": head, "rows": rows})
         elif block.startswith("**"):  # a warning
-            parts.append(block.replace("*", ""))
+            parts.append({"warning": block.replace("*", "")})
     return {"picture": _picture(picture) if picture.is_file() else None, "parts": parts}
 
 
@@ -254,4 +246,4 @@ def _memory_by_phase(output: Path) -> dict[str, Any]:
         for phase, kinds in memory.items()
     ]
     ranks = max((len(v) for kinds in memory.values() for v in kinds.values()), default=0)
-    return {"ranks": ranks, "table": Table(rows, ["phase", *(MEMORY[kind] for kind in shown)])}
+    return {"ranks": ranks, "head": ["phase", *(MEMORY[kind] for kind in shown)], "rows": rows}
