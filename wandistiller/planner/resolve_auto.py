@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
+from wandistiller.config.sequence_checks import sequence_problems
 from wandistiller.config.validate import block_problems
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import dtype_name, load, student_engine, with_dtype
+from wandistiller.engine.ds_config import BatchSize, dtype_name, load, student_engine, with_dtype
 from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, without_block
 from wandistiller.engine.preflight import config_problems
@@ -25,7 +26,6 @@ from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
-from wandistiller.planner.sharings import sharings
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
@@ -56,6 +56,8 @@ micro-steps, at every call from other ranks or CPU memory, and from a disk. What
 GPUs comes last, and before it any other that is a candidate."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
+SHARERS = (2, 4, 8)
+"""Ranks that may compute each sample together, where the run leaves it open."""
 OWN = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
@@ -214,6 +216,20 @@ def choices(
                     else:
                         few.append(found)
             yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
+
+
+def sharings(job: Job, machine: Machine) -> Iterator[Job]:
+    """Yield the run, and a video's with each number of a node's ranks that divides its heads and tokens."""
+    yield job
+    if job.run.num_frames == 1 or job.run.context_parallel > 1:
+        return
+    parts = {key: getattr(job, key) for key in ("folder", "objective", "student_transformer")}
+    for number in SHARERS:
+        run, share = replace(job.run, context_parallel=number), job.batch.total * number // machine.ranks
+        if machine.ranks_on_node % number or sequence_problems(run, parts, machine.ranks):
+            continue
+        batch = BatchSize(1, share, job.batch.total)
+        yield replace(job, run=run, batch=batch, student_ds=job.student_ds | {MICRO: 1, ACCUMULATION: share})
 
 
 def pairs(

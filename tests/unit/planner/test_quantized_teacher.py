@@ -11,8 +11,7 @@ from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 from wandistiller.engine.ds_config import with_dtype
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.hardware_rates import GPU
-from wandistiller.planner.resolve_auto import chosen, ranked
+from wandistiller.planner.resolve_auto import chosen, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.files import read_json
@@ -91,10 +90,10 @@ def test_auto_tries_all_placements_that_hold_the_weights_and_no_other_weights(pu
     block = AUTO["wandistiller"] | {"weights": "nf4"}
     given = {"teacher_deepspeed_config": AUTO | {"wandistiller": block}}
     machine = gpus(4, 24, 256)
-    every = ranked(job(published, machine, "Wan2.2-T2V-A14B", **given), machine, GPU[24], (False, True))
-    assert {c.teacher for c in every} == {"replicated", "streamed", "host_cpu"}
-    assert {c.job.teacher_ds["wandistiller"]["weights"] for c in every} == {"nf4"}
-    assert all(" in nf4, " in str(c) for c in every)
+    every = pairs(job(published, machine, "Wan2.2-T2V-A14B", **given), machine, (False, True))
+    assert {pair.teacher for pair in every} == {"replicated", "streamed", "host_cpu"}
+    assert {pair.sizes[0].teacher_ds["wandistiller"]["weights"] for pair in every} == {"nf4"}
+    assert all(" in nf4, " in str(pair.least(machine)) for pair in every)
 
 
 def test_in_8_bits_auto_leaves_a_teacher_on_a_gpu_that_is_too_small_for_it_in_16(published: Path) -> None:
