@@ -11,7 +11,7 @@ from wandistiller.objectives.objective import read_objective
 from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, current
 
-UNUSED = {"ranks", "loss_scale", "skipped", "watched", "critic"}
+UNUSED = {"ranks", "loss_scale", "skipped", "watched", "others"}
 
 
 def micro_step(losses: list[list[float]], sigmas: list[float]) -> MicroStepResult:
@@ -45,10 +45,15 @@ def test_every_field_but_the_ranks_is_logged_by_its_name(result: StepResult) -> 
     assert (logged["loss"], logged["grad_norm"], logged["expert"]) == (6.0, None, "transformer_2")
 
 
+def test_the_updates_of_another_network_are_a_key_of_its_role(result: StepResult) -> None:
+    of_critic = {"loss": 1.0, "grad_norm": 2.0, "lr": 1e-4}
+    assert replace(result, others={"critic": of_critic}).metrics()["critic"] == of_critic
+
+
 def test_what_does_not_apply_is_not_logged() -> None:
     plain = StepResult(loss=math.nan, expert=Expert.HIGH_NOISE, loss_by_sigma={}, ranks=[])
     optional = {f.name for f in fields(StepResult) if f.metadata.get("optional")}
-    assert plain.metrics().keys() == {f.name for f in fields(StepResult)} - optional - {"ranks"}
+    assert plain.metrics().keys() == {f.name for f in fields(StepResult)} - optional - {"ranks", "others"}
     skipped = replace(plain, loss_scale=8.0, skipped=True)
     assert skipped.metrics().keys() - plain.metrics().keys() == {"loss_scale", "skipped"}
 
