@@ -244,7 +244,7 @@ class Dmd2(Term):
     critic_lr: Positive | None = None
     """The critic's learning rate; None: the student's."""
     critic_follows: Share = 0.0
-    """Share of the way that the critic's weights go to the student's after each of its updates, 0 to 1."""
+    """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
