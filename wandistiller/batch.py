@@ -41,6 +41,10 @@ class Conditioning:
         """Return it with each tensor changed."""
         return Conditioning(*map(change, self.tensors()))
 
+    def to(self, device: torch.device) -> "Conditioning":
+        """Return it on a device."""
+        return self.map(lambda t: t.to(device))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:

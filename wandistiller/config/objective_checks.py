@@ -106,8 +106,10 @@ def _follow_problems(run: RunConfig, parts: dict[str, Any]) -> list[str]:
     if own and run.deepspeed_config == AUTO:
         reasons.append("`deepspeed_config` is auto and `critic_deepspeed_config` is given")
     elif own and student:
-        kinds = ([ds["zero_optimization"], dtype_name(ds), ds["optimizer"]["type"]] for ds in (own, student))
-        if next(kinds) != next(kinds):
+        of_own, of_student = (
+            [ds["zero_optimization"], dtype_name(ds), ds["optimizer"]["type"]] for ds in (own, student)
+        )
+        if of_own != of_student:
             reasons.append(
                 "the JSON of `critic_deepspeed_config` has another `zero_optimization`, precision or "
                 "optimizer than the student's"

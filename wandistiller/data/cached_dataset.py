@@ -155,7 +155,7 @@ class CachedData:
         return self._conditioning([self._keys_at(i)[1] for i in sample_index_B])
 
     def _conditioning(self, keys: list[str]) -> Conditioning:
-        return Conditioning(self._moved(self._text.batch(keys)))
+        return self._text.batch(keys).map(self._moved)
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Conditioning]:
         """Return x0 and conditioning to calibrate with: shuffled samples of the most common size, wrapped."""

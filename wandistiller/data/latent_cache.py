@@ -31,8 +31,8 @@ from wandistiller.wan.sampling import denoise
 
 Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
-TextOf = Callable[[list[str]], Tensor]
-"""text_BLD of prompts."""
+ConditioningOf = Callable[[list[str]], Conditioning]
+"""The conditioning of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class LatentCache:
         """Return whether any of these samples, given by key, needs the teacher. Collective."""
         return bool(self._made.missing_keys(samples))
 
-    def fill_rollouts(self, samples: dict[str, Sample], velocity: Velocity, text: TextOf) -> None:
+    def fill_rollouts(self, samples: dict[str, Sample], velocity: Velocity, text: ConditioningOf) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
         missing = self._made.missing_keys(samples)
         files = batched(missing, self._samples_per_file)
@@ -193,14 +193,14 @@ class LatentCache:
         self._made.missing_keys(missing)
 
     def _roll_out(
-        self, samples: dict[str, Sample], velocity: Velocity, text: TextOf
+        self, samples: dict[str, Sample], velocity: Velocity, text: ConditioningOf
     ) -> dict[str, dict[str, Tensor]]:
         """Return the tensors to store for samples of one size."""
         r, device, size = self._rollouts, self.device, next(iter(samples.values())).size
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
         rows = [(s.item.prompt, s.rollout_index) for s in samples.values()]
         noise_BCFHW = torch.stack([keyed_normal(shape, r.seed, "rollout", *row) for row in rows]).to(device)
-        conditioning = Conditioning(text([prompt for prompt, _ in rows]).to(device))
+        conditioning = text([prompt for prompt, _ in rows]).to(device)
         x0_BCFHW, path = denoise(velocity, self._folder, r.shift, noise_BCFHW, conditioning, r.steps)
         tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(samples, x0_BCFHW, strict=True)}
         if r.keep_path:

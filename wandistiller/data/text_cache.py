@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from wandistiller.batch import Conditioning
 from wandistiller.data.dataset import clean
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
@@ -90,10 +91,11 @@ class TextCache:
         """Return text_LD of one prompt, without padding, in the encoder's precision."""
         return self._tensors.read(self.key(prompt), "text")[0]
 
-    def of(self, prompts: list[str]) -> Tensor:
-        """Return text_BLD of prompts, zero-padded to the longest."""
+    def of(self, prompts: list[str]) -> Conditioning:
+        """Return the conditioning of prompts, text zero-padded to the longest, on the CPU."""
         return self.batch([self.key(prompt) for prompt in prompts])
 
-    def batch(self, key_B: list[str]) -> Tensor:
-        """Return text_BLD by keys, zero-padded to the longest."""
-        return pad_sequence([self._tensors.read(key, "text")[0] for key in key_B], batch_first=True)
+    def batch(self, key_B: list[str]) -> Conditioning:
+        """Return the same by keys."""
+        texts = [self._tensors.read(key, "text")[0] for key in key_B]
+        return Conditioning(pad_sequence(texts, batch_first=True))

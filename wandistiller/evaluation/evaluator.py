@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, State
+from wandistiller.batch import Batch, State
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
@@ -153,7 +153,7 @@ class Evaluator:
         """Measure the error of quantised weights on the teacher's first samples, the same for all ranks."""
         prompts = [self._settings.prompts[i] for i in self._batches[0]]
         x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
-        conditioning = Conditioning(self._text.of(prompts[:SAMPLES]).to(self._device))
+        conditioning = self._text.of(prompts[:SAMPLES]).to(self._device)
         return candidate.quantization_error(x0_BCFHW, conditioning, self._settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
@@ -238,7 +238,6 @@ class Evaluator:
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
-        text_BLD = self._text.of([self._settings.prompts[i] for i in chunk])
-        conditioning = Conditioning(text_BLD.to(self._device))
+        conditioning = self._text.of([self._settings.prompts[i] for i in chunk]).to(self._device)
         keys = [(self._settings.seed, "evaluate", i) for i in chunk]
         return states_in(band, self._x0[index].to(self._device), conditioning, keys)

@@ -122,7 +122,7 @@ class PlacedTeacher:
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
-        conditioning = Conditioning(self._text.of(prompts).to(device))
+        conditioning = self._text.of(prompts).to(device)
         start = time.monotonic()
         velocity = progress.counting(self.velocity)
         x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, conditioning, steps)

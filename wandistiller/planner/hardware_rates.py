@@ -13,15 +13,19 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Gt, Lt
 
-from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import synchronize
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
 from wandistiller.utils.validation import check, types_of
 from wandistiller.wan.flops import forward_flops
-from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, velocity
+from wandistiller.wan.transformer import (
+    blank_state,
+    meta_transformer,
+    parameter_dtype,
+    set_parameter,
+    velocity,
+)
 
 Rate = Annotated[float, Gt(0), Lt(10**9)]
 
@@ -170,12 +174,8 @@ def _blocks(device: torch.device, dtype: torch.dtype) -> float:
             own = parameter_dtype(name, dtype)
             set_parameter(model, name, torch.randn(p.shape, device=device, dtype=own) * SMALL)
         model.rope.to(device)
-        state = State(
-            x_t_BCFHW=torch.randn(samples, *latent, device=device),
-            sigma_B=torch.ones(samples, device=device),
-            conditioning=Conditioning(torch.randn(samples, TEXT_TOKENS, text_dim, device=device)),
-            expert=Expert.HIGH_NOISE,
-        )
+        state = blank_state(config, latent, samples, device=device)
+        state = state.with_tensors([torch.randn_like(t) for t in state.tensors()])
         call = partial(velocity, model, state)
         call().sum().item()  # starts the libraries
         began = time.perf_counter()

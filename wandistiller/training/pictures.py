@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from wandistiller.batch import Conditioning, State
+from wandistiller.batch import State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
@@ -190,7 +190,7 @@ class PictureDrawer:
         keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
-        conditioning = Conditioning(self.text.of(prompts).to(device))
+        conditioning = self.text.of(prompts).to(device)
 
         def fresh(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]

@@ -185,7 +185,7 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
     merges = job.run.merge_text_padding
     teacher = build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
     if weights := read_placement(job.teacher_ds).weights:
-        conditioning = Conditioning(text.of(prompts[:SAMPLES] or [job.run.negative_prompt]))
+        conditioning = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
         with sequence.alone():  # on single frames
             errors = _quantization_error(job, teacher, guidance, conditioning)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
@@ -198,7 +198,7 @@ def _quantization_error(
     """Return the error that the teacher's quantised weights cost, on images that it draws. Collective."""
     folder, r, device = job.teachers_folder, job.run, collectives.device()
     shape = folder.latent_shape(r.height, r.width, 1)
-    conditioning = conditioning.map(lambda t: t.to(device))
+    conditioning = conditioning.to(device)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
     x0_BCFHW, _ = denoise(
         teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.distributed import sequence
 from wandistiller.engine.activation_checkpointing import (
     MODULES,
@@ -24,6 +23,7 @@ from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import (
+    blank_state,
     meta_transformer,
     parameter_dtype,
     set_parameter,
@@ -260,10 +260,7 @@ def _transformer(
     for module in model.modules():
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
-    x_t_BCFHW, sigma_B = torch.empty(samples, *latent), torch.ones(samples)
-    conditioning = Conditioning(torch.empty(samples, text_tokens, config["text_dim"]))
-    expert = Expert.HIGH_NOISE
-    state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
+    state = blank_state(config, latent, samples, text_tokens)
     with sequence.imagined(sharers):
         share_sequences(model)
 

@@ -6,17 +6,14 @@ Matrix products and attention are counted; a multiply-add is two operations.
 from collections import Counter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
-from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import meta_transformer, velocity
+from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
 
 
 class _Pass(NamedTuple):
@@ -95,10 +92,7 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
             inputs[0].requires_grad_()
 
     hook = block.register_forward_pre_hook(enter)
-    shapes = latent, (), (TEXT_TOKENS, model.config["text_dim"])
-    x_t_BCFHW, sigma_B, text_BLD = (torch.empty(1, *shape, device="meta") for shape in shapes)
-    conditioning, expert = Conditioning(text_BLD), Expert.HIGH_NOISE
-    state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
+    state = blank_state(model.config, latent, device="meta")
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         v_BCFHW = velocity(model, state)

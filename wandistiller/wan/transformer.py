@@ -9,11 +9,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
-from wandistiller.batch import State
+from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.engine.kernels import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.text_padding import network_text
+from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
 
 
 def meta_transformer(config: dict[str, Any]) -> WanTransformer3DModel:
@@ -81,6 +81,24 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
 def new_network(config: dict[str, Any]) -> nn.Module:
     """Make a network with diffusers' initial weights, float32."""
     return WanTransformer3DModel.from_config(config)
+
+
+def blank_state(
+    config: dict[str, Any],
+    latent: tuple[int, ...],
+    samples: int = 1,
+    text_tokens: int = TEXT_TOKENS,
+    device: str | torch.device = "cpu",
+) -> State:
+    """Return a state with the shapes that the network is given, float32, without values.
+
+    Args:
+        latent: shape CFHW.
+    """
+    shapes = latent, (), (text_tokens, config["text_dim"])
+    x_t_BCFHW, sigma_B, text_BLD = (torch.empty(samples, *shape, device=device) for shape in shapes)
+    conditioning = Conditioning(text_BLD)
+    return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=Expert.HIGH_NOISE)
 
 
 def velocity(model: nn.Module, state: State) -> Tensor:

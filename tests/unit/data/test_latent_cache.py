@@ -164,8 +164,8 @@ def made(*prompts: str, rollout: int = 0) -> list[Sample]:
     return [Sample(PromptItem(p), SIZE, rollout) for p in prompts]
 
 
-def text_of(prompts: list[str]) -> Tensor:
-    return torch.stack([keyed_normal((512, 32), "text", prompt) for prompt in prompts])
+def text_of(prompts: list[str]) -> Conditioning:
+    return Conditioning(torch.stack([keyed_normal((512, 32), "text", prompt) for prompt in prompts]))
 
 
 def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
@@ -192,7 +192,7 @@ def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
         velocity = guided(wan1, 1.0, 1.0).velocity
-        expected, _ = denoise(velocity, wan, 3.0, noise[None], Conditioning(text_of(["made"])), 2)
+        expected, _ = denoise(velocity, wan, 3.0, noise[None], text_of(["made"]), 2)
         torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
 
 
@@ -202,7 +202,7 @@ def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: P
     fill(cached, wan1, [sample])
     noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
     velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
-    x0, path = denoise(velocity, wan, 3.0, noise[None], Conditioning(text_of(["a"])), 2)
+    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of(["a"]), 2)
     sigma_S = cached.levels(key := cached.key(sample))
     x_SCFHW = torch.stack([cached.state(key, number) for number in range(3)])
     assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()
