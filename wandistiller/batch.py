@@ -28,7 +28,7 @@ class Expert(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """What a network is given beside noisy latents and their noise level."""
+    """Inputs of a network beside noisy latents and their noise level."""
 
     text_BLD: Tensor
     """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""

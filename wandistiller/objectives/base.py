@@ -62,7 +62,7 @@ class Role(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What a term may check of the rest of a run."""
+    """Facts of the rest of a run that a term may check."""
 
     student_experts: str | None
     """`one` or `two`; None: the student's JSON is wrong, which is reported."""
@@ -123,7 +123,7 @@ class Term(ABC):
     states: ClassVar[str] = NOISED
     """Kind of states that the loss is computed at: NOISED, PATH or the term's own."""
     samples: ClassVar[bool] = False
-    """True if they are the student's own samples, at which the teacher is called once they are known."""
+    """True of a `TermOnSamples`."""
     limits: ClassVar[tuple[Limit, ...]] = ()
     """When its `numbers` mean that training fails."""
     weight: Positive = 1.0
@@ -221,41 +221,14 @@ class Term(ABC):
         """
         return teacher
 
-    def sampled(self, v_BCFHW: Tensor, batch: State) -> State:
-        """Return the student's samples at which the teacher is called, of a term with `samples`.
-
-        Args:
-            v_BCFHW: the student's velocity, without gradient.
-            batch: the term's states.
-        """
-        raise NotImplementedError
-
-    def target_of_samples(self, sampled: State, teacher_BCFHW: Tensor, networks: Networks) -> Any:
-        """Return what the student is to match, without gradient, of a term with `samples`.
-
-        Args:
-            sampled: from the method of that name.
-            teacher_BCFHW: the teacher's velocity there.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def loss(self, prediction: Prediction, target: Any, batch: State) -> Tensor:
         """Compute loss_B, float32.
 
         Args:
             prediction: the student's.
-            target: from the method `target`, or of a term with `samples` from `target_of_samples`.
+            target: from the method `target`, or of a `TermOnSamples` from `target_of_samples`.
         """
-
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
-        """Compute the losses of one of `roles`, unweighted, float32: a row for each of `Role.losses`.
-
-        Args:
-            predictions: its network's, by kind of states.
-            batches: from `roll_out`.
-        """
-        raise NotImplementedError
 
     def numbers(self, target: Any, batch: State) -> dict[str, Tensor]:
         """Return numbers_B by name that show whether training goes well; they go to metrics."""
@@ -267,6 +240,46 @@ class Term(ABC):
         weight = f"{given.pop('weight'):g} " if "weight" in given else ""
         settings = ", ".join(f"{key}={value}" for key, value in given.items())
         return f"{weight}{self.name}({settings})" if settings else f"{weight}{self.name}"
+
+
+class TermOnSamples(Term):
+    """A loss on the student's own samples, at which the teacher is called once they are known."""
+
+    __slots__ = ()
+    samples: ClassVar[bool] = True
+
+    @abstractmethod
+    def sampled(self, v_BCFHW: Tensor, batch: State) -> State:
+        """Return the student's samples at which the teacher is called.
+
+        Args:
+            v_BCFHW: the student's velocity, without gradient.
+            batch: the term's states.
+        """
+
+    @abstractmethod
+    def target_of_samples(self, sampled: State, teacher_BCFHW: Tensor, networks: Networks) -> Any:
+        """Return what the student is to match, without gradient.
+
+        Args:
+            sampled: from the method of that name.
+            teacher_BCFHW: the teacher's velocity there.
+        """
+
+
+class TermWithRoles(Term):
+    """A loss that trains networks beside the student, its `roles`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
+        """Compute the losses of one of `roles`, unweighted, float32: a row for each of `Role.losses`.
+
+        Args:
+            predictions: its network's, by kind of states.
+            batches: from `roll_out`.
+        """
 
 
 def mean_square(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from wandistiller.objectives.base import (
     Networks,
     Role,
     Surroundings,
-    Term,
+    TermOnSamples,
+    TermWithRoles,
     Trained,
     mean_square,
 )
@@ -64,7 +65,7 @@ class Renoised(State):
 
 
 class Target(NamedTuple):
-    """Where the samples are to move, and numbers of each sample for metrics."""
+    """The samples, the gradient that moves them, and numbers of each for metrics."""
 
     x0_BCFHW: Tensor
     """The samples."""
@@ -187,7 +188,7 @@ def _mean_of(x_BCFHW: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dmd2(Term):
+class Dmd2(TermOnSamples, TermWithRoles):
     """Match the distribution of the teacher's samples with those of `steps` sampling steps.
 
     The student samples from noise up to a drawn one of its steps, without gradient, and predicts x0 there.
@@ -203,7 +204,6 @@ class Dmd2(Term):
     """
 
     states: ClassVar[str] = ROLLOUT
-    samples: ClassVar[bool] = True
     limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             "critic lags",
