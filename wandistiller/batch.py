@@ -42,8 +42,8 @@ class Conditioning:
         return Conditioning(*map(change, self.tensors()))
 
     def to(self, device: torch.device) -> "Conditioning":
-        """Return it on a device."""
-        return self.map(lambda t: t.to(device))
+        """Copy it from CPU memory to a device, as `to_device` does."""
+        return self.map(lambda t: to_device(t, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from trainers import job_of, parts_of, trainer_of
 
-from wandistiller.batch import NOISED, Batch, Expert
+from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
@@ -155,7 +155,7 @@ class PlainLoop:
 def time_parts(trainer: Trainer, timer: Timer) -> None:
     """Add up the time of the trainer's parts, under the names of the plain loop's where it has them."""
     parts = {
-        "read and draw": (trainer.batches, "batch"),
+        "read and draw": (trainer.batches, "noised"),
         "teacher": (trainer.job.matched_objective.__class__, "predictions"),
         "student, forward": (trainer.student, "predict"),
         "student, backward": (trainer.student, "backward"),
@@ -187,7 +187,7 @@ def compare(folder: Path, teacher_path: Path, setting: str, batch: int, steps: i
     trainer, timers = trainer_of(given, parts_of(job_of(given))), (Timer(), Timer())
     trainer.monitor.start(0)
     plain = PlainLoop(trainer, timers[0])
-    batches = [trainer.batches.batch(step, 0)[NOISED] for step in range(steps)]
+    batches = [trainer.batches.noised(step, 0) for step in range(steps)]
     time_parts(trainer, timers[1])
     losses, turns = ([], []), []
     for first in range(0, steps, TURN):
