@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from wandistiller.config.sequence_checks import KEY, division_problems
+from wandistiller.config.cross_checks import SHARED, division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, device, sequence
-from wandistiller.engine import ds_config
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import (
@@ -23,8 +22,9 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS, trained_steps
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
-from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
@@ -53,7 +53,7 @@ def run(flags: dict[str, Any]) -> None:
     with collectives.raise_on_all_ranks():
         evaluation = read_evaluation(flags, resolve_dtype(flags["dtype"]), collectives.world_size())
     collectives.init()
-    sequence.share(flags[KEY])
+    sequence.share(flags[SHARED])
     evaluate(evaluation)
     collectives.destroy()
 
@@ -99,7 +99,7 @@ def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Ev
         with collecting(problems):
             parts["teacher"] = _folder(name, revision)
             flags = _complete(flags, facts, parts["teacher"])
-            parts["teacher_ds"] = _teacher_json(flags["teacher_deepspeed_config"], parts["teacher"], world)
+            parts["placement"] = _placement(flags["teacher_deepspeed_config"], parts["teacher"], world)
     with collecting(problems):
         prompts = read_prompts(flags["prompts"])
         number = max(1, min(flags["num_prompts"], len(prompts)))
@@ -185,32 +185,30 @@ def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) 
     return flags | {k: v for k, v in defaults.items() if flags.get(k) is None}
 
 
-def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str, Any] | None:
-    """The checked DeepSpeed JSON of the teacher's placement."""
+def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
+    """Read the teacher's placement, if a JSON names one."""
     if not file:
         return None
-    where, ds = ds_config.load(file)
-    ds = teacher_engine(where, ds, world)
-    placement, problems = read_placement(ds), config_problems(where, without_block(ds))
-    problems += missing_problems(where, ds, here=True)
+    placement = read_placement(load(file), world)
+    problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."
-        problems.append(problem(where, "wandistiller.placement", AUTO, remedy))
-    problems += placement.teacher_problems(where, top_modules(teacher.config), device.count())
+        problems.append(placement.engine.problem("wandistiller.placement", AUTO, remedy))
+    problems += placement.teacher_problems(top_modules(teacher.config), device.count())
     if problems:
         raise ConfigError(*problems)
-    return ds
+    return placement
 
 
 def _shared_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:
     """Problems of sequences that ranks share."""
-    placed, size = parts.get("teacher_ds"), (flags["height"], flags["width"], flags["num_frames"])
+    placed, size = parts.get("placement"), (flags["height"], flags["width"], flags["num_frames"])
     folders = {"The student": parts["student"]}
-    if not placed or not read_placement(placed).on_one_rank:
+    if not placed or not placed.on_one_rank:
         folders["The teacher"] = parts["teacher"]
     heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
     patches = {} if size_problems(parts["student"], *size) else {size: parts["student"].tokens(*size)}
-    return division_problems("evaluate", flags[KEY] or 1, world, heads, patches)
+    return division_problems("evaluate", flags[SHARED] or 1, world, heads, patches)
 
 
 def _pair_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:

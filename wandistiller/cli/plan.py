@@ -7,8 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
@@ -16,7 +14,6 @@ from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, ru
 from wandistiller.config.summary import is_emulated
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner import hardware_rates
@@ -86,7 +83,7 @@ def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> 
     usual = hardware_rates.default_rates(machine.device_size, machine.device_name, emulated=slow)
     rates = hardware_rates.override_rates(usual, own["rates"])
     if own["measure"]:
-        dtype = getattr(torch, dtype_name(jobs[0].student_ds))
+        dtype = jobs[0].student_engine.dtype
         measured = replace(rates, **hardware_rates.measure_rates(swap_folder(jobs[0]), dtype))
         rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
         lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]

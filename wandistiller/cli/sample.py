@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wandistiller.config.sequence_checks import KEY, division_problems
+from wandistiller.config.cross_checks import SHARED, division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, sequence
 from wandistiller.evaluation.draw_samples import (
@@ -26,7 +26,7 @@ def run(flags: dict[str, Any]) -> None:
         prompts, settings = _read(flags)
     dtype = resolve_dtype(flags["dtype"])
     collectives.init()
-    sequence.share(flags[KEY])
+    sequence.share(flags[SHARED])
     files = sample(flags["model"], prompts, flags["output"], settings, flags["seed"], dtype)
     if collectives.rank() == 0:
         print(*files, sep="\n")
@@ -52,7 +52,7 @@ def _read(flags: dict[str, Any]) -> tuple[list[str], Sampling]:
         size = settings.height, settings.width, settings.num_frames
         heads = {"The pipeline": folder.config["num_attention_heads"]}
         patches = {size: folder.tokens(*size)}
-        problems += division_problems("sample", flags[KEY], collectives.world_size(), heads, patches)
+        problems += division_problems("sample", flags[SHARED], collectives.world_size(), heads, patches)
         problems += inside_problems("output", flags["output"], {"model": folder.path})
     if problems:
         raise ConfigError(*problems)

@@ -27,7 +27,6 @@ JSON_FILES = {
     "student_config": "student",
     "deepspeed_config": "student_deepspeed",
     "teacher_deepspeed_config": "teacher_deepspeed",
-    "critic_deepspeed_config": "critic_deepspeed",
 }
 """Settings that name a JSON file -> the file's name in OUTPUT/resolved, without .json."""
 EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
@@ -67,9 +66,6 @@ class RunConfig:
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
         "ds_configs/teacher/zero_inference_cpu.json", "the teacher's engine: its placement"
-    )
-    critic_deepspeed_config: JsonFile | None = engines(
-        None, "the critic's engine (dmd2); default the student's, with the objective's critic_lr"
     )
     batch_size: Amount | None = engines(
         None, "samples per rank and micro-step, written into the student's JSON"

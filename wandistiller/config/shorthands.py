@@ -8,7 +8,7 @@ from wandistiller.config.run_config import AUTO, RunConfig, read_run_config
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
-from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
@@ -104,7 +104,7 @@ def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[
         is_float32 = emulated
         # not Path.is_file, which raises OSError of a long name (Python 3.11)
         if given.get("resume") != "never" and os.path.isfile(begun):
-            is_float32 = ds_config.dtype_name(read_json(begun)) == "float32"
+            is_float32 = load(begun).precision == "float32"
         found |= setting if is_float32 else {}
     return found
 
@@ -123,14 +123,14 @@ def _prompt_problems(origin: dict[str, str], given: dict[str, Any]) -> list[str]
 def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: Any) -> list[str]:
     """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
     try:
-        file, ds = ds_config.load(named)
+        json = load(named)
     except (ConfigError, TypeError):
         return []  # reported when the JSON is read
-    its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
+    its_dtype = json.precision if {"bf16", "fp16"} & json.raw.keys() else dtype
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{NAMED}` names {file}, where "
+        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{NAMED}` names {json.where}, where "
         f"the precision is {its_dtype}. Keep one."
     ]
 
@@ -143,11 +143,12 @@ def _student_problems(origin: dict[str, str], given: dict[str, Any], world: int)
     keys = [f.name for f in fields(EngineOverrides) if f.name in given]
     sound = {key: given[key] for key in keys if not value_problems("", {key: given[key]}, types)}
     try:
-        file, ds = ds_config.load(named)
-        contradicted = contradictions(ds, EngineOverrides(**sound), world)
+        json = load(named)
+        contradicted = contradictions(json, EngineOverrides(**sound), world)
     except (ConfigError, TypeError):
         return []  # reported when the JSON is read
+    names = f"`deepspeed_config` names {json.where}"
     return [
-        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where {what}. {remedy}"
+        f"{origin[flag]}: `{flag}` is {value}, but {names}, where {what}. {remedy}"
         for flag, value, what, remedy in contradicted
     ]

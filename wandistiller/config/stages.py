@@ -9,6 +9,7 @@ from typing import Any
 
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.loading import read_state
+from wandistiller.config import identity
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
 from wandistiller.config.shorthands import NAMED, merged
@@ -249,11 +250,11 @@ def whole_output(stages: list[Job]) -> Path:
 def write_resolved(stages: list[Job]) -> None:
     """Write a recipe's settings as they run to OUTPUT/resolved; of stages also OUTPUT/N_NAME/resolved."""
     for job in stages:
-        job.write_resolved()
+        identity.write_resolved(job)
     if not stages[0].stage:
         return
     output = whole_output(stages)
-    given = {job.stage: job.resolved for job in stages}
+    given = {job.stage: identity.resolved(job) for job in stages}
     pictures = stages[0].run.sample_dir
     places = {"output_dir": str(output)} | ({"sample_dir": str(Path(pictures).parent)} if pictures else {})
     write_json(output / "resolved" / "run.json", in_stages(given, places))

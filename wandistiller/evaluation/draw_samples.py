@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wandistiller.config.sequence_checks import KEY
+from wandistiller.config.cross_checks import SHARED
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.distributed import collectives
@@ -31,7 +31,7 @@ from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
-    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", KEY)),
+    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", SHARED)),
     ("steps", 1, int(TRAIN_TIMESTEPS)),
     ("seed", 0, 2**63 - 1),
     ("guidance_scale", 0, 1000),

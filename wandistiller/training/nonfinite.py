@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ class NonFiniteStep(NamedTuple):
 
     def suggestions(self, job: Job) -> list[str]:
         """Suggest remedies."""
-        params: dict[str, Any] = job.student_ds["optimizer"].get("params", {})
-        changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
+        params = job.student_engine.section("optimizer.params")
+        changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_engine.raw)
         lower, named = "a lower learning rate", job.run.deepspeed_config
         if "lr" in params:
             less, file = f"{params['lr'] / 3:.1g}", named if isinstance(named, str) else "the recipe"
