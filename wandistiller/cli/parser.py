@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wandistiller import __version__
+from wandistiller.config.aliases import ALIASES
 from wandistiller.config.run_config import RunConfig
 from wandistiller.utils.errors import nearest
 from wandistiller.utils.files import PATH_ENDS
@@ -29,8 +30,8 @@ COMMANDS = {
 }
 IGNORED = "ignored"
 """Destination of flags that are accepted and change nothing."""
-OLDER = ("num_steps", "teacher_on_cpu", "sample_interval", "sample_dir")
-"""Settings of older command lines that have a newer name."""
+UNLISTED = ("sample_interval", "sample_dir")
+"""Settings of older command lines that are accepted, and not in the help."""
 DTYPES = ("bfloat16", "float16", "float32")
 AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
@@ -127,24 +128,31 @@ def _add_run_flags(command: argparse.ArgumentParser, name: str) -> None:
         title = f.metadata["group"]
         group = groups[title] = groups.get(title) or command.add_argument_group(title)
         group.add_argument(f"--{f.name}", **_of_field(f, hints[f.name]))
+    for key, alias in ALIASES.items():
+        how = _of_type(key, alias.type) | {"help": alias.help or argparse.SUPPRESS}
+        groups["engines"].add_argument(f"--{key}", **how | ({"metavar": "NAME"} if alias.help else {}))
 
 
 def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    """Return argparse's settings of the flag of a RunConfig field, by its type."""
+    """Return argparse's settings of the flag of a RunConfig field."""
+    text = argparse.SUPPRESS if f.name in UNLISTED else _with_default(f.metadata["help"], f.default)
+    return _of_type(f.name, hint) | f.metadata["argparse"] | {"help": text}
+
+
+def _of_type(name: str, hint: Any) -> dict[str, Any]:
+    """Return argparse's settings of the flag of a setting, by its type."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
     kind = typing.get_origin(kinds[0]) or kinds[0]
-    hidden = f.name in OLDER  # accepted, but their newer names say the same
-    text = argparse.SUPPRESS if hidden else _with_default(f.metadata["help"], f.default)
-    how: dict[str, Any] = dict(f.metadata["argparse"], default=argparse.SUPPRESS, help=text)
+    how: dict[str, Any] = {"default": argparse.SUPPRESS}
     if kind is bool:
         return how | {"action": "store_true"}
     if kind is typing.Literal:
         return how | {"choices": typing.get_args(kinds[0])}
-    name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
+    metavar = METAVARS[Path if name.endswith(PATH_ENDS) else kind]
     if kind is list:
-        return how | {"nargs": "+", "metavar": name}
-    return {"type": _json if kind is dict else kind, "metavar": name} | how
+        return how | {"nargs": "+", "metavar": metavar}
+    return how | {"type": _json if kind is dict else kind, "metavar": metavar}
 
 
 def _add_export_flags(command: argparse.ArgumentParser) -> None:

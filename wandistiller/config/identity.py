@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import JSON_FILES
+from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import MediaType
@@ -122,7 +122,7 @@ def resolved(job: Job) -> dict[str, Any]:
         "teacher_deepspeed_config": job.teacher.engine.raw,
         "student_config": student,
     }
-    return {k: v for k, v in given.items() if v is not None and k not in ("dry_run", "despite_plan")}
+    return {k: v for k, v in given.items() if v is not None and k not in ONLY_FLAGS}
 
 
 def write_resolved(job: Job) -> None:

@@ -57,6 +57,8 @@ class Job:
     teacher: Placement
     objective: Objective
     resume_from: Path | None
+    keeps_path: bool = False
+    """The states of the teacher's sampling path are cached too, for this stage or another."""
     start: Start | None = None
     """The run whose student this one trains on; None: the student is new, or of a pipeline's folder."""
     stage: str = ""
@@ -102,7 +104,7 @@ class Job:
     @property
     def rollouts(self) -> Rollouts:
         r = self.run
-        return Rollouts(r.rollout_steps, r.rollouts_per_prompt, r.rollout_path, r.seed, r.shift)
+        return Rollouts(r.rollout_steps, r.rollouts_per_prompt, self.keeps_path, r.seed, r.shift)
 
     @property
     def epoch(self) -> int:

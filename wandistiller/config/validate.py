@@ -41,7 +41,14 @@ def collecting(problems: list[str]) -> Iterator[None]:
 
 
 @readable()
-def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | None = None) -> Job:
+def read_job(
+    run: RunConfig,
+    world: int,
+    *,
+    here: bool = True,
+    previous: Job | None = None,
+    keeps_path: bool = False,
+) -> Job:
     """Check a run against its teacher, data, student and engines before any weight is read.
 
     First each of them alone; if all are sound, what does not go together.
@@ -49,6 +56,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
     Args:
         here: check it against this machine too.
         previous: the run that `student_config` names, which need not have begun.
+        keeps_path: another stage follows the teacher's sampling path, from the same cache.
 
     Raises:
         ConfigError: with every problem of each part, or with every one between them.
@@ -70,7 +78,6 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
     if problems := problems + own_problems(run, here=here):
         raise ConfigError(*problems)
     run = _complete(run, folder, items, samples=batch.total * len(objective.updates))
-    run = dataclasses.replace(run, rollout_path=run.rollout_path or PATH in objective.kinds)
     engine = read_engine(given, ranks, transformer, steps=run.max_steps, here=here)
     job = Job(
         run=run,
@@ -82,6 +89,7 @@ def read_job(run: RunConfig, world: int, *, here: bool = True, previous: Job | N
         teacher=teacher,
         objective=objective,
         resume_from=None,
+        keeps_path=keeps_path or PATH in objective.kinds,
         start=start,
         previous=previous,
     )

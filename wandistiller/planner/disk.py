@@ -83,7 +83,7 @@ def _cache(job: Job, accelerator: bool) -> int:
     samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
     from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
-    path = from_prompts * run.rollout_steps if run.rollout_path else 0
+    path = from_prompts * run.rollout_steps if job.keeps_path else 0
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
