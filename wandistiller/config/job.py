@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.batch import Expert
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.data_identity import data_digest
 from wandistiller.config.others import KEY, OtherNetwork, derived
 from wandistiller.config.run_config import JSON_FILES, RunConfig
@@ -206,7 +207,7 @@ class Job:
         if self.start:
             run["student_config"] = run["student_config"] | {"init": self.start.name}
         files = {"teacher": self._teacher_files}
-        return {"identity": self.identity, "facts": self.provenance, "run": run, "files": files}
+        return {"identity": self.identity, "facts": self.provenance.as_json(), "run": run, "files": files}
 
     @cached_property
     def _teacher_files(self) -> dict[str, str]:
@@ -253,34 +254,34 @@ class Job:
         return {key: value for key in keys if (value := getattr(self.run, key))}
 
     @property
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Facts:
         """Origin of the student for its export, stored as `facts` in every checkpoint."""
         r, few = self.run, self.schedule.few
-        return {
-            "teacher_path": r.teacher_path,
-            "teacher_revision": self.folder.revision,
-            "transformer": self.student_transformer,
-            "init": self.start.name if self.start else self.student.init,
-            "keep_layers": self.student.keep_layers,
-            "shift": r.shift,
-            "experts": [e.value for e in self.student_experts],
-            "boundary": few.boundary if few else self.folder.boundary,
-            "height": r.height,
-            "width": r.width,
-            "num_frames": r.num_frames,
-            "steps": len(few.sigmas) if few else r.sample_steps,
-            "few_steps": few and list(few.sigmas),
-            "sampler": few and few.sampler,
-            "teacher_steps": r.sample_steps,
-            "guidance_scale": r.guidance_scale,
-            "guidance_scale_2": r.guidance_scale_2,
-            "negative_prompt": r.negative_prompt,
-            "objective": str(self.objective),
-            "max_steps": r.max_steps,
-            **({"before": self.start.history} if self.start else {}),
+        return Facts(
+            teacher_path=r.teacher_path,
+            teacher_revision=self.folder.revision,
+            transformer=self.student_transformer,
+            init=self.start.name if self.start else self.student.init,
+            keep_layers=self.student.keep_layers,
+            shift=r.shift,
+            experts=[e.value for e in self.student_experts],
+            boundary=few.boundary if few else self.folder.boundary,
+            height=r.height,
+            width=r.width,
+            num_frames=r.num_frames,
+            steps=len(few.sigmas) if few else r.sample_steps,
+            few_steps=few and list(few.sigmas),
+            sampler=few and few.sampler,
+            teacher_steps=r.sample_steps,
+            guidance_scale=r.guidance_scale,
+            guidance_scale_2=r.guidance_scale_2,
+            negative_prompt=r.negative_prompt,
+            objective=str(self.objective),
+            max_steps=r.max_steps,
+            before=self.start.history if self.start else None,
             **quantized_facts(self.teacher_ds),
             **self.tuning,
-        }
+        )
 
     @property
     def resolved(self) -> dict[str, Any]:
