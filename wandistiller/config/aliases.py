@@ -1,33 +1,35 @@
 """Older names of settings: each becomes its recipe key before anything else reads it."""
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import problem
-from wandistiller.utils.validation import value_problems
+from wandistiller.utils.validation import types_of, value_problems
 
 TEACHER = "teacher_deepspeed_config"
 
 
-class Alias(NamedTuple):
-    """An older setting."""
+def _older(key: str, means: Any = None, help: str = "") -> Any:
+    """Define an older name of a recipe key.
 
-    key: str
-    """The recipe key that it stands for."""
-    type: Any
-    means: Any = None
-    """The key's value; None: the setting's own."""
-    help: str = ""
-    """Text of its flag; none of a flag that is accepted without being listed."""
+    Args:
+        means: the key's value; None: the setting's own.
+        help: text of its flag; a flag without one is accepted, and not listed.
+    """
+    flag = {"group": "older names", "help": help, "argparse": {"metavar": "NAME"} if help else {}}
+    return field(default=None, metadata=flag | {"key": key, "means": means})
 
 
-ALIASES = {
-    "num_steps": Alias("max_steps", int),
-    "teacher_on_cpu": Alias(TEACHER, bool, means="cpu"),
-    "teacher_device_strategy": Alias(
-        TEACHER, Literal[tuple(strategies())], help=f"a shipped teacher JSON: {', '.join(strategies())}"
-    ),
-}
+@dataclass(frozen=True, kw_only=True)
+class OlderSettings:
+    """Keys of recipes, and flags."""
+
+    num_steps: int | None = _older("max_steps")
+    teacher_on_cpu: bool | None = _older(TEACHER, means="cpu")
+    teacher_device_strategy: Literal[tuple(strategies())] | None = _older(
+        TEACHER, help="the same as --teacher_deepspeed_config with the name of a shipped JSON"
+    )
 
 
 def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -36,20 +38,16 @@ def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], 
     Args:
         where: where they are given, for messages.
     """
-    values, problems = {key: value for key, value in given.items() if key not in ALIASES}, []
-    for name, alias in ALIASES.items():
-        if given.get(name) is None:
+    older, types = fields(OlderSettings), types_of(OlderSettings)
+    values = {key: value for key, value in given.items() if key not in types}
+    problems = value_problems(where, given, types)
+    for name, key, means in ((f.name, f.metadata["key"], f.metadata["means"]) for f in older):
+        if problems or given.get(name) in (None, False):
             continue
-        own = given[name]
-        if wrong := value_problems(where, {name: own}, {name: alias.type}):
-            problems += wrong
-            continue
-        if own is False:
-            continue
-        value = own if alias.means is None else alias.means
-        if not _same(values.setdefault(alias.key, value), value):
-            remedy = f"`{alias.key}` is {values[alias.key]} and means another. Keep one."
-            problems.append(problem(where, name, own, remedy))
+        value = means or given[name]
+        if not _same(values.setdefault(key, value), value):
+            remedy = f"`{key}` is {values[key]} and means another. Keep one."
+            problems.append(problem(where, name, given[name], remedy))
     return values, problems
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, start_after
@@ -20,7 +21,12 @@ def recorded(job: Job) -> dict[str, Any]:
     if job.start:
         run["student_config"] = run["student_config"] | {"init": job.start.name}
     files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(_teacher_folders(job))}
-    return {"identity": identity(job), "facts": provenance(job), "run": run, "files": {"teacher": files}}
+    return {
+        "identity": identity(job),
+        "facts": provenance(job).as_json(),
+        "run": run,
+        "files": {"teacher": files},
+    }
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -78,34 +84,34 @@ def tuning(job: Job) -> dict[str, Any]:
     return {key: value for key in keys if (value := getattr(job.run, key))}
 
 
-def provenance(job: Job) -> dict[str, Any]:
+def provenance(job: Job) -> Facts:
     """Return the origin of the student for its export, stored as `facts` in every checkpoint."""
     r, few = job.run, job.schedule.few
-    return {
-        "teacher_path": r.teacher_path,
-        "teacher_revision": job.folder.revision,
-        "transformer": job.student_transformer,
-        "init": job.start.name if job.start else job.student.init,
-        "keep_layers": job.student.keep_layers,
-        "shift": r.shift,
-        "experts": [e.value for e in job.student_experts],
-        "boundary": few.boundary if few else job.folder.boundary,
-        "height": r.height,
-        "width": r.width,
-        "num_frames": r.num_frames,
-        "steps": len(few.sigmas) if few else r.sample_steps,
-        "few_steps": few and list(few.sigmas),
-        "sampler": few and few.sampler,
-        "teacher_steps": r.sample_steps,
-        "guidance_scale": r.guidance_scale,
-        "guidance_scale_2": r.guidance_scale_2,
-        "negative_prompt": r.negative_prompt,
-        "objective": str(job.objective),
-        "max_steps": r.max_steps,
-        **({"before": job.start.history} if job.start else {}),
+    return Facts(
+        teacher_path=r.teacher_path,
+        teacher_revision=job.folder.revision,
+        transformer=job.student_transformer,
+        init=job.start.name if job.start else job.student.init,
+        keep_layers=job.student.keep_layers,
+        shift=r.shift,
+        experts=[e.value for e in job.student_experts],
+        boundary=few.boundary if few else job.folder.boundary,
+        height=r.height,
+        width=r.width,
+        num_frames=r.num_frames,
+        steps=len(few.sigmas) if few else r.sample_steps,
+        few_steps=few and list(few.sigmas),
+        sampler=few and few.sampler,
+        teacher_steps=r.sample_steps,
+        guidance_scale=r.guidance_scale,
+        guidance_scale_2=r.guidance_scale_2,
+        negative_prompt=r.negative_prompt,
+        objective=str(job.objective),
+        max_steps=r.max_steps,
+        before=job.start.history if job.start else None,
         **quantized_facts(job.teacher),
         **tuning(job),
-    }
+    )
 
 
 def end(job: Job) -> Start:
