@@ -7,7 +7,6 @@ from typing import Any
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
 
-import wandistiller.engine.workarounds  # noqa: F401  one process builds at a time
 from wandistiller.engine.ds_config import offload_section, on_nvme
 from wandistiller.engine.ds_schema import section_of
 from wandistiller.engine.nvcc import with_fused_adam

@@ -24,7 +24,6 @@ from wandistiller.engine.workarounds import (
     has_dynamic_loss_scale,
     leave_out_reduction_of_one_rank,
     partition_before_moving,
-    patch_flops_profiler,
     reset_adam_step_cache,
     share_adam_s_time,
     skip_nonfinite_steps,
@@ -216,8 +215,6 @@ def _engine(
 ) -> Any:
     groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
     ds = without_empty_buckets(ds, sum(p.numel() for p in model.parameters() if p.requires_grad))
-    if ds.get("flops_profiler", {}).get("enabled"):
-        patch_flops_profiler()
     if on_nvme(ds):
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         sizes = [p.numel() for p in model.parameters()]
