@@ -58,7 +58,7 @@ export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:
 build() { # one of DeepSpeed's C++ parts, once: NAME BUILDER WHAT
   [ -f ".venv/$1" ] && return
   echo "building DeepSpeed's $3 (once)"
-  python -c "import wandistiller.engine.workarounds; from deepspeed.ops.op_builder import $2; $2().load()" >".venv/$1.log" 2>&1 || { cat ".venv/$1.log" >&2; exit 1; }
+  python -c "from wandistiller.engine.patches import patch_deepspeed; patch_deepspeed(); from deepspeed.ops.op_builder import $2; $2().load()" >".venv/$1.log" 2>&1 || { cat ".venv/$1.log" >&2; exit 1; }
   touch ".venv/$1"
 }
 build cpu_adam CPUAdamBuilder "CPU Adam, about a minute"

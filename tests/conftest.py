@@ -127,8 +127,10 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
 def one_rank() -> Iterator[torch.device]:
     """The process group of a run without a launcher, in this process; gives the device."""
     from wandistiller.distributed import collectives
+    from wandistiller.engine.patches import patch_deepspeed
 
     before = dict(os.environ)
+    patch_deepspeed()
     collectives.init("warning")
     yield collectives.device()
     collectives.destroy()

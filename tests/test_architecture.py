@@ -206,6 +206,20 @@ def test_no_assert_stands_where_python_minus_O_would_drop_it() -> None:
     assert offenders(lambda m: [n.lineno for n in ast.walk(tree(m)) if isinstance(n, ast.Assert)]) == {}
 
 
+def test_an_import_changes_nothing_elsewhere() -> None:
+    """Patches of libraries are applied by one call where a process begins: `patch_deepspeed`."""
+
+    def changes(module: str) -> list[str]:
+        body = tree(module).body
+        own = {ast.unparse(t) for n in body if isinstance(n, ast.Assign) for t in n.targets}
+        calls = [n.value.func for n in body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+        targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+        places = calls + [t for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
+        return [text for text in map(ast.unparse, places) if re.split(r"[.\[]", text)[0] not in own]
+
+    assert offenders(changes) == {}
+
+
 def test_no_module_reads_pickles() -> None:
     def pickles(module: str) -> set[str]:
         calls = {ast.unparse(node.func) for node in ast.walk(tree(module)) if isinstance(node, ast.Call)}

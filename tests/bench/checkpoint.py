@@ -50,8 +50,10 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from wandistiller.checkpoint.checkpointer import Checkpointer
     from wandistiller.distributed import collectives
     from wandistiller.engine import ds_config
+    from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.student.learner import Learner
 
+    patch_deepspeed()
     collectives.init("warning")
     layers = max(1, round(millions / 16.8))  # of 16.8M parameters each
     model = small_transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)

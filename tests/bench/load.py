@@ -67,11 +67,13 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
 
     from wandistiller.distributed import collectives
     from wandistiller.engine import ds_config
+    from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.teacher.build import build_teacher
     from wandistiller.teacher.teacher_json import teacher_engine
     from wandistiller.utils.files import read_json
     from wandistiller.wan import pipeline
 
+    patch_deepspeed()
     collectives.init("warning")
     teacher = pipeline.open_wan(str(folder))
     if name != "from_pretrained":

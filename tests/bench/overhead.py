@@ -42,6 +42,7 @@ from trainers import job_of, parts_of, trainer_of
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
+from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
@@ -217,6 +218,7 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=60, help=f"a multiple of {TURN}")
     made.add_argument("--wider", type=int, default=1, help="the teacher's width over the tiny one's")
     args = made.parse_args()
+    patch_deepspeed()
     collectives.init("warning")
     pairs = [(setting, batch) for setting in args.settings for batch in args.batch]
     teacher = wider(args.folder, args.wider)

@@ -13,6 +13,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
+from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.student.calibration import velocity_error
 from wandistiller.student.initialize import start_model
 from wandistiller.teacher.base import local_modules, without_guidance
@@ -51,6 +52,7 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    patch_deepspeed()
     collectives.init("warning")
     first = job_of(folder, {})
     data, text, teacher = prepare(first)

@@ -34,6 +34,7 @@ from states import state
 from stream_14b import CONFIG, seconds
 
 from wandistiller.distributed import collectives
+from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
@@ -112,6 +113,7 @@ def overlap(small: bool) -> Iterator[str]:
 
 def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, float]]:
     """Milliseconds of copies to the GPU, of those behind kernels, and in all, by micro-steps."""
+    patch_deepspeed()
     collectives.init("warning")
     device, wan = collectives.device(), pipeline.open_wan(str(folder))
     made = build_teacher(wan, teacher_engine("x", read_json(f"ds_configs/teacher/{name}.json")))

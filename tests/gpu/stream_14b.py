@@ -90,12 +90,14 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
 def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: bool) -> dict[str, Any]:
     """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
     from wandistiller.distributed import collectives
+    from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.teacher.build import build_teacher
     from wandistiller.teacher.teacher_json import teacher_engine
     from wandistiller.utils.files import read_json
     from wandistiller.utils.keyed_random import keyed_normal
     from wandistiller.wan import pipeline, transformer
 
+    patch_deepspeed()
     collectives.init("warning")
     device, teacher = collectives.device(), pipeline.open_wan(str(folder))
     bandwidth, rate = machine_rates(device, small)

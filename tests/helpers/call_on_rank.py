@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 from wandistiller.distributed import collectives
+from wandistiller.engine.patches import patch_deepspeed
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    patch_deepspeed()
     collectives.init("warning")
     function, arguments = pickle.loads((folder / "call").read_bytes())
     result = function(*arguments)

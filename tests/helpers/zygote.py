@@ -140,7 +140,9 @@ def _serve() -> None:
 
     import wandistiller.cli.evaluate
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
+    from wandistiller.engine.patches import patch_deepspeed
 
+    patch_deepspeed()
     CPUAdamBuilder().load()
     if "SIMULATED_GPUS" in os.environ:
         _take_async_io_of_cpus()

@@ -32,9 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         from wandistiller.distributed import collectives
         from wandistiller.distributed.progress import break_silence
         from wandistiller.distributed.watchdog import tell_torchrun
+        from wandistiller.engine.patches import patch_deepspeed
     except (ImportError, MemoryError, OSError) as error:
         return _not_loaded(error)
 
+    patch_deepspeed()
     failures, silence = Failures(), None
     try:
         launchers.own_programs_first(os.environ)

@@ -6,7 +6,6 @@ from subprocess import SubprocessError
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
 
-import wandistiller.engine.workarounds  # noqa: F401  one process builds at a time
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.utils.errors import ConfigError

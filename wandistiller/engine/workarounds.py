@@ -1,8 +1,6 @@
-"""Workarounds for faults of DeepSpeed's engines (0.19.8)."""
+"""Workarounds for faults of DeepSpeed (0.19.8), for one engine each; `patches` are for the process."""
 
 import inspect
-import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,12 +8,6 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.op_builder import PinMemoryBuilder
-from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.profiling.flops_profiler import profiler
-from deepspeed.runtime import torch_autocast
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
@@ -26,14 +18,6 @@ from torch import nn
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import is_plain
-from wandistiller.engine.start_time import leave_out_muon, read_cpu_info_in_this_process
-from wandistiller.utils.extension_locks import sole_builder
-
-ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
-"""Environment variable with those that CUDA code is compiled for."""
-
-read_cpu_info_in_this_process()
-leave_out_muon()
 
 
 def without_empty_buckets(engine: EngineConfig, numel: int) -> EngineConfig:
@@ -48,67 +32,6 @@ def without_empty_buckets(engine: EngineConfig, numel: int) -> EngineConfig:
         return engine
     zero = engine.section("zero_optimization") | {"reduce_bucket_size": numel}
     return engine.replaced(zero_optimization=zero)
-
-
-def numbers_alone(architectures: str) -> str:
-    """Leave out what torch knows and DeepSpeed fails to read: letters, as in 9.0a, which some containers set.
-
-    Of names, such as Hopper, nothing is left: DeepSpeed then asks the GPUs.
-    """
-    numbers = re.sub(r"(\d)[a-z]", r"\1", architectures)
-    return "" if re.search("[A-Za-z]", numbers.replace("PTX", "")) else numbers
-
-
-def build_one_at_a_time() -> None:
-    """Let every build of an extension by DeepSpeed (0.19.8) go through `sole_builder`."""
-    load = OpBuilder.jit_load
-
-    def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
-        architectures = {ARCHITECTURES: numbers_alone(os.environ.get(ARCHITECTURES, ""))}
-        with sole_builder(builder.name), patch.dict(os.environ, architectures):
-            return load(builder, verbose)
-
-    OpBuilder.jit_load = jit_load
-
-
-build_one_at_a_time()
-
-
-def keep_libraries_of_pin_memory_to_itself() -> None:
-    """Let the extension `pin_memory` export none of the symbols of archives that the compiler links into it.
-
-    DeepSpeed (0.19.8) loads it with RTLD_GLOBAL, for async_io. A compiler that links libstdc++ statically, as
-    those of some containers do, thereby replaced streams of libraries that were loaded later: the first
-    convolution of cuDNN ended in a segmentation fault.
-    """
-    PinMemoryBuilder.extra_ldflags = lambda _: ["-Wl,--exclude-libs,ALL"]
-
-
-keep_libraries_of_pin_memory_to_itself()
-
-
-def keep_autocast_to_its_engine() -> None:
-    """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
-
-    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
-    scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
-    tests/unit/engine/test_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
-    """
-    init = DeepSpeedEngine.__init__
-
-    def start(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
-        init(engine, *args, **kwargs)
-
-    def comm_dtype(optimizer: Any, p: nn.Parameter) -> torch.dtype:
-        dtype = torch_autocast.get_comm_dtype(p)
-        return dtype if dtype in optimizer.ipg_buckets else optimizer.communication_data_type
-
-    DeepSpeedEngine.__init__ = start
-    ZeROOptimizer.get_param_comm_dtype = comm_dtype
-
-
-keep_autocast_to_its_engine()
 
 
 @contextmanager
@@ -270,9 +193,3 @@ def release_module_references(networks: Iterable[nn.Module]) -> None:
     with suppress(AttributeError, KeyError):
         cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
-
-
-def patch_flops_profiler() -> None:
-    """Make it count attention: it takes q, k and v by position, diffusers passes names (deepspeed 0.19.8)."""
-    count = profiler._attn_flops_compute
-    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)

@@ -21,7 +21,6 @@ from wandistiller.engine.workarounds import (
     has_dynamic_loss_scale,
     leave_out_reduction_of_one_rank,
     partition_before_moving,
-    patch_flops_profiler,
     reset_adam_step_cache,
     share_adam_s_time,
     skip_nonfinite_steps,
@@ -213,8 +212,6 @@ def _engine(
 ) -> Any:
     groups, config = parameter_groups(model, learning_rates, with_fused_adam(config))
     config = without_empty_buckets(config, sum(p.numel() for p in model.parameters() if p.requires_grad))
-    if config.section("flops_profiler").get("enabled"):
-        patch_flops_profiler()
     if config.on_nvme:
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         sizes = [p.numel() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""Workarounds for DeepSpeed that change no number."""
+"""Patches of DeepSpeed, and workarounds that change no number."""
 
 import ctypes
 import os
@@ -11,11 +11,16 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import PinMemoryBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
 from ranks import run
 
 from wandistiller.engine import workarounds
+from wandistiller.engine.patches import numbers_alone, patch_deepspeed
 from wandistiller.utils.keyed_random import keyed_normal
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def weights_after(steps: int, size: int) -> list[torch.Tensor]:
@@ -38,7 +43,7 @@ def test_adam_in_parts_changes_no_bit(size: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_gpu_architectures_with_letters_are_read_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", workarounds.numbers_alone("8.0 9.0a;10.0f+PTX"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", numbers_alone("8.0 9.0a;10.0f+PTX"))
     builder = FusedAdamBuilder()
     builder.jit_mode = True
     builder.compute_capability_args()
@@ -46,8 +51,8 @@ def test_gpu_architectures_with_letters_are_read_by_deepspeed(monkeypatch: pytes
 
 
 def test_of_gpu_architectures_by_name_nothing_is_left_so_that_deepspeed_asks_the_gpus() -> None:
-    assert workarounds.numbers_alone("Ampere;9.0a") == workarounds.numbers_alone("Hopper") == ""
-    assert workarounds.numbers_alone("9.0+PTX") == "9.0+PTX"
+    assert numbers_alone("Ampere;9.0a") == numbers_alone("Hopper") == ""
+    assert numbers_alone("9.0+PTX") == "9.0+PTX"
 
 
 def test_the_processor_is_known_as_the_library_knows_it() -> None:
@@ -57,12 +62,20 @@ def test_the_processor_is_known_as_the_library_knows_it() -> None:
     assert all((flag in found["flags"]) == (flag in whole["flags"]) for flag in ("avx2", "avx512f"))
 
 
+def test_patches_are_applied_once() -> None:
+    before = OpBuilder.jit_load, DeepSpeedEngine.__init__, cpuinfo.get_cpu_info
+    patch_deepspeed()
+    assert before == (OpBuilder.jit_load, DeepSpeedEngine.__init__, cpuinfo.get_cpu_info)
+    assert OpBuilder.jit_load.__module__ == patch_deepspeed.__module__
+
+
 @pytest.mark.slow
 def test_an_engine_with_adam_starts_without_torch_s_compiler() -> None:
     code = """
 import sys, torch, deepspeed
 from wandistiller.distributed import collectives
-import wandistiller.engine.workarounds
+from wandistiller.engine.patches import patch_deepspeed
+patch_deepspeed()
 collectives.init("warning")
 ds = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 deepspeed.initialize(model=torch.nn.Linear(2, 2), config=ds | {"zero_optimization": {"stage": 2}})

@@ -1,0 +1,124 @@
+"""Replaced functions of DeepSpeed (0.19.8): one list, applied by one call where a process begins."""
+
+import os
+import platform
+import re
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import cpuinfo
+import torch
+from deepspeed.ops.op_builder import PinMemoryBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.profiling.flops_profiler import profiler
+from deepspeed.runtime import engine, torch_autocast
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch import nn
+
+from wandistiller.utils.extension_locks import sole_builder
+
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+"""Environment variable with those that CUDA code is compiled for."""
+
+
+@cache
+def patch_deepspeed() -> None:
+    """Apply all patches to this process, before it joins others or makes an engine; again: nothing."""
+    for apply in (
+        read_cpu_info_in_this_process,
+        leave_out_muon,
+        build_one_at_a_time,
+        keep_libraries_of_pin_memory_to_itself,
+        keep_autocast_to_its_engine,
+        count_attention_in_flops,
+    ):
+        apply()
+
+
+def read_cpu_info_in_this_process() -> None:
+    """Let builders read /proc/cpuinfo; by itself the library starts another Python, for a second (0.19.8).
+
+    They use the vendor, the kind of processor and its flags; elsewhere than on Linux all is as it was.
+    """
+    elsewhere, library = cpuinfo.get_cpu_info, cpuinfo.cpuinfo
+
+    def read() -> dict[str, Any]:
+        try:
+            info = library._get_cpu_info_from_proc_cpuinfo()
+            kind, bits = library._parse_arch(platform.machine())
+        except AttributeError:  # they are the library's own, of version 9.0
+            return elsewhere()
+        return info | {"arch": kind, "bits": bits} if info.get("flags") else elsewhere()
+
+    cpuinfo.get_cpu_info = cache(read)
+
+
+def leave_out_muon() -> None:
+    """Let ZeRO look for a usual optimizer before it imports Muon, and torch's compiler with it (0.19.8)."""
+    supported = engine.is_zero_supported_optimizer
+
+    def is_supported(optimizer: Any) -> bool:
+        return type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS or supported(optimizer)
+
+    engine.is_zero_supported_optimizer = is_supported
+
+
+def numbers_alone(architectures: str) -> str:
+    """Leave out what torch knows and DeepSpeed fails to read: letters, as in 9.0a, which some containers set.
+
+    Of names, such as Hopper, nothing is left: DeepSpeed then asks the GPUs.
+    """
+    numbers = re.sub(r"(\d)[a-z]", r"\1", architectures)
+    return "" if re.search("[A-Za-z]", numbers.replace("PTX", "")) else numbers
+
+
+def build_one_at_a_time() -> None:
+    """Let every build of an extension (0.19.8) go through `sole_builder`, for `numbers_alone`."""
+    load = OpBuilder.jit_load
+
+    def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
+        architectures = {ARCHITECTURES: numbers_alone(os.environ.get(ARCHITECTURES, ""))}
+        with sole_builder(builder.name), patch.dict(os.environ, architectures):
+            return load(builder, verbose)
+
+    OpBuilder.jit_load = jit_load
+
+
+def keep_libraries_of_pin_memory_to_itself() -> None:
+    """Let the extension `pin_memory` export none of the symbols of archives that the compiler links into it.
+
+    DeepSpeed (0.19.8) loads it with RTLD_GLOBAL, for async_io. A compiler that links libstdc++ statically, as
+    those of some containers do, thereby replaced streams of libraries that were loaded later: the first
+    convolution of cuDNN ended in a segmentation fault.
+    """
+    PinMemoryBuilder.extra_ldflags = lambda _: ["-Wl,--exclude-libs,ALL"]
+
+
+def keep_autocast_to_its_engine() -> None:
+    """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
+
+    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
+    scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
+    tests/unit/engine/test_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
+    """
+    init = DeepSpeedEngine.__init__
+
+    def start(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+        init(engine, *args, **kwargs)
+
+    def comm_dtype(optimizer: Any, p: nn.Parameter) -> torch.dtype:
+        dtype = torch_autocast.get_comm_dtype(p)
+        return dtype if dtype in optimizer.ipg_buckets else optimizer.communication_data_type
+
+    DeepSpeedEngine.__init__ = start
+    ZeROOptimizer.get_param_comm_dtype = comm_dtype
+
+
+def count_attention_in_flops() -> None:
+    """Let the profiler count attention: it takes q, k and v by position, diffusers passes names (0.19.8)."""
+    count = profiler._attn_flops_compute
+    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)
