@@ -122,7 +122,7 @@ def test_markdown_json_and_picture_have_the_figures_and_their_meaning(
 
 @pytest.mark.usefixtures("one_rank")
 def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path: Path) -> None:
-    prompts = shapes.held_out_prompts()[:4]
+    prompts = shapes.HELD_OUT[:4]
     flags = "--height 64 --width 64 --steps 1 --quick".split()
     result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, *flags, prompts=prompts))
     none = {"count": 0, "value": 0.0, "low": 0.0, "high": 0.489891}  # random weights

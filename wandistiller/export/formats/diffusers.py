@@ -14,7 +14,7 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
-from wandistiller.wan.component_classes import known_config, known_index
+from wandistiller.wan.components import known_config, known_index
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config

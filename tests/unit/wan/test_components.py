@@ -14,7 +14,7 @@ from wandistiller.cli.parser import read
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
-from wandistiller.wan.component_classes import known_config
+from wandistiller.wan.components import known_config
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import TINY, open_wan, require_weights
 
