@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from wandistiller.wan.transformer_config import TransformerConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -12,7 +14,7 @@ class Facts:
     teacher_path: str = ""
     teacher_revision: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
-    """The student's full config."""
+    """The student's config.json."""
     init: str | None = None
     """`teacher`, a pipeline's folder, or the name of the run that it starts from."""
     keep_layers: str | list[int] | None = None
@@ -57,6 +59,11 @@ class Facts:
         names = [f.name for f in fields(self)]
         always = names[: names.index("before")]
         return {key: value for key, value in vars(self).items() if key in always or value is not None}
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The config of each of the student's networks."""
+        return TransformerConfig.of(self.transformer)
 
     @property
     def has_boundary(self) -> bool:

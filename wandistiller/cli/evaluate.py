@@ -227,6 +227,6 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
     folders = {"The student": student}
     if not (evaluation.placement and evaluation.placement.on_one_rank):
         folders["The teacher"] = teacher
-    heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
+    heads = {name: folder.config.num_attention_heads for name, folder in folders.items()}
     patches = {} if of_student else {size: student.tokens(*size)}
     return problems + division_problems("evaluate", sharers, world, heads, patches)

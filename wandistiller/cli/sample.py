@@ -54,7 +54,7 @@ def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
         )
         problems += sampling_problems(folder, settings)
         size = settings.height, settings.width, settings.num_frames
-        heads = {"The pipeline": folder.config["num_attention_heads"]}
+        heads = {"The pipeline": folder.config.num_attention_heads}
         patches = {size: folder.tokens(*size)}
         problems += division_problems(
             "sample", flags.context_parallel, collectives.world_size(), heads, patches

@@ -77,7 +77,7 @@ class Source(NamedTuple):
         Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
         file is closed.
         """
-        model = transformer.meta_transformer(self.facts.transformer)
+        model = transformer.meta_transformer(self.facts.config)
         if self.facts.lora:
             add_lora(model, Lora(**self.facts.lora), seed=0)
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):

@@ -6,12 +6,12 @@ Shape letters: D the teacher's width, d the student's, H heads, E a head's width
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wandistiller.student.slicing import Subspace, WidthSlicer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
 """Reads the teacher's tensor of a name, float32 on the CPU."""
@@ -39,7 +39,11 @@ class CalibrationStats:
 
 
 def plan(
-    config: dict[str, Any], teacher: dict[str, Any], blocks: list[int], stats: CalibrationStats, read: Read
+    config: TransformerConfig,
+    teacher: TransformerConfig,
+    blocks: list[int],
+    stats: CalibrationStats,
+    read: Read,
 ) -> WidthSlicer:
     """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.
 
@@ -47,8 +51,8 @@ def plan(
         blocks: the teacher's layers that are kept.
     """
     axes: dict[str, Subspace] = {}
-    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
-    if (heads, head_dim) != (teacher["num_attention_heads"], teacher["attention_head_dim"]):
+    heads, head_dim = config.num_attention_heads, config.attention_head_dim
+    if (heads, head_dim) != (teacher.num_attention_heads, teacher.attention_head_dim):
         width = heads * head_dim
         axes["stream"] = _stream(stats.stream_DD, width)
         axes["text"] = Subspace(_principal(stats.text_DD, width))
@@ -59,10 +63,10 @@ def plan(
         for i in blocks:
             for attention in (f"blocks.{i}.attn1", f"blocks.{i}.attn2"):
                 axes |= _attention(stats, read, attention, teacher, heads, head_dim)
-    if config["ffn_dim"] != teacher["ffn_dim"]:
+    if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
             score_U = _input_scores(stats, read, f"blocks.{i}.ffn.net.2")
-            axes[f"blocks.{i}.ffn"] = Subspace(_strongest(score_U, config["ffn_dim"]))
+            axes[f"blocks.{i}.ffn"] = Subspace(_strongest(score_U, config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
 
@@ -92,10 +96,10 @@ def _stream(moment_DD: Tensor, width: int) -> Subspace:
 
 
 def _attention(
-    stats: CalibrationStats, read: Read, name: str, teacher: dict[str, Any], heads: int, head_dim: int
+    stats: CalibrationStats, read: Read, name: str, teacher: TransformerConfig, heads: int, head_dim: int
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
-    old = teacher["attention_head_dim"]
+    old = teacher.attention_head_dim
     score_HE = _input_scores(stats, read, f"{name}.to_out.0").view(-1, old)
     kept_H = _strongest(score_HE.sum(1), heads)
     within_E = torch.tensor(rope_units(old, head_dim))

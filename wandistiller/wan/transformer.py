@@ -1,7 +1,7 @@
 """One Wan transformer: its meta-device copy, sizes, parameter dtypes, kernels and velocity."""
 
+import inspect
 from math import prod
-from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -14,15 +14,22 @@ from wandistiller.engine.kernels import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
-def meta_transformer(config: dict[str, Any]) -> WanTransformer3DModel:
+def meta_transformer(config: TransformerConfig) -> WanTransformer3DModel:
     """Make the model without memory for its parameters (meta device), with real rope tables."""
     # torch draws even numbers that have no memory, half of the time
     with no_init_weights(), torch.device("meta"):
-        model = WanTransformer3DModel.from_config(config)
+        model = WanTransformer3DModel.from_config(config.raw)
     model.rope = fresh_rope(model)
     return model
+
+
+def usual_config(**sizes: int) -> TransformerConfig:
+    """Return diffusers' default config, that of Wan2.1 14B, with other sizes."""
+    parameters = inspect.signature(WanTransformer3DModel.__init__).parameters.values()
+    return TransformerConfig.of({p.name: p.default for p in parameters if p.name != "self"} | sizes)
 
 
 def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
@@ -36,19 +43,14 @@ def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
     return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
 
 
-def top_modules(config: dict[str, Any]) -> list[str]:
+def top_modules(config: TransformerConfig) -> list[str]:
     """Return the modules that a device map assigns to devices: each block, and the model's other modules."""
-    children = meta_transformer(config | {"num_layers": 1}).named_children()
+    children = meta_transformer(config.replaced(num_layers=1)).named_children()
     others = [name for name, module in children if name != "blocks" and list(module.parameters())]
-    return [f"blocks.{i}" for i in range(config["num_layers"])] + others
+    return [f"blocks.{i}" for i in range(config.num_layers)] + others
 
 
-def width(config: dict[str, Any]) -> int:
-    """Return the width of a hidden state."""
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
-def count_parameters(config: dict[str, Any]) -> int:
+def count_parameters(config: TransformerConfig) -> int:
     """Count the parameters of the transformer that `config` describes."""
     return sum(numels(config).values())
 
@@ -78,13 +80,13 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
             block.forward = torch.compile(block.forward)
 
 
-def new_network(config: dict[str, Any]) -> nn.Module:
+def new_network(config: TransformerConfig) -> nn.Module:
     """Make a network with diffusers' initial weights, float32."""
-    return WanTransformer3DModel.from_config(config)
+    return WanTransformer3DModel.from_config(config.raw)
 
 
 def blank_state(
-    config: dict[str, Any],
+    config: TransformerConfig,
     latent: tuple[int, ...],
     samples: int = 1,
     text_tokens: int = TEXT_TOKENS,
@@ -95,7 +97,7 @@ def blank_state(
     Args:
         latent: shape CFHW.
     """
-    shapes = latent, (), (text_tokens, config["text_dim"])
+    shapes = latent, (), (text_tokens, config.text_dim)
     x_t_BCFHW, sigma_B, text_BLD = (torch.empty(samples, *shape, device=device) for shape in shapes)
     conditioning = Conditioning(text_BLD)
     return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=Expert.HIGH_NOISE)
@@ -117,17 +119,17 @@ def velocity(model: nn.Module, state: State) -> Tensor:
 
 
 @once_for_each
-def numels(config: dict[str, Any]) -> dict[str, int]:
+def numels(config: TransformerConfig) -> dict[str, int]:
     """Return the number of elements of each parameter of the transformer that `config` describes, by name."""
     return {name: prod(shape) for name, shape in shapes(config).items()}
 
 
 @once_for_each
-def shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+def shapes(config: TransformerConfig) -> dict[str, list[int]]:
     """Return the shape of each parameter of the transformer that `config` describes, by name."""
-    one, found = meta_transformer(config | {"num_layers": 1}), {}
+    one, found = meta_transformer(config.replaced(num_layers=1)), {}
     block = {name: list(p.shape) for name, p in one.blocks[0].named_parameters()}
-    numbers = range(config["num_layers"])
+    numbers = range(config.num_layers)
     blocks = {f"blocks.{k}.{name}": shape for k in numbers for name, shape in block.items()}
     for name, p in one.named_parameters():
         found |= blocks if name.startswith("blocks.") else {name: list(p.shape)}

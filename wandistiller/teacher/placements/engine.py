@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import deepspeed
 from torch import nn
@@ -24,6 +24,7 @@ from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, parameter_dtype
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 OVERHEAD = 40 * 2**20
@@ -77,7 +78,7 @@ class Engine(Placement):
     def sharers(self, topology: Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         if self.engine.stage == 0:
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
@@ -87,13 +88,13 @@ class Engine(Placement):
         parts = partition_bytes(sizes, sharers)
         return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
 
-    def behind(self, config: dict[str, Any]) -> int:
+    def behind(self, config: TransformerConfig) -> int:
         return behind_bytes(self.parameter_sizes(config), self.engine) if self.engine.stage == 3 else 0
 
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0
 
-    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
         if self.engine.stage == 0:
             return
         home, t = self.engine.weights_on, topology
