@@ -33,6 +33,7 @@ from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import read_placement, teacher_engine
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
+from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import top_modules, width
 
 
@@ -192,7 +193,7 @@ def _student_json(run: RunConfig, parts: dict[str, Any], world: int) -> tuple[st
     except ConfigError:
         return where, fill_steps(ds, 1)  # reported when the engine is checked
     if isinstance(ds.get(SECTION), dict) and not recompute_problems(where, ds):
-        ds = with_number(ds, config["num_layers"])
+        ds = with_number(ds, config["num_layers"], PARTS)
     return where, fill_steps(ds, _max_steps(run, parts.get("items"), total))
 
 

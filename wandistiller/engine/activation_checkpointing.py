@@ -9,8 +9,6 @@ from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import Count, check, types_of
 
 SECTION = "activation_checkpointing"
-MODULES = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
-"""The recomputed part -> its names inside a WanTransformerBlock; the block itself for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +19,6 @@ class CheckpointPolicy:
     """Recomputed part: whole `blocks`, or in each only `attention` (self and cross) or `feed_forward`."""
     checkpoint_every: Count = 1
     """2: in every second block, from the first."""
-
-    def calls(self, layers: int) -> int:
-        """Checkpoints made in one forward pass."""
-        return -(-layers // self.checkpoint_every) * max(1, len(MODULES[self.checkpoint]))
 
 
 def read_recompute(ds: dict[str, Any]) -> CheckpointPolicy | None:
@@ -58,11 +52,15 @@ def recompute_problems(where: str, ds: dict[str, Any]) -> list[str]:
     return problems
 
 
-def with_number(ds: dict[str, Any], layers: int) -> dict[str, Any]:
-    """`ds` with the number of checkpoints written out, which contiguous buffers are sized by."""
+def with_number(ds: dict[str, Any], layers: int, parts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """`ds` with the number of checkpoints written out, which contiguous buffers are sized by.
+
+    Args:
+        parts: modules of a block by the recomputed part; none for the whole.
+    """
     policy = read_recompute(ds)
     if policy is None or not ds[SECTION].get("contiguous_memory_optimization"):
         return ds
-    section = dict(ds[SECTION])
-    section.setdefault("number_checkpoints", policy.calls(layers))
+    section, calls = dict(ds[SECTION]), -(-layers // policy.checkpoint_every)
+    section.setdefault("number_checkpoints", calls * max(1, len(parts[policy.checkpoint])))
     return ds | {SECTION: section}

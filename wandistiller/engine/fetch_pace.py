@@ -51,8 +51,8 @@ class FetchPace:
         self._ends.append(end)
 
 
-def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
-    """Return `ds` with the weights of a block fetched at once under ZeRO-3, in half the time of the host.
+def fetching_blocks(ds: dict[str, Any], block_class: str) -> dict[str, Any]:
+    """Return `ds` with each block's weights fetched at once under ZeRO-3, in half the time of the host.
 
     On NVMe it would need a buffer for each matrix of a block, the largest's size. And only for a network
     that is not trained: before a backward pass DeepSpeed (0.19.8) releases the frozen
@@ -61,11 +61,15 @@ def fetching_blocks(ds: dict[str, Any]) -> dict[str, Any]:
     """
     if stage(ds) < 3 or offload_device(ds) == "nvme":
         return ds
-    blocks = {"leaf_module": {"classes": ["WanTransformerBlock"]}}
+    blocks = {"leaf_module": {"classes": [block_class]}}
     return ds | {"zero_optimization": blocks | ds["zero_optimization"]}
 
 
-def pace_fetches(model: nn.Module) -> None:
-    """Bound the memory of the fetched weights of a ZeRO-3 model in its engine, if it computes on a GPU."""
+def pace_fetches(modules: Iterable[nn.Module]) -> None:
+    """Bound the memory of the fetched weights of a ZeRO-3 model in its engine, if it computes on a GPU.
+
+    Args:
+        modules: the model's, in the order of their calls; each fetches weights.
+    """
     if on_accelerator():
-        FetchPace([model.condition_embedder, *model.blocks], torch.get_device_module(kind()).Event)
+        FetchPace(modules, torch.get_device_module(kind()).Event)

@@ -13,7 +13,6 @@ from wandistiller.engine.ds_config import dtype_name, offload_device, offload_se
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
-    block_name,
     gathered_bytes,
     one_at_a_time,
     partition_bytes,
@@ -23,6 +22,7 @@ from wandistiller.engine.zero_memory import (
 from wandistiller.planner.student_network import Network
 from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.structure import block_of
 
 WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
 GATHERED, HELD = "gathered weights", "weights that backward waits for"
@@ -130,7 +130,7 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, zero_setting(ds, "sub_group_size"))
     reused = zero_setting(ds, "stage3_max_reuse_distance")
-    kept, transient = gathered_bytes(every, ds, ranks, reused, blocks=False)
+    kept, transient = gathered_bytes(every, ds, ranks, reused)
     held = _held_bytes(every, ds) if transient else 0
     in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
     weights = {
@@ -165,7 +165,7 @@ def _held_bytes(sizes: list[ParameterSize], ds: dict[str, Any]) -> int:
     """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
     blocks: Counter[str] = Counter()
     for s in sizes:
-        blocks[block_name(s.name)] += s.part(1)
+        blocks[block_of(s.name)] += s.part(1)
     return max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
 
 

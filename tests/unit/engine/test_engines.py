@@ -27,6 +27,7 @@ from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
+from wandistiller.wan.structure import PARTS
 
 LAYERS = 3
 
@@ -41,7 +42,7 @@ def batch(seed: int) -> Batch:
 def engine_json(**more: Any) -> dict[str, Any]:
     adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
     ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
-    return with_number(student_engine("x.json", ds, 1)[0], LAYERS)
+    return with_number(student_engine("x.json", ds, 1)[0], LAYERS, PARTS)
 
 
 def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:
@@ -59,7 +60,7 @@ def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:
 def plain_bf16_curve(steps: int = 5) -> list[float]:
     """The same without DeepSpeed: bf16 weights, float32 masters made from them, torch's AdamW."""
     model = small_transformer(0, LAYERS).bfloat16()
-    model.rope = transformer.fresh_rope(model)
+    transformer.renew_rope(model)
     optimizer, losses = MixedAdamW(model), []
     for step in range(steps):
         b = batch(step)

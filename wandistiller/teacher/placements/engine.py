@@ -18,6 +18,7 @@ from wandistiller.engine.zero_memory import (
     Bytes,
     behind_bytes,
     gathered_bytes,
+    module_of,
     partition_bytes,
     swapped_bytes,
 )
@@ -25,7 +26,8 @@ from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
 from wandistiller.utils.errors import problem
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import numels, parameter_dtype
+from wandistiller.wan.structure import BLOCK_CLASS, block_of, block_or_module
+from wandistiller.wan.transformer import called_in_turn, numels, parameter_dtype
 from wandistiller.wan.weight_reader import WeightReader
 
 OVERHEAD = 40 * 2**20
@@ -59,7 +61,8 @@ class Engine(Placement):
         if stage(ds) == 0:  # an engine would only copy rank 0's weights over everyone's
             return load_whole(reader, config, dtype, device, self.weights)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-        engine_ds = fetching_blocks({k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")})
+        engine_ds = {k: v for k, v in without_block(ds).items() if k not in ("bf16", "fp16")}
+        engine_ds = fetching_blocks(engine_ds, BLOCK_CLASS)
         peers = collectives.node_peers() if self.shards == "node" else None
         if offload_device(ds) == "nvme":
             collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
@@ -69,7 +72,7 @@ class Engine(Placement):
             engine_ds = nvme.to_own_folder(engine_ds, swapped, f"teacher_{expert.value}", sharers)
         model = load_sharded(reader, config, dtype, engine_ds, device, peers)
         engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_ds)
-        pace_fetches(model)
+        pace_fetches(called_in_turn(model))
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
 
@@ -83,14 +86,16 @@ class Engine(Placement):
         if stage(ds) == 0:
             return super().memory(config, ds, sharers)
         sizes, home = parameter_sizes(config, ds), offload_device(ds)
-        kept, transient = gathered_bytes(sizes, ds, sharers, blocks=home != "nvme")
+        kept, transient = gathered_bytes(
+            sizes, ds, sharers, unit_of=module_of if home == "nvme" else block_or_module
+        )
         if home == "nvme":
             return Bytes(kept, transient) + swapped_bytes(sizes, ds, sharers, dtype_of(ds).itemsize)
         parts = partition_bytes(sizes, sharers)
         return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
 
     def behind(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
-        return behind_bytes(parameter_sizes(config, ds), ds) if stage(ds) == 3 else 0
+        return behind_bytes(parameter_sizes(config, ds), ds, block_of) if stage(ds) == 3 else 0
 
     def overhead(self, ds: dict[str, Any]) -> int:
         return OVERHEAD if stage(ds) == 3 else 0
