@@ -79,7 +79,7 @@ def row(name: str, steps: int, folder: Path) -> str:
     from wandistiller.tiny import shapes
 
     torch.set_num_threads(1)
-    pipeline, prompts = open_pipeline(output / "student", torch.float32), shapes.held_out_prompts()
+    pipeline, prompts = open_pipeline(output / "student", torch.float32), shapes.HELD_OUT
     how, right = Sampling(height=64, width=64), 0
     for i in range(0, len(prompts), 8):
         pixels_BCFHW = draw(pipeline, prompts[i : i + 8], list(range(i, i + 8)), how)

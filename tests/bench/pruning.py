@@ -17,7 +17,7 @@ from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.student.calibration import velocity_error
 from wandistiller.student.initialize import start_model
 from wandistiller.teacher.base import local_modules, without_guidance
-from wandistiller.tiny.shapes import seen_prompts
+from wandistiller.tiny.shapes import SEEN
 from wandistiller.training.build_student import calibration_of, plan_pruning
 from wandistiller.training.prepare import guided_teacher, prepare
 from wandistiller.utils.files import SHIPPED, read_json
@@ -33,7 +33,7 @@ TWO = [{"experts": "two", **cut} for cut in ({}, *DEPTHS, *FFN, *WIDTHS)]
 
 def job_of(folder: Path, student: dict[str, Any]) -> Job:
     prompts = folder / "prompts.txt"
-    prompts.write_text("\n".join(seen_prompts()[::16]) + "\n")
+    prompts.write_text("\n".join(SEEN[::16]) + "\n")
     changes = {
         "data_path": str(prompts),
         "output_dir": str(folder / "run"),

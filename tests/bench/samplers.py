@@ -21,7 +21,7 @@ from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import STEPS
 from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.teacher.base import LocalTeacher
-from wandistiller.tiny.shapes import held_out_prompts
+from wandistiller.tiny.shapes import HELD_OUT
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_step_config
@@ -38,7 +38,7 @@ def main() -> None:
     args = made.parse_args()
     pipe = WanPipeline.from_pretrained(args.student, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    prompts = held_out_prompts()[:16]
+    prompts = HELD_OUT[:16]
     text_BLD, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
     folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: pipe.transformer})
     noise = keyed_normal((len(prompts), *folder.latent_shape(64, 64, 1)), "bench")

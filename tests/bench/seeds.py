@@ -42,7 +42,7 @@ def scores(student: Path, steps: int) -> Scores:
     from wandistiller.tiny import shapes
 
     torch.set_num_threads(1)
-    pipeline, prompts = open_pipeline(student, torch.float32), shapes.held_out_prompts()
+    pipeline, prompts = open_pipeline(student, torch.float32), shapes.HELD_OUT
     how, right, errors, apart = Sampling(height=64, width=64, steps=steps), 0, [], []
     for i in range(0, len(prompts), 8):
         part = prompts[i : i + 8]

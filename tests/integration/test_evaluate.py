@@ -16,7 +16,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from wandistiller.batch import Expert
 from wandistiller.cli.evaluate import evaluate, read_evaluation
-from wandistiller.cli.parser import parser
+from wandistiller.cli.parser import read as flags_of
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.metrics import METRICS, Metric
@@ -34,7 +34,7 @@ Copy = Callable[..., Path]
 
 def read(*words: str | Path) -> Evaluation:
     """A command line, read as the command reads it."""
-    return read_evaluation(vars(parser().parse_args(["evaluate", *map(str, words)])), torch.float32, 1)
+    return read_evaluation(flags_of(["evaluate", *map(str, words)])[1], torch.float32, 1)
 
 
 def comparison(student: Path, output: Path, *flags: str | Path, prompts: list[str] = PROMPTS) -> Evaluation:
@@ -122,7 +122,7 @@ def test_markdown_json_and_picture_have_the_figures_and_their_meaning(
 
 @pytest.mark.usefixtures("one_rank")
 def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path: Path) -> None:
-    prompts = shapes.held_out_prompts()[:4]
+    prompts = shapes.HELD_OUT[:4]
     flags = "--height 64 --width 64 --steps 1 --quick".split()
     result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, *flags, prompts=prompts))
     none = {"count": 0, "value": 0.0, "low": 0.0, "high": 0.489891}  # random weights
@@ -267,14 +267,20 @@ def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_all_that_is_wrong_with_the_flags_comes_at_once(wan1: Path, tmp_path: Path) -> None:
-    flags = f"--teacher_path {wan1} --height 30 --batch 0 --clip_path {tmp_path} --guidance_scale_2 3"
-    flags += " --teacher_deepspeed_config ds_configs/teacher/auto.json --prompts none.txt"
-    with pytest.raises(ConfigError) as caught:
-        comparison(wan1, write_json(tmp_path / "file", 0), *flags.split())
+def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_go_together(
+    wan1: Path, tmp_path: Path
+) -> None:
+    def assert_wrong(output: Path, words: str, messages: list[str]) -> None:
+        together = ["--teacher_path", wan1, "--height", "30", "--guidance_scale_2", "3"]
+        with pytest.raises(ConfigError) as caught:
+            comparison(wan1, output, *together, *words.split())
+        assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
+
+    words = f"--batch 0 --clip_path {tmp_path} --teacher_deepspeed_config ds_configs/teacher/auto.json"
     messages = ["`batch` is 0", '`wandistiller.placement` is "auto"', "none.txt: no such file"]
-    messages += ["`height` is 30", "`guidance_scale_2` is 3.0", "`output` is", "`clip_path` is"]
-    assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
+    messages += ["`output` is", "`clip_path` is"]
+    assert_wrong(write_json(tmp_path / "file", 0), f"{words} --prompts none.txt", messages)
+    assert_wrong(tmp_path / "out", "", ["`height` is 30", "`guidance_scale_2` is 3.0"])
 
 
 @pytest.mark.usefixtures("one_rank")

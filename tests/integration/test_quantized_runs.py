@@ -14,7 +14,7 @@ pytest.importorskip("torchao")
 from on_ranks.quantized import FORMATS, PLACEMENTS, teacher_json
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
-from wandistiller.cli.parser import parser
+from wandistiller.cli.parser import read
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import _teacher_fingerprint
@@ -68,7 +68,7 @@ def test_evaluate_reports_the_error_of_a_quantised_teacher(tmp_path: Path, wan2:
     words = "--height 32 --width 32 --steps 1 --quick --guidance_scale 1 --prompts a b".split()
     words += ["--student", wan2, "--teacher_path", wan2, "--output", tmp_path]
     words += ["--teacher_deepspeed_config", file]
-    flags = vars(parser().parse_args(["evaluate", *map(str, words)]))
+    _, flags = read(["evaluate", *map(str, words)])
     result = evaluate(read_evaluation(flags, torch.float32, 1))
     bands = result["teacher_weights_velocity_error"]["bands"]
     assert result["teacher_weights"] == "nf4" and [*bands][-1] == "0.875-1"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
 
+from wandistiller.cli.flags import DoctorFlags
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import is_untried, on_accelerator, title
 from wandistiller.engine.extensions import BUILD_ERRORS, load_extension, reason
@@ -45,7 +46,7 @@ UNITS = {
 """Rate -> its unit."""
 
 
-def run(flags: dict[str, Any]) -> None:
+def run(flags: DoctorFlags) -> None:
     """Describe this machine, a line each; of missing parts how to install them. Collective."""
     collectives.init()
     required, extras, parts = versions(), {name: version(name) for name in EXTRAS}, _parts()
@@ -56,7 +57,7 @@ def run(flags: dict[str, Any]) -> None:
     lines += parts.values()
     lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
     lines += [*_memory(), *slow_bf16()]
-    if flags["measure"]:
+    if flags.measure:
         lines += _rates()
     collectives.destroy()
     for line in lines:

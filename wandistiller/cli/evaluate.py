@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from wandistiller.config.sequence_checks import KEY, division_problems
+from wandistiller.checkpoint.facts import Facts
+from wandistiller.cli.flags import EvaluateFlags
+from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, device, sequence
-from wandistiller.engine import ds_config
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import (
@@ -23,8 +24,9 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
 from wandistiller.export.source import FACTS, trained_steps
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
-from wandistiller.teacher.teacher_json import AUTO, read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
@@ -48,12 +50,12 @@ FACT_TYPES = of_type(
 """Keys that are read of an exported student's facts, and their types."""
 
 
-def run(flags: dict[str, Any]) -> None:
+def run(flags: EvaluateFlags) -> None:
     """Check everything on every rank, then compare."""
     with collectives.raise_on_all_ranks():
-        evaluation = read_evaluation(flags, resolve_dtype(flags["dtype"]), collectives.world_size())
+        evaluation = read_evaluation(flags, resolve_dtype(flags.dtype), collectives.world_size())
     collectives.init()
-    sequence.share(flags[KEY])
+    sequence.share(flags.context_parallel)
     evaluate(evaluation)
     collectives.destroy()
 
@@ -81,86 +83,80 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
 
 
 @readable()
-def read_evaluation(flags: dict[str, Any], dtype: torch.dtype, world: int) -> Evaluation:
+def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Evaluation:
     """Check the command's flags and both folders; defaults are the student's training settings.
 
     Raises:
-        ConfigError: with every problem; no weights were read.
+        ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
+            were read.
     """
-    problems, flags = _steps(flags | {"student": student_of(flags["student"])})
-    parts: dict[str, Any] = {}
+    name, problems = student_of(flags.student), number_problems("evaluate", vars(flags))
     with collecting(problems):
-        facts = _facts(flags)
+        facts = _facts(name, flags.teacher_path)
         with collecting(problems):
-            parts["student"] = _folder(flags["student"])
-        name = flags["teacher_path"] or facts["teacher_path"]
-        # .get: checkpoints made before `teacher_revision` have no such fact
-        revision = facts.get("teacher_revision") if name == facts.get("teacher_path") else None
-        with collecting(problems):
-            parts["teacher"] = _folder(name, revision)
-            flags = _complete(flags, facts, parts["teacher"])
-            parts["teacher_ds"] = _teacher_json(flags["teacher_deepspeed_config"], parts["teacher"], world)
+            student = _folder(name)
+        teachers = flags.teacher_path or facts.teacher_path
+        teacher = _folder(teachers, facts.teacher_revision if teachers == facts.teacher_path else None)
+        placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
-        prompts = read_prompts(flags["prompts"])
-        number = max(1, min(flags["num_prompts"], len(prompts)))
-        parts["prompts"] = [prompts[i * len(prompts) // number] for i in range(number)]
-    if {"teacher", "student"} <= parts.keys():
-        problems += _pair_problems(flags, parts, world)
-    student = Path(flags["student"])
-    output = flags["output"] or (student.parent if student.is_dir() else Path("evaluation"))
+        prompts = read_prompts(flags.prompts)
+    place = Path(name)
+    output = flags.output or (place.parent if place.is_dir() else Path("evaluation"))
     problems += folder_problems("output", output) or inside_problems(
-        "output", output, {"student_path": student}
+        "output", output, {"student_path": place}
     )
-    problems += clip_problems(flags["clip_path"]) if flags["clip_path"] else []
+    problems += clip_problems(flags.clip_path) if flags.clip_path else []
     if problems:
         raise ConfigError(*problems)
-    size = {k: flags[k] for k in ("height", "width", "num_frames")}
-    guidance = {k: flags[k] for k in ("guidance_scale", "guidance_scale_2", "negative_prompt")}
-    return Evaluation(
-        **parts,
+    number, steps = min(flags.num_prompts, len(prompts)), flags.steps or []
+    for_teacher, for_student = _samplings(flags, facts, teacher)
+    evaluation = Evaluation(
+        teacher=teacher,
+        student=student,
+        placement=placement,
+        prompts=[prompts[i * len(prompts) // number] for i in range(number)],
         output=output,
         dtype=dtype,
-        teacher_sampling=Sampling(**size, steps=flags["teacher_steps"], **guidance),
-        student_sampling=Sampling(**size, steps=flags["steps"]),
-        clip=flags["clip_path"],
-        trained=trained_steps(Path(flags["student"])),
-        **{k: flags[k] for k in ("seed", "batch", "quick", "numbers")},
+        teacher_sampling=for_teacher,
+        student_sampling=for_student,
+        clip=flags.clip_path,
+        trained=trained_steps(place),
+        seed=flags.seed,
+        batch=flags.batch,
+        quick=flags.quick,
+        numbers=tuple(dict.fromkeys(steps)) if len(steps) > 1 else (),
     )
+    if problems := _pair_problems(evaluation, flags.context_parallel, world):
+        raise ConfigError(*problems)
+    return evaluation
 
 
-def _steps(flags: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Problems with the numbers in `flags`; `flags` with several numbers of steps apart, in `numbers`."""
-    given = flags["steps"] or []
-    problems = [p for n in given or [None] for p in number_problems("evaluate", flags | {"steps": n})]
-    one, several = (given[0], ()) if len(given) == 1 else (None, tuple(dict.fromkeys(given)))
-    return list(dict.fromkeys(problems)), flags | {"steps": one, "numbers": several}
-
-
-def _facts(flags: dict[str, Any]) -> dict[str, Any]:
+def _facts(student: str, teacher: str | None) -> Facts:
     """Training settings stored in an exported student; empty for another pipeline with --teacher_path."""
-    file, teacher = Path(flags["student"]) / FACTS, flags["teacher_path"]
-    if of_run := run_problem(file.parent, flags["student"]):
+    file = Path(student) / FACTS
+    if of_run := run_problem(file.parent, student):
         raise ConfigError(of_run)
     if not file.is_file() and not teacher:
         raise ConfigError(
-            f"{flags['student']}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
+            f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
             "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
         )
-    facts = read_json(file) if file.is_file() else {}
-    run = Path(flags["student"]).absolute().parent / "resolved" / "run.json"
-    if "teacher_path" in facts and run.is_file():  # an export names only the last part of a folder
-        facts |= {k: v for k, v in read_json(run).items() if k == "teacher_path"}
-    problems = value_problems(file, {k: v for k, v in facts.items() if v is not None}, FACT_TYPES)
-    if not (facts.get("teacher_path") or teacher):
+    stored = read_json(file) if file.is_file() else {}
+    run = Path(student).absolute().parent / "resolved" / "run.json"
+    if "teacher_path" in stored and run.is_file():  # an export names only the last part of a folder
+        stored |= {k: v for k, v in read_json(run).items() if k == "teacher_path"}
+    problems = value_problems(file, {k: v for k, v in stored.items() if v is not None}, FACT_TYPES)
+    name = stored.get("teacher_path")
+    if not (name or teacher):
         remedy = "Say with --teacher_path what to compare it with."
         problems.append(f"{file}: `teacher_path` is missing. {remedy}")
-    elif isinstance(name := facts.get("teacher_path"), str) and not teacher:
+    elif isinstance(name, str) and not teacher:
         if "/" not in name and name not in TINY and not Path(name).exists():
             remedy = "Exports have only the folder's name; say with --teacher_path where it is."
             problems.append(problem(file, "teacher_path", name, remedy))
     if problems:
         raise ConfigError(*problems)
-    return facts
+    return Facts.of(stored)
 
 
 def _folder(name: str, revision: str | None = None) -> WanFolder:
@@ -169,60 +165,68 @@ def _folder(name: str, revision: str | None = None) -> WanFolder:
     return folder
 
 
-def _complete(flags: dict[str, Any], facts: dict[str, Any], teacher: WanFolder) -> dict[str, Any]:
-    """Complete `flags` from the student's training settings, or else from the teacher's usual ones."""
-    usual = usual_for(teacher)
+def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[Sampling, Sampling]:
+    """Return how teacher and student sample: by the flags, else as the student was trained, else as usual."""
+    usual, own = usual_for(teacher), flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
     high, low = usual.guidance
-    defaults = {"height": usual.height, "width": usual.width, "num_frames": 1, "steps": STEPS}
-    defaults |= {"guidance_scale": high, "guidance_scale_2": low, "negative_prompt": WAN_NEGATIVE_PROMPT}
-    defaults |= {k: facts[k] for k in defaults if k in facts}
-    # a student of few steps is compared with its teacher in many
-    defaults["teacher_steps"] = flags["steps"] or facts.get("teacher_steps") or defaults["steps"]
-    if flags["guidance_scale"] is not None:
-        defaults["guidance_scale_2"] = flags["guidance_scale"]  # as diffusers does
-    if teacher.boundary is None:
-        defaults["guidance_scale_2"] = None  # diffusers refuses it for one expert
-    return flags | {k: v for k, v in defaults.items() if flags.get(k) is None}
+    size = {
+        "height": flags.height or facts.height or usual.height,
+        "width": flags.width or facts.width or usual.width,
+        "num_frames": flags.num_frames or facts.num_frames or 1,
+    }
+    steps, second = own or facts.steps or STEPS, flags.guidance_scale_2
+    if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
+        second = _given(second, flags.guidance_scale, facts.guidance_scale_2, low)
+    return Sampling(
+        **size,
+        # a student of few steps is compared with its teacher in many
+        steps=own or facts.teacher_steps or steps,
+        guidance_scale=_given(flags.guidance_scale, facts.guidance_scale, high),
+        guidance_scale_2=second,
+        negative_prompt=_given(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
+    ), Sampling(**size, steps=steps)
 
 
-def _teacher_json(file: str | None, teacher: WanFolder, world: int) -> dict[str, Any] | None:
-    """The checked DeepSpeed JSON of the teacher's placement."""
+def _given(*values: Any) -> Any:
+    """Return the first of `values` that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
+    """Read the teacher's placement, if a JSON names one."""
     if not file:
         return None
-    where, ds = ds_config.load(file)
-    ds = teacher_engine(where, ds, world)
-    placement, problems = read_placement(ds), config_problems(where, without_block(ds))
-    problems += missing_problems(where, ds, here=True)
+    placement = read_placement(load(file), world)
+    problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."
-        problems.append(problem(where, "wandistiller.placement", AUTO, remedy))
-    problems += placement.teacher_problems(where, top_modules(teacher.config), device.count())
+        problems.append(placement.engine.problem("wandistiller.placement", AUTO, remedy))
+    problems += placement.teacher_problems(top_modules(teacher.config), device.count())
     if problems:
         raise ConfigError(*problems)
-    return ds
+    return placement
 
 
-def _shared_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:
-    """Problems of sequences that ranks share."""
-    placed, size = parts.get("teacher_ds"), (flags["height"], flags["width"], flags["num_frames"])
-    folders = {"The student": parts["student"]}
-    if not placed or not read_placement(placed).on_one_rank:
-        folders["The teacher"] = parts["teacher"]
-    heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
-    patches = {} if size_problems(parts["student"], *size) else {size: parts["student"].tokens(*size)}
-    return division_problems("evaluate", flags[KEY] or 1, world, heads, patches)
+def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str]:
+    """Problems that keep the two from being run at the same settings on `world` ranks.
 
-
-def _pair_problems(flags: dict[str, Any], parts: dict[str, Any], world: int) -> list[str]:
-    """Problems that keep the two from being run at the same settings on `world` ranks."""
-    teacher, student = parts["teacher"], parts["student"]
-    size = flags["height"], flags["width"], flags["num_frames"]
-    problems = list(dict.fromkeys(size_problems(teacher, *size) + size_problems(student, *size)))
-    if (second := flags["guidance_scale_2"]) is not None and teacher.boundary is None:
+    Args:
+        sharers: ranks that compute each sample together.
+    """
+    teacher, student, guided = evaluation.teacher, evaluation.student, evaluation.teacher_sampling
+    size = guided.height, guided.width, guided.num_frames
+    of_student = size_problems(student, *size)
+    problems = list(dict.fromkeys(size_problems(teacher, *size) + of_student))
+    if (second := guided.guidance_scale_2) is not None and teacher.boundary is None:
         problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
             "Give a student with its VAE."
         )
-    return problems + _shared_problems(flags, parts, world)
+    folders = {"The student": student}
+    if not (evaluation.placement and evaluation.placement.on_one_rank):
+        folders["The teacher"] = teacher
+    heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
+    patches = {} if of_student else {size: student.tokens(*size)}
+    return problems + division_problems("evaluate", sharers, world, heads, patches)

@@ -1,33 +1,54 @@
 """`wandistiller export`: write a checkpoint in one of the formats, and upload it to the hub if wanted."""
 
-from typing import Any
+from dataclasses import fields, replace
 
 import torch
 
+from wandistiller.cli.flags import ExportFlags
 from wandistiller.export import hub
-from wandistiller.export.formats.base import flag_problems, formats
+from wandistiller.export.formats.base import formats
 from wandistiller.export.source import read_source
-from wandistiller.utils.errors import ConfigError, inside_problems
+from wandistiller.utils.errors import ConfigError, inside_problems, problem
 from wandistiller.wan.pipeline import TINY
 
 
-def run(flags: dict[str, Any]) -> None:
+def run(flags: ExportFlags) -> None:
     """Write the files, print their paths, and upload them."""
-    name = "lora" if flags["adapter"] else flags["format"]
-    problems = flag_problems(name, flags)
-    if flags["private"] and not flags["push_to_hub"]:
+    name = "lora" if flags.adapter else flags.format
+    kind = formats()[name]
+    given = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}
+    written = kind(**given | {"dtype": getattr(torch, flags.dtype)})
+    problems = _foreign_problems(name, flags) + written.problems()
+    if flags.private and not flags.push_to_hub:
         problems.append("command line: `private` is given without `push_to_hub`. Give both, or remove it.")
     if problems:
         raise ConfigError(*problems)
-    repository = hub.check(flags["push_to_hub"]) if flags["push_to_hub"] else ""
-    settings = flags | {"dtype": getattr(torch, flags["dtype"]), "repository": repository}
-    source = read_source(flags["checkpoint"], flags["ema"])
-    teacher = source.facts["teacher_path"]
+    repository = hub.check(flags.push_to_hub) if flags.push_to_hub else ""
+    source = read_source(flags.checkpoint, flags.ema)
+    teacher = source.facts.teacher_path
     inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})
-    if problems := inside_problems("output", flags["output"], inputs):
+    if problems := inside_problems("output", flags.output, inputs):
         raise ConfigError(*problems)
-    exported = formats()[name].from_flags(settings).write(source, flags["output"])
+    exported = replace(written, repository=repository).write(source, flags.output)
     for path in exported:
         print(path)
     if repository:
-        print(hub.push(exported, repository, flags["private"]))
+        print(hub.push(exported, repository, flags.private))
+
+
+def _foreign_problems(name: str, flags: ExportFlags) -> list[str]:
+    """Problems with flags that belong to another format than `name`."""
+    known, dtype, problems = formats(), flags.dtype, []
+    if dtype not in known[name].DTYPES:
+        others = " or ".join(f"--format {other}" for other in known if dtype in known[other].DTYPES)
+        stored = " or ".join(known[name].DTYPES)
+        remedy = f"Only {others} stores it, without --adapter; --format {name} stores {stored}."
+        problems.append(problem("command line", "dtype", dtype, remedy))
+    own = {field.name for field in fields(known[name])}
+    for other, its in known.items():
+        keys = [field.name for field in fields(its) if field.name not in (*own, "format")]
+        for key in (key for key in keys if getattr(flags, key) is not None):
+            how = "--adapter" if other == "lora" else f"--format {other}"
+            remedy = f"It belongs to {how}, and --format is {name}; remove it."
+            problems.append(problem("command line", key, getattr(flags, key), remedy))
+    return problems

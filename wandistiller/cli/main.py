@@ -9,11 +9,10 @@ import sys
 from importlib import import_module
 
 from wandistiller.cli import process
-from wandistiller.cli.parser import IGNORED, parser
+from wandistiller.cli.parser import read
 from wandistiller.distributed import launchers
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import interrupts
-from wandistiller.utils.files import at_home
 from wandistiller.utils.logging import drop_noise, setup_logging
 
 MEMORY = re.compile("failed to map segment|allocate memory")
@@ -24,9 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     process.set_defaults(os.environ)
     drop_noise()
-    flags = at_home(vars(parser().parse_args(argv)))
-    flags.pop(IGNORED, None)
-    command = flags.pop("command")
+    command, flags = read(argv)
     if too_little := process.too_little_memory():
         print(too_little, file=sys.stderr)
         return process.OUT_OF_MEMORY

@@ -7,8 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
@@ -16,7 +15,6 @@ from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, ru
 from wandistiller.config.summary import is_emulated
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.ds_overrides import EngineOverrides
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner import hardware_rates
@@ -32,22 +30,19 @@ from wandistiller.utils.system_memory import GIB
 
 MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
 """Flags that describe a machine other than this one."""
-OWN = (*MACHINE, "rates", "measure", "price_per_gpu_hour", "recommend")
-"""Flags of this command alone; the others are those of `train`."""
 LISTED = 5
 """Number of combinations printed."""
 
 
-def run(flags: dict[str, Any]) -> None:
+def run(flags: PlanFlags) -> None:
     """Read the run as `train` does and print its plan; nothing is written but the recommended recipe."""
-    own = {key: flags.pop(key) for key in OWN}
     launched = collectives.world_size() > 1
     if launched:
         collectives.init()
     lines: list[str] = []
     try:
         with collectives.raise_on_all_ranks():
-            plan_lines(own, flags, lines)
+            plan_lines(flags, lines)
     finally:  # where nothing fits, they say why
         if lines:
             setup_logging("info")
@@ -57,54 +52,50 @@ def run(flags: dict[str, Any]) -> None:
         collectives.destroy()
 
 
-def plan_lines(own: dict[str, Any], flags: dict[str, Any], lines: list[str]) -> None:
+def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     """Add to `lines` what is to be printed, and write the recommended recipe if a file is named. Collective.
 
-    Args:
-        own: values of the flags OWN.
-        flags: those of `train`, and `recipe`.
     Raises:
         ConfigError: with every problem of the run, or if no combination fits that could be recommended.
     """
-    if problems := _problems(own):
+    if problems := _problems(flags):
         raise ConfigError(*problems)
-    recipe = flags.pop("recipe", None)
-    values = read_json(recipe) if recipe else {}
-    machine, here = described(own), all(own[key] is None for key in MACHINE)
+    values = read_json(flags.recipe) if flags.recipe else {}
+    machine, here = described(flags), all(getattr(flags, key) is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     runs = runs_of(
         values,
-        defaults | flags | {"resume": "never"},
-        recipe,
+        defaults | flags.settings | {"resume": "never"},
+        flags.recipe,
         machine.ranks,
         emulates_bf16() if here else None,
     )
     best, total = {}, 0.0
-    with placing(recipe, flags):
+    with placing(flags.recipe, flags.settings):
         jobs = read_jobs(runs, machine.ranks, here=here)
     slow = here and any(map(is_emulated, jobs))
     usual = hardware_rates.default_rates(machine.device_size, machine.device_name, emulated=slow)
-    rates = hardware_rates.override_rates(usual, own["rates"])
-    if own["measure"]:
-        dtype = getattr(torch, dtype_name(jobs[0].student_ds))
+    rates = hardware_rates.override_rates(usual, flags.rates)
+    if flags.measure:
+        dtype = jobs[0].student_engine.dtype
         measured = replace(rates, **hardware_rates.measure_rates(swap_folder(jobs[0]), dtype))
-        rates = hardware_rates.override_rates(measured, own["rates"])  # what is given is not measured
+        rates = hardware_rates.override_rates(measured, flags.rates)  # what is given is not measured
         lines += ["not measured: link and network, see `wandistiller doctor --measure`", ""]
-    before, keeps = None, _keeps_sharing(values | flags)
+    given = values | flags.settings
+    before, keeps = None, _keeps_sharing(given)
     for job in jobs:
         job = replace(job, previous=before)
-        text, before, best[job.stage] = _of_run(job, machine, rates, here, own, keeps)
+        text, before, best[job.stage] = _of_run(job, machine, rates, here, flags.price_per_gpu_hour, keeps)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
         total += before.run.max_steps * StepTime(before, machine, rates).floor()
     if len(jobs) > 1:
         lines.append(f"all {len(jobs)} stages: at least {duration(total)} for their steps")
-    if file := own["recommend"]:
-        given = {"output_dir": f"runs/{Path(file).stem}"} | values | flags
-        lines += _recommend(file, runs, given, best, machine)
+    if file := flags.recommend:
+        lines += _recommend(file, runs, {"output_dir": f"runs/{file.stem}"} | given, best, machine)
 
 
 def _of_run(
-    job: Job, machine: Machine, rates: Rates, here: bool, own: dict[str, Any], keeps: bool
+    job: Job, machine: Machine, rates: Rates, here: bool, price: float | None, keeps: bool
 ) -> tuple[list[str], Job, list[Choice]]:
     """Return lines on one run, the run with `auto` resolved, and combinations that fit. Collective.
 
@@ -119,7 +110,7 @@ def _of_run(
     if any(left_open(job)):
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
-    lines += [*report(job, with_disk(job, False), rates, here, own["price_per_gpu_hour"]), ""]
+    lines += [*report(job, with_disk(job, False), rates, here, price), ""]
     best = [*islice(choices(job, with_disk(job, True), here=here, keeps_sharing=keeps), LISTED)]
     simplest = "shipped JSONs that fit, the simplest first:"
     lines.append(simplest if best else "no combination of the shipped JSONs fits")
@@ -135,7 +126,7 @@ def _keeps_sharing(given: dict[str, Any]) -> bool:
 
 
 def _recommend(
-    file: str | Path,
+    file: Path,
     runs: dict[str, RunConfig],
     given: dict[str, Any],
     best: dict[str, list[Choice]],
@@ -181,55 +172,54 @@ def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}
 
 
-def _problems(own: dict[str, Any]) -> list[str]:
+def _problems(flags: PlanFlags) -> list[str]:
     """Problems with the values of this command's own flags."""
 
     def wrong() -> Iterator[tuple[str, str]]:
         for key, least in {"gpus": 0, "nodes": 1}.items():
-            if own[key] is not None and own[key] < least:
+            if (number := getattr(flags, key)) is not None and number < least:
                 yield key, f"Write {least} or more."
-        if own["gpus"] == 0 and own["gpu_memory"] is not None:
+        if flags.gpus == 0 and flags.gpu_memory is not None:
             yield "gpu_memory", "`--gpus 0` has none; remove one of the two."
-        if own["measure"] and any(own[key] is not None for key in ("gpus", "gpu_memory")):
+        if flags.measure and (flags.gpus, flags.gpu_memory) != (None, None):
             yield "measure", "It measures this machine, not one that is described: give --rates."
-        if own["price_per_gpu_hour"] is not None and not 0 <= own["price_per_gpu_hour"] < 1e6:
+        if flags.price_per_gpu_hour is not None and not 0 <= flags.price_per_gpu_hour < 1e6:
             yield "price_per_gpu_hour", "Write a price of 0 or more."
         for key in ("gpu_memory", "host_memory", "disk"):
-            if own[key] is not None and not 0 < own[key] < 1e7:
+            if (gib := getattr(flags, key)) is not None and not 0 < gib < 1e7:
                 yield key, "Write GiB over 0."
-        if own["recommend"] and own["recommend"].exists():
+        if flags.recommend and flags.recommend.exists():
             yield "recommend", "It is there already, and is not overwritten. Name a new file, or delete it."
 
-    return [problem("command line", key, own[key], remedy) for key, remedy in wrong()]
+    return [problem("command line", key, getattr(flags, key), remedy) for key, remedy in wrong()]
 
 
-def described(given: dict[str, Any]) -> Machine:
+def described(flags: PlanFlags) -> Machine:
     """Build the machine that the flags describe; values left out are this machine's. Collective.
 
-    Args:
-        given: MACHINE, memory and disk in GiB of a node; None where left out. A node runs
-            as many ranks on CPUs as this one.
+    A node runs as many ranks on CPUs as this one.
+
     Raises:
         ConfigError: GPUs whose memory neither the flags nor this machine give.
     """
     here = this_machine(Path())
     launched = collectives.world_size() > 1
-    gpus, none = given["gpus"], here.device_free is None
+    gpus, none = flags.gpus, here.device_free is None
     if gpus is None:
         gpus = here.ranks_on_node if launched or none else number_of_gpus()
-        gpus *= not (none and given["gpu_memory"] is None)
-    if gpus and given["gpu_memory"] is None and none:
+        gpus *= not (none and flags.gpu_memory is None)
+    if gpus and flags.gpu_memory is None and none:
         remedy = "There is no GPU here: write `--gpu_memory` too."
         raise ConfigError(problem("command line", "gpus", gpus, remedy))
 
     def free(key: str, here: int | None) -> int | None:
-        return here if given[key] is None else int(given[key] * GIB)
+        return here if (gib := getattr(flags, key)) is None else int(gib * GIB)
 
     device, total = free("gpu_memory", here.device_free), here.device_total
-    total = total if gpus and given["gpu_memory"] is None else None
+    total = total if gpus and flags.gpu_memory is None else None
     host, disk = free("host_memory", here.host_free), free("disk", here.disk_free)
     on_node = gpus or here.ranks_on_node
-    nodes = given["nodes"] or (-(-here.ranks // here.ranks_on_node) if not given["gpus"] else 1)
-    name = given["gpu_name"] or ("" if total is None else here.device_name)
+    nodes = flags.nodes or (-(-here.ranks // here.ranks_on_node) if not flags.gpus else 1)
+    name = flags.gpu_name or ("" if total is None else here.device_name)
     own = device if gpus else None, host, disk, on_node * nodes, on_node
     return Machine(*own, device_total=total, device_name=name)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from wandistiller.config.job import Job
 from wandistiller.config.summary import precision_lines, summary
-from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.transfers import Transfer
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
@@ -14,7 +13,6 @@ from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.step_time import StepTime
 from wandistiller.planner.teacher_memory import teacher_bytes
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.system_memory import GIB
 
 KINDS = {
@@ -89,7 +87,7 @@ def _activations(job: Job, machine: Machine) -> str:
     """Memory of a micro-step's activations, with and without checkpointing."""
     recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
     chosen = " (as its JSON says)"
-    first, second = (chosen, "") if SECTION in job.student_ds else ("", chosen)
+    first, second = (chosen, "") if job.student_engine.recompute else ("", chosen)
     return f"student's activations: {recomputed} with checkpointing{first}, {stored} without{second}"
 
 
@@ -176,8 +174,8 @@ def _verdict(
             f"does NOT fit: it needs {d}, {d.over / GIB:.1f} GiB more than {d.supply} leave" for d in short
         ]
         return [*lines[:-1], lines[-1] + hint]
-    if not read_placement(job.teacher_ds).memory_known:
-        weights = teacher_bytes(job.folder, job.teacher_ds, 1).device / GIB
+    if not job.teacher.memory_known:
+        weights = teacher_bytes(job.folder, job.teacher, 1).device / GIB
         return [
             *(f"without the teacher: {d.need / GIB:.1f} of {d.supply}" for d in needed),
             f"whether it fits is not known: accelerate finds a place for the teacher's {weights:.1f} GiB "

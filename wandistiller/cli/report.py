@@ -1,10 +1,9 @@
 """`wandistiller report`: the HTML file of a run."""
 
-from typing import Any
-
+from wandistiller.cli.flags import ReportFlags
 from wandistiller.monitoring.report import report
 
 
-def run(flags: dict[str, Any]) -> None:
+def run(flags: ReportFlags) -> None:
     """Write the report and print its path."""
-    print(report(flags["output"]))
+    print(report(flags.output))

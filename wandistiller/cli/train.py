@@ -1,9 +1,9 @@
 """`wandistiller prepare` and `train`: check everything on every rank, agree, then start."""
 
 import logging
-from typing import Any
 
 from wandistiller.cli.failures import Failures
+from wandistiller.cli.flags import RunFlags
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
@@ -28,13 +28,12 @@ ELSEWHERE = (
 )
 
 
-def run(command: str, flags: dict[str, Any], failures: Failures) -> None:
+def run(command: str, flags: RunFlags, failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
-        recipe = flags.pop("recipe", None)
         emulated = collectives.on_any_rank(emulates_bf16())
-        with placing(recipe, flags):
-            runs = read_runs(recipe, flags, emulated=emulated)
+        with placing(flags.recipe, flags.settings):
+            runs = read_runs(flags.recipe, flags.settings, emulated=emulated)
             stages = read_jobs(runs, collectives.world_size())
     of_all = stages[0].run
     setup_logging(of_all.log_level)

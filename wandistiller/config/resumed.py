@@ -6,6 +6,7 @@ from typing import Any
 from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
+from wandistiller.config.identity import end, recorded
 from wandistiller.config.job import Job
 from wandistiller.config.start import Start, read_start
 from wandistiller.student.config import IMPORTANCE
@@ -20,10 +21,10 @@ def resumed(job: Job) -> Job:
     Raises:
         ConfigError: with every difference.
     """
-    recorded = read_state(job.resume_from)["facts"].get("keep_layers")
-    if job.student.keep_layers == IMPORTANCE and isinstance(recorded, list):
-        job = job.with_layers(recorded)
-    resume.changed_keys(job.resume_from, job.recorded, job.run.allow_changed or [])
+    kept = read_state(job.resume_from)["facts"].get("keep_layers")
+    if job.student.keep_layers == IMPORTANCE and isinstance(kept, list):
+        job = job.with_layers(kept)
+    resume.changed_keys(job.resume_from, recorded(job), job.run.allow_changed or [])
     if problems := _network_problems(job):
         raise ConfigError(*problems)
     return job
@@ -57,8 +58,8 @@ def _differ(saved: dict[str, list[int]], config: dict[str, Any]) -> bool:
 def end_of(job: Job) -> Start:
     """Return the start of a run that follows `job`: what a finished one left, or what another will."""
     if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
-        return read_start(str(job.output)) or job.end
+        return read_start(str(job.output)) or end(job)
     if job.student.keep_layers == IMPORTANCE and (file := job.output / "lineage.json").is_file():
         kept = next(iter(read_json(file).values())).get("kept_layers")  # of checkpoints that are gone
         job = job.with_layers(kept) if isinstance(kept, list) else job
-    return job.end
+    return end(job)

@@ -1,13 +1,14 @@
 """Settings of a run: one dataclass for the recipe's keys, the flags and `resolved/run.json`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
+from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, impossible_values
+from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.registry import names_in
 from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
@@ -27,11 +28,11 @@ JSON_FILES = {
     "student_config": "student",
     "deepspeed_config": "student_deepspeed",
     "teacher_deepspeed_config": "teacher_deepspeed",
-    "critic_deepspeed_config": "critic_deepspeed",
 }
 """Settings that name a JSON file -> the file's name in OUTPUT/resolved, without .json."""
 EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
 """Pairs of settings of which a run takes one."""
+NONFINITE = 'stop, skip, or the most steps that may be skipped, such as "20"'
 JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
 Objectives = Annotated[
     str | dict | list[str | dict], write('a name, an object with a "name", or a list of these')
@@ -43,18 +44,21 @@ Buckets = Annotated[
 
 
 def _setting(group: str, default: Any, help: str, **more: Any) -> Any:
-    """Define a field of RunConfig in a group of `--help`; `more` goes to argparse (metavar)."""
+    """Define a field of RunConfig in a group of `--help`; `more` goes to argparse (metavar).
+
+    Those of the group "this start" are flags alone: they say how a run is started, not what it is.
+    """
     return field(default=default, metadata={"group": group, "help": help, "argparse": more})
 
 
-paths, engines, learning, size, output = (
-    partial(_setting, group) for group in ("paths", "engines", "learning", "size", "output")
+paths, engines, learning, size, output, this_start = (
+    partial(_setting, group) for group in ("paths", "engines", "learning", "size", "output", "this start")
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """All keys of a recipe. None stands for the teacher's own value, or the default in the help text."""
+    """All keys of a recipe, and the flags of a start. None: the teacher's own value, or as the help says."""
 
     teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
@@ -66,10 +70,8 @@ class RunConfig:
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
-        "ds_configs/teacher/zero_inference_cpu.json", "the teacher's engine: its placement"
-    )
-    critic_deepspeed_config: JsonFile | None = engines(
-        None, "the critic's engine (dmd2); default the student's, with the objective's critic_lr"
+        "ds_configs/teacher/zero_inference_cpu.json",
+        f"the teacher's engine: its placement; a shipped one's name will do: {', '.join(strategies())}",
     )
     batch_size: Amount | None = engines(
         None, "samples per rank and micro-step, written into the student's JSON"
@@ -81,10 +83,6 @@ class RunConfig:
         None, "precision, written into the student's JSON"
     )
     gradient_checkpointing: bool | None = engines(None, "adds activation_checkpointing to the student's JSON")
-    teacher_device_strategy: Literal[tuple(strategies())] | None = engines(
-        None, f"a shipped teacher JSON: {', '.join(strategies())}", metavar="NAME"
-    )
-    teacher_on_cpu: bool = engines(False, "the same as --teacher_device_strategy cpu")
     teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
         None, "default as the teacher's JSON says"
     )
@@ -120,7 +118,6 @@ class RunConfig:
     )
     seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
-    num_steps: TrainingSteps | None = learning(None, "the same as --max_steps")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
     expert_blocks: Amount = learning(1, "parts of a global batch that each draw an expert")
     height: Count | None = size(None, "pixels; default 480 (`tiny`: 64)")
@@ -146,7 +143,6 @@ class RunConfig:
     prepare_batch: Amount | None = size(
         None, "samples of one teacher call, and per file of the cache; default 4 images, or 1 video"
     )
-    rollout_path: bool = size(False, "store the states of the teacher's path too")
     save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
     save_minutes: Minutes = output(20.0, "minutes between checkpoints, if these steps take longer")
     keep_checkpoints: Count = output(3, "newest checkpoints kept")
@@ -158,25 +154,26 @@ class RunConfig:
     sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
     log_level: Literal["debug", "info", "warning"] = output("info", "the least of what is printed")
     resume: str = output("auto", "auto, never, or a checkpoint folder")
-    allow_changed: list[str] | None = output(
-        None, "keys in which the checkpoint may be of another run: optimizer ..."
-    )
-    on_nonfinite: Literal["stop", "skip"] = output(
-        "stop", "what to do at a step whose loss or gradient is not finite"
-    )
-    nonfinite_limit: Count = output(
-        10, "steps of the whole run that may be skipped so; the next one stops it"
-    )
-    profile_memory: Count | None = output(
-        None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
+    on_nonfinite: Annotated[str, Field(pattern=r"^(stop|skip|[1-9]\d{0,8})$"), write(NONFINITE)] = output(
+        "stop", "at a step whose loss or gradient is not finite: stop, skip (up to 10), or skip up to so many"
     )
     timeout: Annotated[float, Gt(0), Le(10**9)] = output(
         1800.0, "seconds without a sign of life from any rank before all stop"
     )
-    despite_plan: bool = output(
+    allow_changed: list[str] | None = this_start(
+        None, "keys in which the checkpoint may be of another run: optimizer ..."
+    )
+    profile_memory: Count | None = this_start(
+        None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
+    )
+    despite_plan: bool = this_start(
         False, "start although the plan needs more memory than is free, by a fifth or more"
     )
-    dry_run: bool = output(False, "check everything, print the plan, load no weights, exit")
+    dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
+
+
+ONLY_FLAGS = [f.name for f in fields(RunConfig) if f.metadata["group"] == "this start"]
+"""Settings that are no keys of a recipe."""
 
 
 def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
@@ -193,7 +190,11 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
         for key in pair if any(key in flags for key in pair) else ():
             values.pop(key, None)
     possible = {key: value for key, value in flags.items() if not impossible_values("", {key: value})}
-    problems, good = check(where, values, types)
+    flags_alone = [key for key in values if key in ONLY_FLAGS]
+    text = "It says how a run is started, not what it is. Give it as a flag, --{}."
+    problems = [problem(where, key, values.pop(key), text.format(key)) for key in flags_alone]
+    more, good = check(where, values, types)
+    problems += more
     flag_problems, good_flags = check("command line", possible, types)
     problems += impossible_values("command line", flags) + flag_problems
     run, given = RunConfig(**(good | good_flags)), values | flags

@@ -1,21 +1,20 @@
-"""Short flags of older command lines; each is replaced by the setting that it stands for."""
+"""Settings that say again what a JSON fixes: what contradicts it, and what the user left open."""
 
 import os
 from dataclasses import fields
 from typing import Any
 
+from wandistiller.config.aliases import TEACHER, teacher_file, without_aliases
 from wandistiller.config.run_config import AUTO, RunConfig, read_run_config
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
-from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import types_of, value_problems
-
-NAMED = "teacher_deepspeed_config"
 
 
 def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> RunConfig:
@@ -30,7 +29,7 @@ def merged(
     world: int | None = None,
     emulated: bool | None = None,
 ) -> RunConfig:
-    """Replace shorthands by their settings, then call `read_run_config`; flags win over the recipe.
+    """Replace older settings, check those that a JSON fixes too, and read the run; flags win over the recipe.
 
     Args:
         values: the recipe's.
@@ -41,12 +40,16 @@ def merged(
     Raises:
         ConfigError: with all problems, among them settings that contradict a JSON, wherever each is given.
     """
-    values, flags, where = dict(values), dict(flags), recipe or "recipe"
-    if NAMED in flags:  # it replaces the precision of the recipe's too
+    where = recipe or "recipe"
+    values, problems = without_aliases(where, values)
+    flags, more = without_aliases("command line", flags)
+    problems += more
+    named = (values | flags).get(TEACHER)
+    if isinstance(named, str) and named in strategies():
+        place, named = flags if TEACHER in flags else values, None  # its precision is left open
+        place[TEACHER] = teacher_file(place[TEACHER])
+    elif TEACHER in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
-    place = flags if flags.keys() & {NAMED, "teacher_device_strategy", "teacher_on_cpu"} else values
-    named = place.get(NAMED)  # before a short name takes its place
-    problems = _expand(where, values) + _expand("command line", flags)
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
     if emulated is not None:
         values |= _open_precisions(values | flags, named, emulated)
@@ -61,28 +64,6 @@ def merged(
     if problems:
         raise ConfigError(*problems)
     return run
-
-
-def _expand(where: str, given: dict[str, Any]) -> list[str]:
-    """Replace shorthands in `given`; return the problems of those that contradict another setting there."""
-    key, problems = "teacher_device_strategy", []
-    if (steps := given.pop("num_steps", None)) is not None and given.setdefault("max_steps", steps) != steps:
-        remedy = f"`max_steps` is {given['max_steps']} and means the same. Keep one."
-        problems.append(problem(where, "num_steps", steps, remedy))
-    if type(given.get("teacher_on_cpu")) is bool and given.pop("teacher_on_cpu"):
-        if given.setdefault(key, "cpu") != "cpu":
-            remedy = "`teacher_on_cpu` is given too and means `cpu`. Keep one."
-            problems.append(problem(where, key, given[key], remedy))
-    named, strategy = given.get(NAMED), given.get(key)
-    if isinstance(strategy, str) and strategy in strategies():
-        del given[key]
-        file = f"ds_configs/teacher/{strategies()[strategy]}.json"
-        if named not in (None, file):
-            problems.append(
-                f"{where}: `{key}` is {strategy}, which means {file}, but `{NAMED}` is {named}. Keep one."
-            )
-        given[NAMED] = file
-    return problems
 
 
 def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[str, str]:
@@ -104,7 +85,7 @@ def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[
         is_float32 = emulated
         # not Path.is_file, which raises OSError of a long name (Python 3.11)
         if given.get("resume") != "never" and os.path.isfile(begun):
-            is_float32 = ds_config.dtype_name(read_json(begun)) == "float32"
+            is_float32 = load(begun).precision == "float32"
         found |= setting if is_float32 else {}
     return found
 
@@ -123,14 +104,14 @@ def _prompt_problems(origin: dict[str, str], given: dict[str, Any]) -> list[str]
 def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: Any) -> list[str]:
     """List the problem of a `teacher_dtype` that contradicts the teacher's JSON."""
     try:
-        file, ds = ds_config.load(named)
+        json = load(named)
     except (ConfigError, TypeError):
         return []  # reported when the JSON is read
-    its_dtype = ds_config.dtype_name(ds) if {"bf16", "fp16"} & ds.keys() else dtype
+    its_dtype = json.precision if {"bf16", "fp16"} & json.raw.keys() else dtype
     if dtype is None or dtype == its_dtype:
         return []
     return [
-        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{NAMED}` names {file}, where "
+        f"{origin['teacher_dtype']}: `teacher_dtype` is {dtype}, but `{TEACHER}` names {json.where}, where "
         f"the precision is {its_dtype}. Keep one."
     ]
 
@@ -143,11 +124,12 @@ def _student_problems(origin: dict[str, str], given: dict[str, Any], world: int)
     keys = [f.name for f in fields(EngineOverrides) if f.name in given]
     sound = {key: given[key] for key in keys if not value_problems("", {key: given[key]}, types)}
     try:
-        file, ds = ds_config.load(named)
-        contradicted = contradictions(ds, EngineOverrides(**sound), world)
+        json = load(named)
+        contradicted = contradictions(json, EngineOverrides(**sound), world)
     except (ConfigError, TypeError):
         return []  # reported when the JSON is read
+    names = f"`deepspeed_config` names {json.where}"
     return [
-        f"{origin[flag]}: `{flag}` is {value}, but `deepspeed_config` names {file}, where {what}. {remedy}"
+        f"{origin[flag]}: `{flag}` is {value}, but {names}, where {what}. {remedy}"
         for flag, value, what, remedy in contradicted
     ]

@@ -7,28 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wandistiller.batch import PATH
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.loading import read_state
+from wandistiller.config import identity
+from wandistiller.config.aliases import TEACHER, without_aliases
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
-from wandistiller.config.shorthands import NAMED, merged
+from wandistiller.config.shorthands import merged
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
+from wandistiller.objectives.objective import read_objective
+from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json
 
 STAGES, NAME = "stages", "name"
 OF_ALL = (
     *("output_dir", "cache_dir", "sample_dir"),
-    *("resume", "dry_run", "despite_plan", "log_level", "timeout"),
+    *("resume", "log_level", "timeout"),
 )
 """Settings that hold for the whole recipe."""
-SAME = (
-    *EITHER,
-    ("max_steps", "num_steps", "num_epochs"),
-    (NAMED, "teacher_device_strategy", "teacher_on_cpu"),
-)
-"""Settings that mean the same: a stage's replaces all of the recipe's."""
 PLACE = re.compile(r"(?P<stage>stage [\w-]+: )?(?P<setting>recipe: `(?P<key>\w+)|`objective`)")
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 
@@ -65,6 +64,12 @@ def runs_of(
     where, values, flags = recipe or "recipe", dict(values), dict(flags)
     stages = values.pop(STAGES)
     if problems := _stage_problems(where, stages, values | flags):
+        raise ConfigError(*problems)
+    values, problems = without_aliases(where, values)
+    for number, stage in enumerate(stages):
+        stages[number], wrong = without_aliases(f"{where}, stage {stage[NAME]}", stage)
+        problems += wrong
+    if problems:
         raise ConfigError(*problems)
     values |= {key: flags.pop(key) for key in ("output_dir", "cache_dir", "sample_dir") if key in flags}
     runs, found, folder = {}, [], ""
@@ -136,8 +141,8 @@ def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[str]
 
 def _laid_over(values: dict[str, Any], stage: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe's values with the stage's own in place of those that mean the same."""
-    replaced = {key for group in SAME if stage.keys() & set(group) for key in group}
-    if NAMED in stage:
+    replaced = {key for group in EITHER if stage.keys() & set(group) for key in group}
+    if stage.get(TEACHER) not in (None, *strategies()):
         replaced.add("teacher_dtype")  # the precision is in that JSON
     return {k: v for k, v in values.items() if k not in replaced} | {
         k: v for k, v in stage.items() if k != NAME
@@ -176,12 +181,13 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
     jobs: list[Job] = []
     problems: dict[str, str] = {}
     first, *_ = runs.values()
+    how = {"here": here, "keeps_path": any(map(_follows_path, runs.values()))}
     for stage, run in runs.items():
         if problems:  # the student before is not known; that of the first stage has the same networks
             run = dataclasses.replace(run, student_config=first.student_config, resume="never")
         previous = jobs[-1] if jobs and not problems else None
         try:
-            jobs.append(dataclasses.replace(read_job(run, world, here=here, previous=previous), stage=stage))
+            jobs.append(dataclasses.replace(read_job(run, world, previous=previous, **how), stage=stage))
         except ConfigError as error:
             problems |= {text: stage for text in error.problems if text not in problems}
     for text in places_problems(runs):
@@ -192,6 +198,14 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
     if problems:
         raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
     return jobs
+
+
+def _follows_path(run: RunConfig) -> bool:
+    """Return whether a run's objective needs the states of the teacher's sampling path."""
+    try:
+        return PATH in read_objective(run.objective).kinds
+    except ConfigError:
+        return False  # reported when the run is checked
 
 
 def with_spent(jobs: list[Job]) -> list[Job]:
@@ -249,11 +263,11 @@ def whole_output(stages: list[Job]) -> Path:
 def write_resolved(stages: list[Job]) -> None:
     """Write a recipe's settings as they run to OUTPUT/resolved; of stages also OUTPUT/N_NAME/resolved."""
     for job in stages:
-        job.write_resolved()
+        identity.write_resolved(job)
     if not stages[0].stage:
         return
     output = whole_output(stages)
-    given = {job.stage: job.resolved for job in stages}
+    given = {job.stage: identity.resolved(job) for job in stages}
     pictures = stages[0].run.sample_dir
     places = {"output_dir": str(output)} | ({"sample_dir": str(Path(pictures).parent)} if pictures else {})
     write_json(output / "resolved" / "run.json", in_stages(given, places))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.checkpoint import manifest, resume
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.utils.files import digest, read_json
 
@@ -38,11 +39,11 @@ class Start:
 
 
 def start_after(
-    folder: Path, transformer: dict[str, Any], experts: str, identity: dict, facts: dict, steps: int
+    folder: Path, transformer: dict[str, Any], experts: str, identity: dict, facts: Facts, steps: int
 ) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
-    history = [*facts.get("before", []), f"{facts['objective']}: {steps} steps"]
-    return Start(folder, transformer, experts, digest(identity, steps), history, facts["teacher_path"])
+    history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
+    return Start(folder, transformer, experts, digest(identity, steps), history, facts.teacher_path)
 
 
 def recorded_stages(output: Path) -> list[Path]:
@@ -80,6 +81,6 @@ def read_start(init: Any) -> Start | None:
     if not found:
         return None
     state = read_state(found)
-    facts = state["facts"]
-    experts = "two" if len(facts["experts"]) > 1 else "one"
-    return start_after(folder, facts["transformer"], experts, state["identity"], facts, state["step"])
+    facts = Facts.of(state["facts"])
+    experts = "two" if len(facts.experts) > 1 else "one"
+    return start_after(folder, facts.transformer, experts, state["identity"], facts, state["step"])

@@ -1,20 +1,21 @@
 """A run in a few lines."""
 
-from typing import Any
+import torch
 
+from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
-from wandistiller.engine.ds_config import dtype_name, stage
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.engine.lr_preview import LEAD, steps_without_learning
-from wandistiller.teacher.teacher_json import quantized_facts, read_placement
+from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.wan.transformer import count_parameters
 
 
-def without_learning(ds: dict[str, Any], max_steps: int) -> list[str]:
+def without_learning(engine: EngineConfig, max_steps: int) -> list[str]:
     """Name the steps whose learning rate is 0, for they train nothing; empty if there are none."""
-    first, last = steps_without_learning(ds, max_steps)
-    kind = ds.get("scheduler", {}).get("type")
+    first, last = steps_without_learning(engine, max_steps)
+    kind = engine.section("scheduler").get("type")
     why = f"by {kind}" if kind else "in the student's JSON"
     if first >= max_steps:
         cure = f'"max_steps" above {first}' if first < max_steps + LEAD else "a learning rate above 0"
@@ -36,7 +37,7 @@ def without_learning(ds: dict[str, Any], max_steps: int) -> list[str]:
 
 def is_emulated(job: Job) -> bool:
     """Return whether a network of the run computes in bf16 on a CPU that emulates it, here."""
-    return emulates_bf16() and "bfloat16" in (dtype_name(job.student_ds), dtype_name(job.teacher_ds))
+    return emulates_bf16() and torch.bfloat16 in (job.student_engine.dtype, job.teacher.engine.dtype)
 
 
 def precision_lines(job: Job) -> list[str]:
@@ -55,8 +56,8 @@ def summary(job: Job) -> list[str]:
     teacher = sum(count_parameters(c) for c in f.configs.values())
     student = count_parameters(job.student_transformer) * len(job.student_experts)
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
-    blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher_ds).values())
-    precision = " ".join([dtype_name(job.teacher_ds), *blocks])
+    blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher).values())
+    precision = " ".join([job.teacher.engine.precision, *blocks])
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
     unused = [
@@ -67,18 +68,18 @@ def summary(job: Job) -> list[str]:
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
-        f"{f.config['num_layers']} layers, {read_placement(job.teacher_ds).describe(job.teacher_ds)}, "
+        f"{f.config['num_layers']} layers, {job.teacher.describe()}, "
         f"{precision}, {_guidance(job)}",
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
-        f"{layers} layers, from {job.student.init}, ZeRO stage {stage(job.student_ds)}, "
-        f"{dtype_name(job.student_ds)}",
+        f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
+        f"{job.student_engine.precision}",
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
-        *(f"{key:<14} {value}" for key, value in job.tuning.items()),
+        *(f"{key:<14} {value}" for key, value in tuning(job).items()),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
-        *without_learning(job.student_ds, r.max_steps),
+        *without_learning(job.student_engine, r.max_steps),
         f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
     ]
 

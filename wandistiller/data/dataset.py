@@ -36,10 +36,10 @@ IMAGES = set(
 VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
 MEDIA = IMAGES | VIDEOS
 EMBEDDED = {
-    "tiny": shapes.seen_prompts,
-    "tiny:held_out": shapes.held_out_prompts,
-    "tiny-video": clips.seen_prompts,
-    "tiny-video:held_out": clips.held_out_prompts,
+    "tiny": shapes.SEEN,
+    "tiny:held_out": shapes.HELD_OUT,
+    "tiny-video": clips.SEEN,
+    "tiny-video:held_out": clips.HELD_OUT,
 }
 MOST_LOOKED_UP = 100_000
 """Names in a column that is not used that are looked for at most: they may be of another machine."""
@@ -138,7 +138,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
     """
     path = Path(data_path)
     if data_path in EMBEDDED:
-        prompts = EMBEDDED[data_path]()
+        prompts = EMBEDDED[data_path]
         kinds, hashes = [MediaType.PROMPT] * len(prompts), [_hash(p) for p in prompts]
         return PromptDataset(lambda row: PromptItem(prompts[row]), kinds, hashes)
     if not path.exists():

@@ -1,12 +1,11 @@
 """Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
 
 import copy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
 from wandistiller.engine.ds_forms import present_form
+from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
     BATCH_KEYS,
     BLOCK,
@@ -15,11 +14,11 @@ from wandistiller.engine.ds_schema import (
     PEAKS,
     SCHEDULERS,
     params_of,
-    section_of,
     section_types,
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
-from wandistiller.utils.errors import ConfigError, nearest, problem, unknown_keys
+from wandistiller.engine.engine_config import BatchSize, EngineConfig
+from wandistiller.utils.errors import ConfigError, nearest, unknown_keys
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, check, value_problems
 
@@ -34,46 +33,33 @@ LEAN_STAGE_3 = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """Samples per rank and micro-step, micro-steps per optimizer step, samples per optimizer step."""
-
-    micro: int
-    accumulation: int
-    total: int
-
-    @property
-    def ranks(self) -> int:
-        return self.total // (self.micro * self.accumulation)
-
-
-def load(source: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Read a DeepSpeed JSON, a file or a recipe's object; return its name for messages and its content."""
+def load(source: str | dict[str, Any]) -> DeepSpeedJson:
+    """Read a DeepSpeed JSON, a file or a recipe's object."""
     if isinstance(source, dict):
-        return "recipe", present_form(source)
-    return source, present_form(read_json(source))
+        return DeepSpeedJson("recipe", present_form(source))
+    return DeepSpeedJson(source, present_form(read_json(source)))
 
 
-def key_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
+def key_problems(json: DeepSpeedJson) -> list[str]:
     """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
-    problems = not_offered_problems(where, ds)
-    ds = {k: v for k, v in ds.items() if k not in NOT_OFFERED}
+    problems = not_offered_problems(json)
+    json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
-        given = {k: v for k, v in section_of(ds, name).items() if v != "auto" or k not in types}
+        given = {k: v for k, v in json.section(name).items() if v != "auto" or k not in types}
         prefix = f"{name}." if name else ""
         places = {key: _place(key) for key in given.keys() - types.keys()}
         problems += [
-            problem(where, prefix + key, given.pop(key), f"Its place is the section `{place}`.")
+            json.problem(prefix + key, given.pop(key), f"Its place is the section `{place}`.")
             for key, place in sorted(places.items())
             if place
         ]
         problems += check(where, given, types, prefix)[0]
     for name, types in PARAMS.items():
-        given = {k: v for k, v in section_of(ds, name).items() if v != "auto"}
+        given = {k: v for k, v in json.section(name).items() if v != "auto"}
         problems += value_problems(where, given, types, f"{name}.")
-    problems += _typed_problems(where, ds, "optimizer", OPTIMIZERS)
-    problems += _typed_problems(where, ds, "scheduler", SCHEDULERS)
-    return problems + _auto_problems(where, ds)
+    problems += _typed_problems(json, "optimizer", OPTIMIZERS)
+    problems += _typed_problems(json, "scheduler", SCHEDULERS)
+    return problems + _auto_problems(json)
 
 
 def _place(key: str) -> str | None:
@@ -82,21 +68,19 @@ def _place(key: str) -> str | None:
     return sections[0] if len(sections) == 1 else None
 
 
-def _auto_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
+def _auto_problems(json: DeepSpeedJson) -> list[str]:
     """List what is still "auto", which DeepSpeed itself cannot read."""
-    left, precisions = _auto(ds), ["bf16.enabled", "fp16.enabled"]
-    problems = [
-        problem(where, key, "auto", "Write the value itself.") for key in left if key not in precisions
-    ]
+    left, precisions = _auto(json.raw), ["bf16.enabled", "fp16.enabled"]
+    problems = [json.problem(key, "auto", "Write the value itself.") for key in left if key not in precisions]
     if either := [key for key in precisions if key in left]:
         remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
-        problems.append(f'{where}: `{"` and `".join(either)}` is "auto". {remedy}')
+        problems.append(f'{json.where}: `{"` and `".join(either)}` is "auto". {remedy}')
     return problems
 
 
-def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: tuple[str, ...]) -> list[str]:
+def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
     """List problems of {"type": ..., "params": {...}}: a wrong type, unknown and missing settings."""
-    if not isinstance(given := ds.get(section), dict):
+    if not isinstance(given := json.raw.get(section), dict):
         return []  # left out, or reported already
     if "type" not in given and set(given) - {"params"}:
         return []  # an unknown key, reported already, is likely its misspelling
@@ -104,16 +88,16 @@ def _typed_problems(where: str | Path, ds: dict[str, Any], section: str, types: 
     same = [t for t in types if isinstance(kind, str) and t.lower() == kind.lower()]
     if not same:
         remedy = f"Write one of: {', '.join(types)}.{nearest(kind, types)}"
-        return [problem(where, f"{section}.type", kind, remedy)]
+        return [json.problem(f"{section}.type", kind, remedy)]
     if not isinstance(params, dict):
         return []  # reported already
     known = params_of(same[0])
     problems = [
-        f"{where}: `{section}.params.{key}` is missing; {same[0]} has no default for it. Write it."
+        f"{json.where}: `{section}.params.{key}` is missing; {same[0]} has no default for it. Write it."
         for key, required in known.items()
         if required and key not in params
     ]
-    return problems + (unknown_keys(where, params, known, f"{section}.params.") if known else [])
+    return problems + (unknown_keys(json.where, params, known, f"{section}.params.") if known else [])
 
 
 def _auto(value: Any, prefix: str = "") -> list[str]:
@@ -122,57 +106,19 @@ def _auto(value: Any, prefix: str = "") -> list[str]:
     return [prefix] if value == "auto" else []
 
 
-def stage(ds: dict[str, Any]) -> int:
-    """Return the ZeRO stage; 0 if the JSON names none."""
-    return section_of(ds, "zero_optimization").get("stage", 0)
-
-
-def offload_section(ds: dict[str, Any], target: str) -> dict[str, Any]:
-    """The section of what is offloaded (`param` or `optimizer`), with its device: none, cpu or nvme."""
-    return {"device": "none"} | section_of(ds, f"zero_optimization.offload_{target}")
-
-
-def offload_device(ds: dict[str, Any]) -> str:
-    """Return the device on which ZeRO-3 keeps parameters: none (the accelerator), cpu or nvme."""
-    return offload_section(ds, "param")["device"]
-
-
-def on_nvme(ds: dict[str, Any]) -> str | None:
-    """The first offload section that puts something on a disk."""
-    on_disk = (t for t in ("param", "optimizer") if offload_section(ds, t)["device"] == "nvme")
-    return next((f"offload_{target}" for target in on_disk), None)
-
-
-def dtype_name(ds: dict[str, Any]) -> str:
-    """Return the precision of the JSON's bf16 or fp16 section, else float32."""
-    for section, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if section_of(ds, section).get("enabled", False):
-            return name
-    return "float32"
-
-
-def with_dtype(ds: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """`ds` in another precision, if one is given; a section of it keeps its other keys, as the loss scale."""
-    if dtype is None:
-        return ds
-    section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
-    rest = {k: v for k, v in ds.items() if k not in ("bf16", "fp16")}
-    return rest | ({section: section_of(ds, section) | {"enabled": True}} if section else {})
-
-
-def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
+def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
     """Solve micro * accumulation * ranks = total for what the JSON leaves out, as DeepSpeed does.
 
     Raises:
         ConfigError: nothing is given, a value is no positive integer, or the numbers do not multiply up.
     """
-    if wrong := value_problems(where, ds, dict.fromkeys(BATCH_KEYS, Count)):
+    if wrong := value_problems(json.where, json.raw, dict.fromkeys(BATCH_KEYS, Count)):
         raise ConfigError(*wrong)
-    total, micro, accumulation = (ds.get(k) for k in BATCH_KEYS)
+    total, micro, accumulation = (json.raw.get(k) for k in BATCH_KEYS)
     if total is None and micro is None:
         raise ConfigError(
-            f"{where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or both; "
-            '--batch_size, or "batch_size" in the recipe, sets the second too.'
+            f"{json.where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or "
+            'both; --batch_size, or "batch_size" in the recipe, sets the second too.'
         )
     if total is None or micro is None:
         accumulation = accumulation or 1
@@ -182,11 +128,11 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
     if not micro or not accumulation:
         least = (micro or 1) * (accumulation or 1) * world
         raise ConfigError(
-            problem(where, "train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
+            json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
         )
     if total is not None and micro * accumulation * world != total:
         raise ConfigError(
-            f"{where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
+            f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {accumulation} x {world} ranks = {micro * accumulation * world}. "
             "Change one of them, or leave one out."
         )
@@ -194,8 +140,8 @@ def batch_size(where: str, ds: dict[str, Any], world: int) -> BatchSize:
 
 
 def student_engine(
-    where: str, ds: dict[str, Any], world: int, rate: str = '--lr, or "lr" in the recipe'
-) -> tuple[dict[str, Any], BatchSize]:
+    json: DeepSpeedJson, world: int, rate: str = '--lr, or "lr" in the recipe'
+) -> EngineConfig:
     """Check the student's JSON and write out what DeepSpeed would otherwise choose in silence.
 
     Args:
@@ -204,66 +150,64 @@ def student_engine(
     Raises:
         ConfigError: with all problems at once.
     """
-    problems = key_problems(where, {k: v for k, v in ds.items() if k != BLOCK})
-    problems += rate_problems(where, ds, rate)
-    problems += offload_problems(where, ds) + recompute_problems(where, ds) + student_problems(where, ds)
+    problems = key_problems(json.without(BLOCK)) + rate_problems(json, rate) + offload_problems(json)
+    problems += recompute_problems(json) + student_problems(json)
     try:
-        batch = batch_size(where, ds, world)
+        batch = batch_size(json, world)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    ds = copy.deepcopy(ds)
+    ds = copy.deepcopy(json.raw)
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
     complete(ds)
     ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
-    lean = BUCKETS | (LEAN_STAGE_3 if stage(ds) == 3 else {})
-    ds["zero_optimization"] = lean | ds["zero_optimization"]
+    zero = ds["zero_optimization"]
+    ds["zero_optimization"] = BUCKETS | (LEAN_STAGE_3 if zero["stage"] == 3 else {}) | zero
     if "comet" in ds:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
-    return ds, batch
+    return EngineConfig(json.where, ds)
 
 
-def rate_problems(where: str, ds: dict[str, Any], rate: str) -> list[str]:
+def rate_problems(json: DeepSpeedJson, rate: str) -> list[str]:
     """Name a learning rate that is left out, for which deepspeed 0.19.8 takes a default in silence."""
-    if "optimizer" not in ds:
+    if "optimizer" not in json.raw:
         section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
         return [
-            f"{where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
+            f"{json.where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
             f"Give {rate}, or write {section} here."
         ]
-    kind = str(section_of(ds, "scheduler").get("type"))
-    section, key = ("scheduler", peak) if (peak := PEAKS.get(kind.lower())) else ("optimizer", "lr")
-    params = section_of(ds, section).get("params", {})
+    section, key = ("scheduler", peak) if (peak := PEAKS.get(json.schedule)) else ("optimizer", "lr")
+    params = json.section(section).get("params", {})
     if not isinstance(params, dict) or key in params or (key == "lr" and "muon_lr" in params):
         return []
     return [
-        f"{where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its own. "
-        f"Give {rate}, or write it."
+        f"{json.where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its "
+        f"own. Give {rate}, or write it."
     ]
 
 
-def offload_problems(where: str, ds: dict[str, Any]) -> list[str]:
-    """Offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
-    problems = []
-    known = stage(ds) in (0, 1, 2, 3)  # or it is reported already
+def offload_problems(json: DeepSpeedJson) -> list[str]:
+    """List offload sections that DeepSpeed would ignore in silence, or stop at long after the start."""
+    problems, stage = [], json.stage
+    known = stage in (0, 1, 2, 3)  # or it is reported already
     for target, stages in (("param", (3,)), ("optimizer", (1, 2, 3))):
         key = f"zero_optimization.offload_{target}"
-        section = section_of(ds, key)
-        if known and stage(ds) not in stages and section.get("device", "none") != "none":
+        section = json.section(key)
+        if known and stage not in stages and section.get("device", "none") != "none":
             remedy = f"Remove it, or write stage {' or '.join(map(str, stages))}."
-            problems.append(problem(where, key, section, f"It has no effect at stage {stage(ds)}. {remedy}"))
+            problems.append(json.problem(key, section, f"It has no effect at stage {stage}. {remedy}"))
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
-            problems.append(problem(where, f"{key}.nvme_path", section.get("nvme_path"), remedy))
-    ratio = offload_section(ds, "optimizer").get("ratio", 1)
-    if known and stage(ds) != 3 and type(ratio) in (int, float) and ratio < 1:
-        remedy = f"At stage {stage(ds)} all is offloaded or nothing. Remove it, or write stage 3."
-        problems.append(problem(where, "zero_optimization.offload_optimizer.ratio", ratio, remedy))
-    if all(section_of(ds, precision).get("enabled") is True for precision in ("bf16", "fp16")):
-        problems.append(f"{where}: `bf16` and `fp16` are both enabled. Keep one.")
+            problems.append(json.problem(f"{key}.nvme_path", section.get("nvme_path"), remedy))
+    ratio = json.offload("optimizer").get("ratio", 1)
+    if known and stage != 3 and type(ratio) in (int, float) and ratio < 1:
+        remedy = f"At stage {stage} all is offloaded or nothing. Remove it, or write stage 3."
+        problems.append(json.problem("zero_optimization.offload_optimizer.ratio", ratio, remedy))
+    if all(json.section(precision).get("enabled") is True for precision in ("bf16", "fp16")):
+        problems.append(f"{json.where}: `bf16` and `fp16` are both enabled. Keep one.")
     return problems
 
 

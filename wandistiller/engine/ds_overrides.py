@@ -1,13 +1,14 @@
 """The student's DeepSpeed JSON before its checks: short flags written into it, and "auto" filled."""
 
 import copy
-import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from json import dumps
+from typing import Any, TypeVar
 
-from wandistiller.engine.ds_config import with_dtype
-from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS, section_of
+from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS
 
+J = TypeVar("J", bound=DeepSpeedJson)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """--mixed_precision -> the precision of the engine."""
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
@@ -27,28 +28,29 @@ class EngineOverrides:
 
 
 def contradictions(
-    ds: dict[str, Any], overrides: EngineOverrides, world: int
+    json: DeepSpeedJson, overrides: EngineOverrides, world: int
 ) -> list[tuple[str, object, str, str]]:
     """(flag, its value, what the JSON fixes against it, remedy) of each flag that differs from the JSON."""
     found, batch, lr = [], overrides.batch_size, overrides.lr
-    if batch is not None and (wrong := _batch_contradiction(ds, batch, world)):
+    if batch is not None and (wrong := _batch_contradiction(json, batch, world)):
         found.append(("batch_size", batch, *wrong))
-    rates = {"optimizer.params.lr": _params(ds, "optimizer").get("lr")}
-    rates |= {f"scheduler.params.{key}": _params(ds, "scheduler").get(key) for key in set(PEAKS.values())}
+    rates = {"optimizer.params.lr": json.section("optimizer.params").get("lr")}
+    of_schedule = json.section("scheduler.params")
+    rates |= {f"scheduler.params.{key}": of_schedule.get(key) for key in set(PEAKS.values())}
     if lr is not None and (others := {k: v for k, v in rates.items() if v not in (*OPEN, lr)}):
         found.append(("lr", lr, _listed(others), "Keep one."))
-    precision, wanted = _fixed_precision(ds, overrides.mixed_precision), overrides.mixed_precision
+    precision, wanted = _fixed_precision(json, overrides.mixed_precision), overrides.mixed_precision
     if precision not in (None, wanted):
         found.append(("mixed_precision", wanted, f"`bf16 and fp16` is {precision}", "Keep one."))
-    if overrides.gradient_checkpointing is False and "activation_checkpointing" in ds:
-        section = _listed({"activation_checkpointing": ds["activation_checkpointing"]})
+    if overrides.gradient_checkpointing is False and "activation_checkpointing" in json.raw:
+        section = _listed({"activation_checkpointing": json.raw["activation_checkpointing"]})
         found.append(("gradient_checkpointing", False, section, "Remove one of the two."))
     return found
 
 
-def _batch_contradiction(ds: dict[str, Any], micro: int, world: int) -> tuple[str, str] | None:
+def _batch_contradiction(json: DeepSpeedJson, micro: int, world: int) -> tuple[str, str] | None:
     """Return what the JSON fixes against micro-batches of `micro` samples, and the remedy, if it does."""
-    fixed = {key: ds[key] for key in BATCH_KEYS if ds.get(key) not in OPEN}
+    fixed = {key: json.raw[key] for key in BATCH_KEYS if json.raw.get(key) not in OPEN}
     if any(type(value) is not int or value < 1 for value in fixed.values()):
         return None  # reported when the engine is checked
     if fixed.get(MICRO, micro) != micro:
@@ -68,9 +70,9 @@ def _batch_contradiction(ds: dict[str, Any], micro: int, world: int) -> tuple[st
     )
 
 
-def _fixed_precision(ds: dict[str, Any], wanted: str | None) -> str | None:
+def _fixed_precision(json: DeepSpeedJson, wanted: str | None) -> str | None:
     """The flag's value for the precision that the JSON fixes; None if it leaves open the `wanted` one."""
-    enabled = {name: section_of(ds, name).get("enabled") for name in ("bf16", "fp16")}
+    enabled = {name: json.section(name).get("enabled") for name in ("bf16", "fp16")}
     if wanted is None:
         return None
     if on := [name for name, value in enabled.items() if value is True]:
@@ -80,33 +82,37 @@ def _fixed_precision(ds: dict[str, Any], wanted: str | None) -> str | None:
 
 
 def _listed(values: dict[str, Any]) -> str:
-    return " and ".join(f"`{key}` is {json.dumps(value)}" for key, value in values.items())
+    return " and ".join(f"`{key}` is {dumps(value)}" for key, value in values.items())
 
 
-def apply_overrides(ds: dict[str, Any], overrides: EngineOverrides) -> dict[str, Any]:
-    """`ds` with the flags applied; `contradictions` has none, or `ds` is the default."""
-    ds = copy.deepcopy(ds)
+def apply_overrides(json: J, overrides: EngineOverrides) -> J:
+    """Return the JSON with the flags applied; `contradictions` has none, or it is the default."""
+    json = _copy(json)
     if overrides.batch_size is not None:
-        ds[MICRO] = overrides.batch_size
+        json.raw[MICRO] = overrides.batch_size
     if overrides.lr is not None:
-        ds.setdefault("optimizer", {"type": "AdamW"})
-        section_of(ds, "optimizer").setdefault("params", {})
+        json.raw.setdefault("optimizer", {"type": "AdamW"})
+        json.section("optimizer").setdefault("params", {})
         # into nothing, if they are no objects: reported when the engine is checked
-        section_of(ds, "optimizer.params")["lr"] = overrides.lr
+        json.section("optimizer.params")["lr"] = overrides.lr
         # deepspeed 0.19.8 trains with the schedule's rate, 0.001 where it is left out
-        if key := PEAKS.get(str(section_of(ds, "scheduler").get("type")).lower()):
-            section_of(ds, "scheduler").setdefault("params", {})
-            section_of(ds, "scheduler.params")[key] = overrides.lr
+        if key := PEAKS.get(json.schedule):
+            json.section("scheduler").setdefault("params", {})
+            json.section("scheduler.params")[key] = overrides.lr
     if overrides.mixed_precision is not None:
-        ds = with_dtype(ds, PRECISIONS[overrides.mixed_precision])
+        json = json.in_precision(PRECISIONS[overrides.mixed_precision])
     if overrides.gradient_checkpointing:
-        ds.setdefault("activation_checkpointing", {"partition_activations": False})
+        json.raw.setdefault("activation_checkpointing", {"partition_activations": False})
     if overrides.gradient_checkpointing is False:
-        ds.pop("activation_checkpointing", None)
-    return ds
+        json.raw.pop("activation_checkpointing", None)
+    return json
 
 
-def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
+def _copy(json: J) -> J:
+    return replace(json, raw=copy.deepcopy(json.raw))
+
+
+def fill_auto(json: DeepSpeedJson, width: int) -> DeepSpeedJson:
     """Fill "auto" as transformers' Trainer and accelerate do with their defaults; `fill_steps` has the rest.
 
     Two differ: the precision is bf16, as in the shipped JSONs, and a batch size that follows from others is
@@ -117,24 +123,26 @@ def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
     Args:
         width: of the student, heads x head dimension; bucket sizes depend on it.
     """
-    ds = copy.deepcopy(ds)
+    json = _copy(json)
+    ds = json.raw
     left_open = [key for key in BATCH_KEYS if ds.get(key) == "auto"]
     for key in left_open:
         del ds[key]
     if left_open and MICRO not in ds and TOTAL not in ds:
         ds[MICRO] = 8
-    peak = PEAKS.get(str(section_of(ds, "scheduler").get("type")).lower())
-    if "optimizer" not in ds and (rate := _params(ds, "scheduler").get(peak)) not in OPEN:
+    of_schedule, peak = json.section("scheduler.params"), PEAKS.get(json.schedule)
+    if "optimizer" not in ds and (rate := of_schedule.get(peak)) not in OPEN:
         ds["optimizer"] = {"type": "AdamW", "params": {"lr": rate}}
-    lr = _params(ds, "optimizer").get("lr")
+    of_optimizer = json.section("optimizer.params")
+    lr = of_optimizer.get("lr")
     lr = 5e-5 if lr in (None, "auto") else lr
     _fill(ds, {"gradient_clipping": 1.0, "steps_per_print": 10**9})
-    _fill(_params(ds, "optimizer"), {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
-    _fill(_params(ds, "scheduler"), {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1})
-    fp16 = section_of(ds, "fp16")
+    _fill(of_optimizer, {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
+    _fill(of_schedule, {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1})
+    fp16 = json.section("fp16")
     if fp16.get("enabled") == "auto" and "bf16" not in ds:
         ds["bf16"] = {"enabled": "auto"}
-    _fill(section_of(ds, "bf16"), {"enabled": fp16.get("enabled") is not True})
+    _fill(json.section("bf16"), {"enabled": fp16.get("enabled") is not True})
     _fill(fp16, {"enabled": False})
     buckets = {
         "stage": 2,
@@ -142,24 +150,19 @@ def fill_auto(ds: dict[str, Any], width: int) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": int(0.9 * width * width),
         "stage3_param_persistence_threshold": 10 * width,
     }
-    _fill(section_of(ds, "zero_optimization"), buckets)
+    _fill(json.section("zero_optimization"), buckets)
     for section in MODELS:  # whose other "auto" DeepSpeed itself takes for the default
-        given = section_of(ds, section)
+        given = json.section(section)
         for key in [key for key, value in given.items() if value == "auto"]:
             del given[key]
-    return ds
+    return json
 
 
-def fill_steps(ds: dict[str, Any], max_steps: int) -> dict[str, Any]:
+def fill_steps(json: DeepSpeedJson, max_steps: int) -> DeepSpeedJson:
     """Fill what a schedule must know of the length of the run, once that is known."""
-    ds = copy.deepcopy(ds)
-    _fill(_params(ds, "scheduler"), {"total_num_steps": max_steps})
-    return ds
-
-
-def _params(ds: dict[str, Any], section: str) -> dict[str, Any]:
-    """The params of optimizer or scheduler; an empty dict where there are none, or no object."""
-    return section_of(ds, f"{section}.params")
+    json = _copy(json)
+    _fill(json.section("scheduler.params"), {"total_num_steps": max_steps})
+    return json
 
 
 def _fill(section: dict[str, Any], values: dict[str, Any]) -> None:

@@ -219,8 +219,3 @@ def section_of(ds: dict[str, Any], section: str) -> dict[str, Any]:
     for part in filter(None, section.split(".")):
         ds = ds[part] if isinstance(ds.get(part), dict) else {}
     return ds
-
-
-def without_block(ds: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON without our block, as DeepSpeed may see it."""
-    return {k: v for k, v in ds.items() if k != BLOCK}

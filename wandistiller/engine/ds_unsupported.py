@@ -1,12 +1,10 @@
 """Settings refused in a student's DeepSpeed JSON: they do not work on Wan, or change the loss curve."""
 
 from collections.abc import Callable
-from pathlib import Path
 from pydoc import locate
 from typing import Any
 
-from wandistiller.engine.ds_schema import section_of
-from wandistiller.utils.errors import problem
+from wandistiller.engine.ds_json import DeepSpeedJson
 
 # Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
 ZERO = {
@@ -65,15 +63,14 @@ COMPILE = (
 class _Engine:
     """The settings of a student's DeepSpeed JSON that rules are about."""
 
-    def __init__(self, ds: dict[str, Any]):
-        self.stage = section_of(ds, "zero_optimization").get("stage", 1)
-        enabled = [name for name in ("bf16", "fp16") if section_of(ds, name).get("enabled")]
+    def __init__(self, json: DeepSpeedJson):
+        self.stage = json.section("zero_optimization").get("stage", 1)
+        enabled = [name for name in ("bf16", "fp16") if json.section(name).get("enabled")]
         self.dtype = [*enabled, "fp32"][0]
-        offload = section_of(ds, "zero_optimization.offload_optimizer")
-        self.offloaded = offload.get("device", "none") != "none"
-        adam = str(section_of(ds, "optimizer").get("type")).lower() in ("adam", "adamw")
-        self.fused = adam and section_of(ds, "optimizer.params").get("torch_adam") is not True
-        self.clips = ds.get("gradient_clipping", 1) != 0
+        self.offloaded = json.optimizer_on != "none"
+        own_adam = json.section("optimizer.params").get("torch_adam") is not True
+        self.fused = json.optimizer in ("adam", "adamw") and own_adam
+        self.clips = json.raw.get("gradient_clipping", 1) != 0
 
 
 MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, or remove it."
@@ -122,31 +119,32 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 }
 
 
-def not_offered_problems(where: str | Path, ds: dict[str, Any]) -> list[str]:
-    """A problem for each section that neither the student's nor the teacher's engine may have."""
-    problems = [problem(where, key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
+def not_offered_problems(json: DeepSpeedJson) -> list[str]:
+    """List the sections that neither the student's nor the teacher's engine may have."""
+    ds = json.raw
+    problems = [json.problem(key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
     asks = ds.get("compile", {})
     if not isinstance(asks, dict) or any(k != "deepcompile" or v is not False for k, v in asks.items()):
-        problems.append(problem(where, "compile", asks, COMPILE))
+        problems.append(json.problem("compile", asks, COMPILE))
     return problems
 
 
-def student_problems(where: str, ds: dict[str, Any]) -> list[str]:
-    """A problem for each setting that is refused, with the reason."""
-    zero, engine = section_of(ds, "zero_optimization"), _Engine(ds)
+def student_problems(json: DeepSpeedJson) -> list[str]:
+    """List the settings that are refused, with the reason."""
+    ds, zero, engine = json.raw, json.section("zero_optimization"), _Engine(json)
     problems = [
-        problem(where, f"zero_optimization.{k}", zero[k], why)
+        json.problem(f"zero_optimization.{k}", zero[k], why)
         for k, why in ZERO.items()
         if is_on(zero.get(k)) or zero.get(k) == {}
     ]
     for path, (refused, why) in RULES.items():
         section, _, key = path.rpartition(".")
-        if refused(value := section_of(ds, section).get(key), engine):
-            problems.append(problem(where, path, value, why))
-    problems += [problem(where, k, ds[k], why) for k, why in TOP.items() if is_on(ds.get(k), default=1.0)]
-    if section_of(ds, "comet").get("api_key"):  # which would be written to OUTPUT/resolved
+        if refused(value := json.section(section).get(key), engine):
+            problems.append(json.problem(path, value, why))
+    problems += [json.problem(k, ds[k], why) for k, why in TOP.items() if is_on(ds.get(k), default=1.0)]
+    if json.section("comet").get("api_key"):  # which would be written to OUTPUT/resolved
         problems.append(
-            f"{where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
+            f"{json.where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
         )
     return problems
 

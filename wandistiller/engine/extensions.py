@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from subprocess import SubprocessError
-from typing import Any
 
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
 
-from wandistiller.engine.ds_config import offload_section, on_nvme
-from wandistiller.engine.ds_schema import section_of
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
@@ -40,14 +38,13 @@ NOT_OFFLOADED = {
 """The same where it is not."""
 
 
-def needed(ds: dict[str, Any]) -> Iterator[type[OpBuilder]]:
+def needed(engine: EngineConfig) -> Iterator[type[OpBuilder]]:
     """Yield the builders of what an engine with this JSON loads."""
-    kind = str(section_of(ds, "optimizer").get("type")).lower()
-    offloaded = offload_section(ds, "optimizer")["device"] != "none"
-    builder = (OFFLOADED if offloaded else NOT_OFFLOADED).get(kind)
-    if builder and not section_of(ds, "optimizer.params").get("torch_adam", False):
+    builders = NOT_OFFLOADED if engine.optimizer_on == "none" else OFFLOADED
+    builder = builders.get(engine.optimizer)
+    if builder and not engine.section("optimizer.params").get("torch_adam", False):
         yield builder
-    if on_nvme(ds):
+    if engine.on_nvme:
         yield op_builder.AsyncIOBuilder
 
 
@@ -56,15 +53,15 @@ def load_extension(builder: OpBuilder) -> None:
     builder.load(verbose=False)
 
 
-def build(where: str, ds: dict[str, Any]) -> None:
+def build(key: str, engine: EngineConfig) -> None:
     """Build what an engine needs, while a failure costs nothing yet.
 
     Args:
-        where: the JSON, for messages.
+        key: of the recipe, which names the JSON, for messages.
     Raises:
         ConfigError: an extension does not build.
     """
-    for builder in needed(with_fused_adam(ds)):
+    for builder in needed(with_fused_adam(engine)):
         made = builder()
         set_activity(f"building DeepSpeed's {made.name}")
         try:
@@ -72,7 +69,7 @@ def build(where: str, ds: dict[str, Any]) -> None:
         except BUILD_ERRORS as error:
             remedy = "`wandistiller doctor` shows what is missing here"
             raise ConfigError(
-                f"{where}: DeepSpeed's {made.name} does not build: {reason(error)}. {remedy}."
+                f"{key}: DeepSpeed's {made.name} does not build: {reason(error)}. {remedy}."
             ) from None
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from wandistiller.distributed.device import kind, on_accelerator
-from wandistiller.engine.ds_config import offload_device, stage
+from wandistiller.engine.engine_config import EngineConfig
 
 AHEAD = 1
 """Blocks that the device may have yet to finish when the host fetches the weights of the next."""
@@ -51,18 +51,18 @@ class FetchPace:
         self._ends.append(end)
 
 
-def fetching_blocks(ds: dict[str, Any], block_class: str) -> dict[str, Any]:
-    """Return `ds` with each block's weights fetched at once under ZeRO-3, in half the time of the host.
+def fetching_blocks(engine: EngineConfig, block_class: str) -> EngineConfig:
+    """Return the JSON with the weights of a block fetched at once under ZeRO-3, in half the time of the host.
 
     On NVMe it would need a buffer for each matrix of a block, the largest's size. And only for a network
     that is not trained: before a backward pass DeepSpeed (0.19.8) releases the frozen
     weights of a block whose inputs need no gradient, and it reduces a block's gradients twice where they
     come from two outputs.
     """
-    if stage(ds) < 3 or offload_device(ds) == "nvme":
-        return ds
+    if engine.stage < 3 or engine.weights_on == "nvme":
+        return engine
     blocks = {"leaf_module": {"classes": [block_class]}}
-    return ds | {"zero_optimization": blocks | ds["zero_optimization"]}
+    return engine.replaced(zero_optimization=blocks | engine.section("zero_optimization"))
 
 
 def pace_fetches(modules: Iterable[nn.Module]) -> None:

@@ -2,13 +2,12 @@
 
 import logging
 from bisect import bisect_left
-from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.utils import logger
 
-from wandistiller.engine.ds_schema import section_of
+from wandistiller.engine.engine_config import EngineConfig
 
 LEAD = 10
 """Steps beyond the end of a run in which its first learning rate above 0 is looked for."""
@@ -22,13 +21,13 @@ class Rates:
     `warmup_min_ratio`. Trainers that leave the schedule to DeepSpeed have the same.
     """
 
-    def __init__(self, ds: dict[str, Any]):
-        lr = section_of(ds, "optimizer.params").get("lr", 1e-3)  # DeepSpeed's default
+    def __init__(self, engine: EngineConfig):
+        lr = engine.section("optimizer.params").get("lr", 1e-3)  # DeepSpeed's default
         self._optimizer = torch.optim.AdamW([torch.zeros(1)], lr=lr)
         self._schedule, level = None, logger.level
-        if kind := section_of(ds, "scheduler").get("type"):
+        if kind := engine.section("scheduler").get("type"):
             logger.setLevel(logging.ERROR)  # it warns of the step before its first
-            params = section_of(ds, "scheduler.params")
+            params = engine.section("scheduler.params")
             self._schedule = getattr(lr_schedules, kind)(self._optimizer, **params)
             logger.setLevel(level)
 
@@ -39,12 +38,12 @@ class Rates:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-def steps_without_learning(ds: dict[str, Any], max_steps: int) -> tuple[int, int]:
+def steps_without_learning(engine: EngineConfig, max_steps: int) -> tuple[int, int]:
     """Return how many of the first steps have the learning rate 0, and how many of the last.
 
     The first of them may be up to LEAD more than there are, and the last 0 then.
     """
-    rates = Rates(ds)
+    rates = Rates(engine)
     first = next((n for n in range(max_steps + LEAD) if rates.at(n + 1) > 0), max_steps + LEAD)
     if first >= max_steps or rates.at(max_steps) > 0:
         return first, 0

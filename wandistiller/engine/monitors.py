@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from wandistiller.distributed.collectives import rank
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.files import atomic
 
 MONITORS = {
@@ -26,18 +27,18 @@ _named = [""]
 """The ids that this process gave to its runs."""
 
 
-def without_monitors(ds: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of an engine that writes no curves."""
-    return {key: value for key, value in ds.items() if key not in (*MONITORS, "csv_monitor")}
+def without_monitors(engine: EngineConfig) -> EngineConfig:
+    """Return the JSON of an engine that writes no curves."""
+    return engine.without(*MONITORS, "csv_monitor")
 
 
-def name_run(output: Path, ds: dict[str, Any], *, goes_on: bool) -> None:
+def name_run(output: Path, engine: EngineConfig, *, goes_on: bool) -> None:
     """Name the run for Weights & Biases before DeepSpeed starts it, unless the environment does.
 
     Args:
         goes_on: the run resumes, and its curves continue.
     """
-    if not ds.get("wandb", {}).get("enabled") or rank():
+    if not engine.section("wandb").get("enabled") or rank():
         return
     file = output / WANDB_RUN
     if not (goes_on and file.is_file()):

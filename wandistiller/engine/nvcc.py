@@ -1,15 +1,14 @@
 """NVIDIA's compiler, with which DeepSpeed builds optimizers for GPUs, and what replaces Adam without it."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.utils.cpp_extension
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 
 from wandistiller.distributed.device import kind
-from wandistiller.engine.ds_config import offload_section
-from wandistiller.engine.ds_schema import section_of
+from wandistiller.engine.engine_config import EngineConfig
 
 FUSED = {"adam": "fused_adam", "adamw": "fused_adam", "lamb": "fused_lamb", "lion": "fused_lion"}
 """Optimizers that DeepSpeed compiles for GPUs, and the names of what it makes of them."""
@@ -48,21 +47,18 @@ def lacks_nvcc() -> bool:
     return kind() == "cuda" and bool(torch.version.cuda) and not find_nvcc(torch.version.cuda).fits
 
 
-def with_fused_adam(ds: dict[str, Any]) -> dict[str, Any]:
+def with_fused_adam(engine: EngineConfig) -> EngineConfig:
     """Let torch's fused Adam replace DeepSpeed's, which is not there, on GPUs without nvcc.
 
     It takes no more memory: torch's default, for lists of tensors, takes 4 bytes a parameter (torch 2.13).
     """
-    if not needs_nvcc(ds) or "adam" not in section_of(ds, "optimizer")["type"].lower() or not lacks_nvcc():
-        return ds
-    optimizer = ds["optimizer"]
-    params = optimizer.get("params", {}) | {"torch_adam": True, "fused": True}
-    return ds | {"optimizer": optimizer | {"params": params}}
+    if not needs_nvcc(engine) or "adam" not in engine.optimizer or not lacks_nvcc():
+        return engine
+    params = engine.section("optimizer.params") | {"torch_adam": True, "fused": True}
+    return engine.replaced(optimizer=engine.section("optimizer") | {"params": params})
 
 
-def needs_nvcc(ds: dict[str, Any]) -> bool:
+def needs_nvcc(engine: EngineConfig) -> bool:
     """Return whether the optimizer of a JSON is one that DeepSpeed compiles for GPUs (deepspeed 0.19.8)."""
-    fused = FUSED.get(str(section_of(ds, "optimizer").get("type")).lower())
-    offloaded = offload_section(ds, "optimizer")["device"] != "none"
-    plain = section_of(ds, "optimizer.params").get("torch_adam", False)
-    return bool(fused) and not offloaded and not plain and not installed_ops.get(fused)
+    fused, plain = FUSED.get(engine.optimizer), engine.section("optimizer.params").get("torch_adam", False)
+    return bool(fused) and engine.optimizer_on == "none" and not plain and not installed_ops.get(fused)

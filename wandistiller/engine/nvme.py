@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from wandistiller.engine.ds_config import offload_section
-from wandistiller.engine.zero_memory import zero_setting
+from wandistiller.engine.engine_config import EngineConfig
 
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
@@ -19,25 +18,25 @@ IPC_LOCK = 14
 """The capability to lock any amount of memory. Source: Linux, include/uapi/linux/capability.h."""
 
 
-def to_own_folder(ds: dict[str, Any], numels: Iterable[int], engine: str, sharers: int) -> dict[str, Any]:
-    """`ds` with its NVMe paths moved into a new folder, and buffers as large as this rank's largest part.
+def to_own_folder(engine: EngineConfig, numels: Iterable[int], name: str, sharers: int) -> EngineConfig:
+    """Move a JSON's NVMe paths into a new folder, and make buffers as large as this rank's largest part.
 
     Engines that share a path delete each other's files, and smaller buffers stop the run (deepspeed 0.19.8).
 
     Args:
         numels: numbers in each tensor that will be on disk.
-        engine: a name of its own for each engine of the process.
+        name: of its own for each engine of the process.
         sharers: ranks among which a tensor is cut.
     """
-    zero = dict(ds["zero_optimization"])
+    zero = dict(engine.section("zero_optimization"))
     for target in ("param", "optimizer"):
-        section = offload_section(ds, target)
+        section = engine.offload(target)
         if section["device"] == "nvme":
-            section["nvme_path"] = str(own_folder(Path(section["nvme_path"])) / engine)
+            section["nvme_path"] = str(own_folder(Path(section["nvme_path"])) / name)
             if target == "param":
                 section["buffer_size"] = max(-(-max(numels) // sharers), section.get("buffer_size", 0))
             zero[f"offload_{target}"] = section
-    return ds | {"zero_optimization": zero}
+    return engine.replaced(zero_optimization=zero)
 
 
 _own: dict[Path, tuple[Path, Any]] = {}
@@ -83,21 +82,20 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-def locked_bytes(ds: dict[str, Any], numels: Iterable[int], sharers: int, item: int) -> int:
+def locked_bytes(engine: EngineConfig, numels: Iterable[int], sharers: int) -> int:
     """Bytes of one engine's buffers on a rank, which DeepSpeed keeps from being paged out (0.19.8).
 
     Args:
         numels: numbers in each tensor of the networks.
         sharers: ranks among which each is cut.
-        item: bytes of a weight.
     """
     numels, locked = list(numels), 0
-    weights, states = offload_section(ds, "param"), offload_section(ds, "optimizer")
+    weights, states = engine.offload("param"), engine.offload("optimizer")
     if weights["device"] == "nvme":
         buffer = max(-(-max(numels) // sharers), weights.get("buffer_size", 0))
-        locked += item * weights.get("buffer_count", 5) * buffer
+        locked += engine.dtype.itemsize * weights.get("buffer_count", 5) * buffer
     if states["device"] == "nvme":
-        buffer = min(-(-sum(numels) // sharers), zero_setting(ds, "sub_group_size"))
+        buffer = min(-(-sum(numels) // sharers), engine.zero.sub_group_size)
         locked += 4 * states.get("buffer_count", 4) * buffer
     return locked
 

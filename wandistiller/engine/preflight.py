@@ -2,7 +2,6 @@
 
 import copy
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from deepspeed import DeepSpeedConfig
@@ -11,12 +10,12 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
+from wandistiller.distributed import device
 from wandistiller.distributed.device import on_accelerator, supports_fp16
-from wandistiller.engine.ds_config import dtype_name, offload_section, on_nvme
-from wandistiller.engine.ds_schema import BATCH_KEYS
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import lacks_nvcc, needs_nvcc
-from wandistiller.utils.errors import problem
 from wandistiller.utils.validation import error_messages
 
 SECTION_OF = {
@@ -27,16 +26,30 @@ SECTION_OF = {
     "DeepSpeedThroughputTimerConfig": "timers.throughput",
 }
 """DeepSpeed's model of a section -> the section's name."""
+PACKAGES = {
+    "flash": ("flash_attn", "pip install flash-attn"),
+    "_flash_3": ("flash_attn_interface", "FlashAttention 3, built from its sources"),
+    "sage": ("sageattention", "pip install sageattention"),
+}
+"""Attention -> the module that it needs, and where that comes from."""
+
+
 CHANGE = "Change or remove what it names."
 
 
-def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> list[str]:
+def config_problems(engine: EngineConfig, *, here: bool = True) -> list[str]:
     """List what DeepSpeed's own reader refuses in its sections, and what this machine lacks.
 
     Args:
         here: whether the run is to be on this machine.
     """
-    probe = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS}
+    problems = _refused(engine)
+    return problems + ((problems or _lacking(engine)) + _kernel_problems(engine) if here else [])
+
+
+def _refused(engine: EngineConfig) -> list[str]:
+    """List what DeepSpeed's own reader refuses."""
+    where, probe = engine.where, copy.deepcopy(engine.without(*BATCH_KEYS).for_deepspeed)
     probe["train_micro_batch_size_per_gpu"] = 1
     try:
         DeepSpeedConfig(probe)
@@ -48,50 +61,66 @@ def config_problems(where: str, ds: dict[str, Any], *, here: bool = True) -> lis
         return named or error_messages(where, error, section)
     except (DeepSpeedConfigError, ValueError, TypeError, AttributeError, AssertionError) as error:
         return [f"{where}: DeepSpeed refuses it: {error}. {CHANGE}"]
-    if not here:
-        return []
-    if (key := on_nvme(ds)) and not AsyncIOBuilder().is_compatible(verbose=False):
-        remedy = "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++)."
-        text = f"DeepSpeed's async_io cannot be built here. {remedy}"
-        return [problem(where, f"zero_optimization.{key}.device", "nvme", text)]
-    if problems := _machine_problems(where, ds):
-        return problems
-    if dtype_name(ds) == "float16" and not supports_fp16():
-        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
-        return [f"{where}: `fp16` {text}"]
     return []
 
 
-def _machine_problems(where: str, ds: dict[str, Any]) -> list[str]:
-    """Return a problem for each thing that this machine or its Python packages lack."""
+def _lacking(engine: EngineConfig) -> list[str]:
+    """List what this machine or its Python packages lack."""
+    if (key := engine.on_nvme) and not AsyncIOBuilder().is_compatible(verbose=False):
+        remedy = "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++)."
+        text = f"DeepSpeed's async_io cannot be built here. {remedy}"
+        return [engine.problem(f"zero_optimization.{key}.device", "nvme", text)]
+    if problems := _machine_problems(engine):
+        return problems
+    if engine.dtype is torch.float16 and not supports_fp16():
+        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
+        return [f"{engine.where}: `fp16` {text}"]
+    return []
+
+
+def _machine_problems(engine: EngineConfig) -> list[str]:
+    """Return a problem for each of these that is lacking: what checkpointing, optimizer and monitors need."""
     problems, on_cpu = [], not on_accelerator()
-    section, kind = ds.get("activation_checkpointing", {}), ds.get("optimizer", {}).get("type", "")
-    offloaded = offload_section(ds, "optimizer")["device"] != "none"
+    section, kind = engine.section("activation_checkpointing"), engine.section("optimizer").get("type")
     if on_cpu and section.get("cpu_checkpointing") and not section.get("partition_activations"):
         remedy = "On a CPU DeepSpeed has it only together with `partition_activations`: true."
         # else the copy would be the original
-        problems.append(problem(where, "activation_checkpointing.cpu_checkpointing", True, remedy))
-    if on_cpu and kind.lower() == "lion" and not offloaded:
+        problems.append(engine.problem("activation_checkpointing.cpu_checkpointing", True, remedy))
+    if on_cpu and engine.optimizer == "lion" and engine.optimizer_on == "none":
         remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
-        problems.append(problem(where, "optimizer.type", kind, remedy))
+        problems.append(engine.problem("optimizer.type", kind, remedy))
     if lacks_nvcc():
-        problems += _toolkit_problems(where, ds, kind)
+        problems += _toolkit_problems(engine)
     for key, (module, package) in MONITORS.items():
-        if ds.get(key, {}).get("enabled") and not find_spec(module):
-            problems.append(problem(where, f"{key}.enabled", True, f"It needs: pip install {package}"))
+        if engine.section(key).get("enabled") and not find_spec(module):
+            problems.append(engine.problem(f"{key}.enabled", True, f"It needs: pip install {package}"))
     return problems
 
 
-def _toolkit_problems(where: str, ds: dict[str, Any], kind: str) -> list[str]:
+def _toolkit_problems(engine: EngineConfig) -> list[str]:
     """Return a problem if DeepSpeed would have to compile with nvcc (deepspeed 0.19.8); Adam has another."""
     why = (
         "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
         f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME"
     )
     problems = []
-    if needs_nvcc(ds) and "adam" not in kind.lower():
+    if needs_nvcc(engine) and "adam" not in engine.optimizer:
         remedy = f"{why}, or write AdamW, or offload the optimizer."
-        problems.append(problem(where, "optimizer.type", kind, remedy))
-    if (key := on_nvme(ds)) and not installed_ops.get("async_io"):
-        problems.append(problem(where, f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
+        problems.append(engine.problem("optimizer.type", engine.section("optimizer")["type"], remedy))
+    if (key := engine.on_nvme) and not installed_ops.get("async_io"):
+        problems.append(engine.problem(f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
     return problems
+
+
+def _kernel_problems(engine: EngineConfig) -> list[str]:
+    """List what this machine lacks for the kernels."""
+    attention, key = engine.kernels.attention, f"{BLOCK}.attention"
+    if attention == "native":
+        return []
+    if device.kind() != "cuda":
+        remedy = "It needs a CUDA GPU, and there is none here. Write native, or leave it out."
+        return [engine.problem(key, attention, remedy)]
+    module, source = PACKAGES.get(attention, ("torch", ""))
+    if not find_spec(module):
+        return [engine.problem(key, attention, f"It needs {source}. Install it, or write native.")]
+    return []

@@ -16,11 +16,11 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import nn
 
 from wandistiller.distributed.device import on_accelerator
-from wandistiller.engine.ds_config import stage
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import is_plain
 
 
-def without_empty_buckets(ds: dict[str, Any], numel: int) -> dict[str, Any]:
+def without_empty_buckets(engine: EngineConfig, numel: int) -> EngineConfig:
     """Let the buckets of gradients be no larger than all gradients: DeepSpeed (0.19.8) allocates them whole.
 
     By default 191 MiB in float32 on a GPU, however small the student.
@@ -28,20 +28,20 @@ def without_empty_buckets(ds: dict[str, Any], numel: int) -> dict[str, Any]:
     Args:
         numel: trained parameters.
     """
-    zero = ds["zero_optimization"]
-    if stage(ds) == 0 or numel >= zero["reduce_bucket_size"]:
-        return ds
-    return ds | {"zero_optimization": zero | {"reduce_bucket_size": numel}}
+    if engine.stage == 0 or numel >= engine.zero.reduce_bucket_size:
+        return engine
+    zero = engine.section("zero_optimization") | {"reduce_bucket_size": numel}
+    return engine.replaced(zero_optimization=zero)
 
 
 @contextmanager
-def partition_before_moving(model: nn.Module, ds: dict[str, Any]) -> Iterator[None]:
+def partition_before_moving(model: nn.Module, stage: int) -> Iterator[None]:
     """While an engine is built, let ZeRO-3 move each parameter as it cuts it, not the whole module before.
 
     The engine moves, and sends to all ranks, a module that `zero.Init` has not cut (deepspeed 0.19.8), which
     may be far larger than the GPU. The cut itself moves and sends what it cuts.
     """
-    if stage(ds) < 3:
+    if stage < 3:
         yield
         return
 

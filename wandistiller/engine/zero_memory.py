@@ -4,14 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-from wandistiller.engine.ds_config import offload_device, offload_section
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import AHEAD
-
-_DEFAULTS = {field.alias or key: field.default for key, field in DeepSpeedZeroConfig.model_fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ def partition_bytes(sizes: list[ParameterSize], ranks: int) -> int:
 
 def gathered_bytes(
     sizes: list[ParameterSize],
-    ds: dict[str, Any],
+    engine: EngineConfig,
     ranks: int,
     reused: int = 0,
     *,
@@ -81,47 +77,38 @@ def gathered_bytes(
         reused: elements that are kept between forward and backward pass.
         unit_of: what is fetched as one with a parameter: its module, or its block, see `fetching_blocks`.
     """
-    if ranks == 1 and offload_device(ds) == "none":
+    if ranks == 1 and engine.weights_on == "none":
         return 0, 0  # the partition is the whole, used where it lies
-    small, modules = zero_setting(ds, "stage3_param_persistence_threshold"), Counter()
+    zero, modules = engine.zero, Counter()
     for s in sizes:
-        modules[unit_of(s.name)] += s.part(1) if s.numel > small else 0
+        modules[unit_of(s.name)] += s.part(1) if s.numel > zero.param_persistence_threshold else 0
     item, largest = min(s.item for s in sizes), max(modules.values())
-    available = item * max(reused, zero_setting(ds, "stage3_max_live_parameters")) + largest
-    in_flight = item * zero_setting(ds, "stage3_prefetch_bucket_size") + largest if ranks > 1 else 0
+    available = item * max(reused, zero.max_live_parameters) + largest
+    in_flight = item * zero.prefetch_bucket_size + largest if ranks > 1 else 0
     transient = min(modules.total(), available) + min(modules.total(), in_flight)
     return partition_bytes(sizes, ranks=1) - modules.total(), transient
 
 
-def behind_bytes(sizes: list[ParameterSize], ds: dict[str, Any], block_of: Callable[[str], str]) -> int:
+def behind_bytes(sizes: list[ParameterSize], engine: EngineConfig, block_of: Callable[[str], str]) -> int:
     """Bytes of the blocks that an accelerator has yet to finish when the host fetches the next.
 
     See `FetchPace`. Their memory comes back once it has; on a CPU there are none.
     """
-    small, blocks = zero_setting(ds, "stage3_param_persistence_threshold"), Counter()
+    small, blocks = engine.zero.param_persistence_threshold, Counter()
     for s in sizes:
         blocks[block_of(s.name)] += s.part(1) if s.numel > small else 0
     return AHEAD * max(blocks.values())
 
 
-def swapped_bytes(sizes: list[ParameterSize], ds: dict[str, Any], ranks: int, item: int) -> Bytes:
-    """Partitions on NVMe and their buffers; small partitions, and those of another dtype, stay in CPU memory.
-
-    Args:
-        item: bytes of an element of the dtype that is swapped.
-    """
-    offload, aio = offload_section(ds, "param"), ds.get("aio", {})
+def swapped_bytes(sizes: list[ParameterSize], engine: EngineConfig, ranks: int) -> Bytes:
+    """Partitions on NVMe and their buffers; small ones, and those of another dtype, stay in CPU memory."""
+    offload, aio, item = engine.offload("param"), engine.section("aio"), engine.dtype.itemsize
     step = 1024 * aio.get("intra_op_parallelism", 1)  # reads and writes are multiples of it
     parts = [s.part(ranks) for s in sizes if s.item == item]
     buffer = round_up(max(*parts, item * offload.get("buffer_size", 0)), step)  # as in nvme.to_own_folder
     on_disk = [part for part in parts if part >= max(2**20, aio.get("block_size", 2**20))]
     host = partition_bytes(sizes, ranks) - sum(on_disk) + offload.get("buffer_count", 5) * buffer
     return Bytes(host=host, disk=sum(round_up(part, step) for part in on_disk))
-
-
-def zero_setting(ds: dict[str, Any], key: str) -> int:
-    """A size in elements of the section `zero_optimization`, or DeepSpeed's default."""
-    return int(ds["zero_optimization"].get(key, _DEFAULTS[key]))
 
 
 def round_up(n: int, multiple: int) -> int:

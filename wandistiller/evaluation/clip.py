@@ -11,7 +11,7 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTo
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
-from wandistiller.wan.component_classes import refused_keys
+from wandistiller.wan.components import refused_keys
 
 
 class Clip:

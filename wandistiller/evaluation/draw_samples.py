@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wandistiller.config.sequence_checks import KEY
+from wandistiller.config.cross_checks import SHARED
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.distributed import collectives
@@ -31,7 +32,7 @@ from wandistiller.wan.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
-    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", KEY)),
+    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", SHARED)),
     ("steps", 1, int(TRAIN_TIMESTEPS)),
     ("seed", 0, 2**63 - 1),
     ("guidance_scale", 0, 1000),
@@ -56,13 +57,15 @@ class Sampling:
     negative_prompt: str | None = None
 
 
-def number_problems(where: str, settings: dict[str, Any]) -> list[str]:
+def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
     """Problems with the numbers and the negative prompt in a pipeline's settings; None is skipped."""
     problems = impossible_values(where, settings)
     for key, least, most in RANGES:
-        if (value := settings.get(key)) is not None and not math.isnan(value) and not least <= value <= most:
-            allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
-            problems.append(problem(where, key, value, f"Write {allowed}."))
+        given = settings.get(key)
+        for value in dict.fromkeys(given if isinstance(given, list) else [given]):
+            if value is not None and not math.isnan(value) and not least <= value <= most:
+                allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
+                problems.append(problem(where, key, value, f"Write {allowed}."))
     if (negative := settings.get("negative_prompt")) is not None:
         problems += prompt_problems(where, "negative_prompt", [negative], none=True)
     return problems

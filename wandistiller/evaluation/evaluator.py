@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, Pla
 from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.evaluation.sigma_bands import Band, bands, states_in
 from wandistiller.export.source import TrainedSteps
-from wandistiller.teacher.teacher_json import quantized_facts
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, shapes
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
@@ -47,7 +47,7 @@ class Evaluation:
     quick: bool
     """Draw each prompt once, not twice from different seeds."""
     clip: Path | None
-    teacher_ds: dict[str, Any] | None
+    placement: Placement | None
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
@@ -136,16 +136,16 @@ class Evaluator:
         """Sample; store the guided velocities on the samples of its own number of steps."""
         s, memory = self._settings, PeakMemory()
         with memory.running():
-            if s.teacher_ds is None:
+            if s.placement is None:
                 candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
             else:
-                candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.teacher_ds, self._vae)
+                candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.placement, self._vae)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
         for index, chunk, _ in round_robin(self._batches):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
-        error = self._weights_error(candidate) if s.teacher_ds and quantized_facts(s.teacher_ds) else None
+        error = self._weights_error(candidate) if s.placement and s.placement.weights else None
         candidate.close()
         return CandidateResult(drawn, memory.peak_gib(), error)
 

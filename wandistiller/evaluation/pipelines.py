@@ -22,6 +22,7 @@ from wandistiller.export.source import TrainedSteps
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
@@ -109,11 +110,16 @@ class Stopwatch:
 class PlacedTeacher:
     """A teacher placed by its DeepSpeed JSON, with the same methods, all collective."""
 
-    def __init__(self, folder: WanFolder, sampling: Sampling, text: TextCache, ds: dict[str, Any], vae: Vae):
+    def __init__(
+        self, folder: WanFolder, sampling: Sampling, text: TextCache, placement: Placement, vae: Vae
+    ):
         """`text` has the prompts and the negative prompt."""
         self._folder, self._sampling, self._text, self._vae = folder, sampling, text, vae
-        self._guidance, self._ds = Guidance(text[sampling.negative_prompt or ""], scales(sampling)), ds
-        self._network = build_teacher(folder, ds, self._guidance)
+        self._guidance, self._placement = (
+            Guidance(text[sampling.negative_prompt or ""], scales(sampling)),
+            placement,
+        )
+        self._network = build_teacher(folder, placement, self._guidance)
         self.velocity = self._network.velocity
         self.denoising = 0.0
 
@@ -132,7 +138,7 @@ class PlacedTeacher:
 
     def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
         """Return the error of its velocities against those of unquantised weights, by band of sigma."""
-        given = self._folder, self._ds, self._network, self._guidance
+        given = self._folder, self._placement, self._network, self._guidance
         return quantization_error(*given, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
 """Error of a quantised teacher's velocities against those of its unquantised weights, by band of sigma."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from wandistiller.evaluation.sigma_bands import bands, states_in
 from wandistiller.flow import band_name
 from wandistiller.teacher.base import Guidance, OwnerTeacher, Teacher
 from wandistiller.teacher.build import unquantized_teacher
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan.pipeline import WanFolder
@@ -21,7 +20,7 @@ SAMPLES = 2
 
 def quantization_error(
     folder: WanFolder,
-    ds: dict[str, Any],
+    placement: Placement,
     teacher: Teacher,
     guidance: Guidance,
     x0_BCFHW: Tensor,
@@ -35,7 +34,7 @@ def quantization_error(
     Ranks that compute read all weights once more, one block at a time.
 
     Args:
-        ds: the teacher's JSON.
+        placement: the teacher's.
         x0_BCFHW: clean latents, of which the first frames are noised; all on the ranks' devices.
     Raises:
         ConfigError: on every rank, if weights could not be read on any.
@@ -49,7 +48,7 @@ def quantization_error(
     squares_N2, faults = None, []
     if quantized:
         merges = {"merges_padding": merges_padding}
-        exact, readers = unquantized_teacher(folder, ds, guidance, **merges)
+        exact, readers = unquantized_teacher(folder, placement, guidance, **merges)
         targets, found = exact.predict_all(states, ()), quantized.predict_all(states, ())
         pairs = [(p.v_BCFHW - t.v_BCFHW, t.v_BCFHW) for p, t in zip(found, targets, strict=True)]
         sums = [[t_BCFHW.double().square().sum() for t_BCFHW in pair] for pair in pairs]

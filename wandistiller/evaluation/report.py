@@ -42,7 +42,7 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[
     result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
     if errors := sides["teacher"][0].weights_error:
-        result |= quantized_facts(settings.teacher_ds)
+        result |= quantized_facts(settings.placement)
         result["teacher_weights_velocity_error"] = {"bands": errors}
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     if settings.numbers:
@@ -178,7 +178,7 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
         teacher=settings.teacher.name,
         tables=tables,
         warnings=slow_motion(result),
-        placed=bool(settings.teacher_ds),
+        placed=bool(settings.placement),
     )
     with atomic(files["report"]) as temporary:
         temporary.write_text(page, encoding="utf-8")

@@ -1,8 +1,7 @@
 """The settings of ComfyUI's nodes, for a model card."""
 
-from typing import Any
-
 from wandistiller.batch import Expert
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.flow import RENOISE, FlowSchedule, expert_at
 
 COMFY = """
@@ -29,35 +28,29 @@ Step {split} of {steps} is the first whose noise level is below the boundary {bo
 OTHERS = "; of other numbers of steps it is {}"
 
 
-def comfy_nodes(facts: dict[str, Any], loader: str) -> str:
+def comfy_nodes(facts: Facts, loader: str) -> str:
     """The settings of ComfyUI's nodes, in a table.
 
     Args:
         loader: the node whose model is shifted.
     """
     latent = (
-        "EmptyHunyuanLatentVideo" if facts["transformer"]["in_channels"] == 16 else "Wan22ImageToVideoLatent"
+        "EmptyHunyuanLatentVideo" if facts.transformer["in_channels"] == 16 else "Wan22ImageToVideoLatent"
     )
-    text = COMFY + (TWO_SAMPLERS if has_boundary(facts) else ONE_SAMPLER)
+    text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
-    if facts.get("few_steps"):
-        renoise = facts.get("sampler") == RENOISE
+    if facts.few_steps:
+        renoise = facts.sampler == RENOISE
         more["sampler"] = "lcm" if renoise else "euler"
-        more["fewer"] = " or fewer" * (renoise and facts["steps"] > 1)  # it shifts any number by itself
-    elif has_boundary(facts):
-        splits = {steps: split_step(facts, steps) for steps in (4, 8, 20, 40) if steps != facts["steps"]}
+        more["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
+    elif facts.has_boundary:
+        splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
         more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
-    return text.format(**facts | more, split=split_step(facts, facts["steps"]))
+    return text.format(**vars(facts) | more, split=split_step(facts, facts.steps))
 
 
-def split_step(facts: dict[str, Any], steps: int) -> int:
+def split_step(facts: Facts, steps: int) -> int:
     """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
-    path = FlowSchedule(facts["shift"], facts.get("boundary"), seed=0, global_batch=1)
+    path = FlowSchedule(facts.shift, facts.boundary, seed=0, global_batch=1)
     sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
     return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)
-
-
-def has_boundary(facts: dict[str, Any]) -> bool:
-    """Return whether two experts share the noise levels."""
-    # .get: checkpoints made before `boundary` have no such fact
-    return len(facts["experts"]) == 2 and facts.get("boundary") is not None

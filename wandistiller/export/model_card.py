@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from wandistiller.export.comfy_nodes import has_boundary
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import FACTS, Source, clip, is_hub_id, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
@@ -66,36 +66,35 @@ above before you publish it.
 """
 
 
-def student_sentence(facts: dict[str, Any]) -> str:
+def student_sentence(facts: Facts) -> str:
     """Describe the student in one sentence."""
-    layers, n_experts = facts["transformer"]["num_layers"], len(facts["experts"])
-    parameters = transformer.count_parameters(facts["transformer"]) * n_experts / 1e6
-    text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * has_boundary(facts)
+    layers, n_experts = facts.transformer["num_layers"], len(facts.experts)
+    parameters = transformer.count_parameters(facts.transformer) * n_experts / 1e6
+    text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * facts.has_boundary
     counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
-    return text.format(**facts, **counts, clip=clip(facts))
+    return text.format(**vars(facts), **counts, clip=clip(facts))
 
 
-def few_steps_sentence(facts: dict[str, Any]) -> str:
+def few_steps_sentence(facts: Facts) -> str:
     """Say how a student of few steps samples; nothing of another."""
-    if not (levels := facts.get("few_steps")):
+    if not (levels := facts.few_steps):
         return ""
     listed = ", ".join(f"{level:.4g}" for level in levels)
     text = FEW_STEPS.format(
         steps=len(levels), plural="s" * (len(levels) > 1), levels=listed, sampler=sampler_in_words(facts)
     )
-    if len(levels) == 1 or facts.get("sampler") != RENOISE:
+    if len(levels) == 1 or facts.sampler != RENOISE:
         return text + FIXED_STEPS
     return text + GLOBAL_NOISE + FEWER_STEPS.format(rows="\n".join(_fewer_rows(facts)))
 
 
-def _fewer_rows(facts: dict[str, Any]) -> Iterator[str]:
+def _fewer_rows(facts: Facts) -> Iterator[str]:
     """Yield a row for each number of steps below a student's own: the calls that set its noise levels."""
-    boundary = facts["boundary"] if has_boundary(facts) else None
-    for steps in range(1, len(facts["few_steps"])):
-        settings = ", ".join(f"{key}={value!r}" for key, value in fewer_steps(facts["shift"], steps).items())
+    for steps in range(1, len(facts.few_steps)):
+        settings = ", ".join(f"{key}={value!r}" for key, value in fewer_steps(facts.shift, steps).items())
         more = ""
-        if boundary is not None:
-            handover = few_steps(facts["shift"], steps, boundary).boundary
+        if facts.has_boundary:
+            handover = few_steps(facts.shift, steps, facts.boundary).boundary
             more = f"; `pipe.register_to_config(boundary_ratio={handover:.6g})`"
         yield FEWER_ROW.format(steps=steps, settings=settings, more=more)
 
@@ -118,7 +117,6 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
         relation: to the base model: finetune, adapter.
     """
     run = source.folder.parent.parent
-    before = source.facts.get("before", [])
     front, named = _front_matter(source, relation, folder)
     text = f"---\n{front}\n---\n{text}" + NO_LICENCE * (not named)
     if pictures := drawn(run):
@@ -129,10 +127,11 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
     recipe = json.dumps(without_places(source.recipe), indent=1, ensure_ascii=False)
     details = f"<details><summary>the recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>"
+    before = source.facts.before
     stages = f"Before it, in stages: {'; '.join(before)}.\n\n" if before else ""
     text += f"\n## How it was made\n\n{stages}{details}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
-    write_json(folder / FACTS, source.published)
+    write_json(folder / FACTS, source.published.as_json())
 
 
 def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, bool]:
@@ -144,7 +143,7 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
         teacher = source.teacher(weights=False)
     except ConfigError:  # it is gone; its name is left
         teacher = None
-    named = source.facts["teacher_path"]
+    named = source.facts.teacher_path
     hub_id = named if is_hub_id(named) else ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     terms = licence(teacher, hub_id)

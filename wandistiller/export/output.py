@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import FACTS
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.utils.files import atomic, open_as_umask_says
@@ -75,7 +75,7 @@ def per_expert(file: Path, experts: list[str], expert: str) -> Path:
 
 
 def write_file(
-    file: Path, tensors: dict[str, Tensor], architecture: str, description: str, facts: dict[str, Any]
+    file: Path, tensors: dict[str, Tensor], architecture: str, description: str, facts: Facts
 ) -> Path:
     """Write one safetensors file, atomically, with the metadata that loaders and model managers read.
 
@@ -89,7 +89,7 @@ def write_file(
         "modelspec.title": file.stem,
         "modelspec.implementation": "https://github.com/Wan-Video/Wan2.1",
         "modelspec.description": description,
-        "wandistiller": json.dumps(facts),
+        "wandistiller": json.dumps(facts.as_json()),
     }
     with atomic(file) as temporary:
         save_file(tensors, temporary, metadata)

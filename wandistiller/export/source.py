@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.flow import EULER, RENOISE
@@ -33,31 +35,31 @@ class Source(NamedTuple):
     """A checkpoint with the settings of its run."""
 
     folder: Path
-    facts: dict[str, Any]
+    facts: Facts
     recipe: dict[str, Any]
 
     @property
-    def published(self) -> dict[str, Any]:
+    def published(self) -> Facts:
         """The facts as an export tells them: without places on this machine."""
-        return without_places(self.facts)
+        return Facts(**without_places(vars(self.facts)))
 
     @property
     def experts(self) -> list[str]:
         """Folder names of the student's experts."""
-        return self.facts["experts"]
+        return self.facts.experts
 
     @property
     def _sampler(self) -> str:
-        return f" {sampler_in_words(self.facts)}" if self.facts.get("few_steps") else ""
+        return f" {sampler_in_words(self.facts)}" if self.facts.few_steps else ""
 
     @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
         facts = self.published
         return (
-            f"Distilled from {facts['teacher_path']} with wandistiller. Guidance is folded in: "
-            f"sample with CFG 1, shift {facts['shift']}, {facts['steps']} steps{self._sampler}, "
-            f"{clip(facts)} of {facts['width']}x{facts['height']}."
+            f"Distilled from {facts.teacher_path} with wandistiller. Guidance is folded in: "
+            f"sample with CFG 1, shift {facts.shift}, {facts.steps} steps{self._sampler}, "
+            f"{clip(facts)} of {facts.width}x{facts.height}."
         )
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
@@ -67,7 +69,7 @@ class Source(NamedTuple):
 
     def finished(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
         """One expert, LoRA fused, in `dtype` except where diffusers keeps float32."""
-        return self._fused(name, dtype) if self.facts.get("lora") else self.network(name, dtype)
+        return self._fused(name, dtype) if self.facts.lora else self.network(name, dtype)
 
     def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
         """One expert as it was trained, on the CPU: with adapters, without feature matching's projections.
@@ -75,10 +77,10 @@ class Source(NamedTuple):
         Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
         file is closed.
         """
-        model = transformer.meta_transformer(self.facts["transformer"])
-        if self.facts.get("lora"):
-            add_lora(model, Lora(**self.facts["lora"]), seed=0)
-        for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts["averaged"]):
+        model = transformer.meta_transformer(self.facts.transformer)
+        if self.facts.lora:
+            add_lora(model, Lora(**self.facts.lora), seed=0)
+        for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if not parameter.startswith(PROJECTIONS):
                 cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
                 transformer.set_parameter(model, parameter, cast)
@@ -96,9 +98,7 @@ class Source(NamedTuple):
 
     def teacher(self, weights: bool) -> WanFolder:
         """The teacher's pipeline folder."""
-        # .get: checkpoints made before `teacher_revision` have no such fact
-        revision = self.facts.get("teacher_revision")
-        return open_wan(self.facts["teacher_path"], weights=weights, revision=revision)
+        return open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
 
 
 def read_source(
@@ -115,12 +115,12 @@ def read_source(
     """
     folder = _checkpoint(run_or_checkpoint, share)
     state = loading.read_state(folder)
-    facts = state["facts"]
-    if averaged and "ema" not in facts:
+    facts = Facts.of(state["facts"])
+    if averaged and facts.ema is None:
         raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
-    averaged = "ema" in facts if averaged is None else averaged
+    averaged = facts.ema is not None if averaged is None else averaged
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
-    return Source(folder, facts | {"averaged": averaged}, recipe)
+    return Source(folder, replace(facts, averaged=averaged), recipe)
 
 
 class TrainedSteps(NamedTuple):
@@ -134,24 +134,22 @@ class TrainedSteps(NamedTuple):
 def trained_steps(folder: Path) -> TrainedSteps | None:
     """Return the sampling that the student exported to `folder` is trained for; None: any number of steps."""
     file = folder / FACTS
-    facts = read_json(file) if file.is_file() else {}
-    levels, shift = facts.get("few_steps"), facts.get("shift")
+    facts = Facts.of(read_json(file) if file.is_file() else {})
+    levels, shift = facts.few_steps, facts.shift
     if not (isinstance(levels, list) and levels and isinstance(shift, int | float) and shift > 0):
         return None
-    # .get: checkpoints made before `sampler` have no such fact
-    return TrainedSteps(len(levels), shift, RENOISE if facts.get("sampler") == RENOISE else EULER)
+    return TrainedSteps(len(levels), shift, RENOISE if facts.sampler == RENOISE else EULER)
 
 
-def sampler_in_words(facts: dict[str, Any]) -> str:
+def sampler_in_words(facts: Facts) -> str:
     """Say how a student of few steps samples."""
-    # .get: checkpoints made before `sampler` have no such fact
-    renoise = facts.get("sampler") == RENOISE
+    renoise = facts.sampler == RENOISE
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 
 
-def clip(facts: dict[str, Any]) -> str:
+def clip(facts: Facts) -> str:
     """Name what a student draws."""
-    return "images" if facts["num_frames"] == 1 else f"videos of {facts['num_frames']} frames"
+    return "images" if facts.num_frames == 1 else f"videos of {facts.num_frames} frames"
 
 
 def is_hub_id(name: str) -> bool:

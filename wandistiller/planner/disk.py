@@ -13,12 +13,11 @@ from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import on_accelerator
-from wandistiller.engine.ds_config import on_nvme
-from wandistiller.engine.zero_memory import offload_section
+from wandistiller.engine.ds_config import load
+from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.student_network import network_of, other_shape, student_network
-from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
 from wandistiller.wan.hub import bytes_to_fetch
@@ -63,14 +62,14 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     """Files of `job`; prompts are encoded in bf16 with an accelerator, else in float32."""
     run, network = job.run, student_network(job)
     experts, trained = len(job.student_experts), len(job.trained_experts)
-    each = 4 + optimizer_states(job.student_ds) + (4 if run.ema is not None else 0)
+    each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
     kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = count_parameters(job.student_transformer)
     student = experts * 2 * weights + trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
     for other in job.others.values():
         numel = network_of(*other_shape(job, other.role)).trained_numel
-        checkpoint += (4 + optimizer_states(other.ds)) * numel
+        checkpoint += (4 + optimizer_states(other.engine)) * numel
     files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
     if not job.previous:
         return files
@@ -84,7 +83,7 @@ def _cache(job: Job, accelerator: bool) -> int:
     samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
     from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
-    path = from_prompts * run.rollout_steps if run.rollout_path else 0
+    path = from_prompts * run.rollout_steps if job.keeps_path else 0
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
@@ -115,11 +114,12 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
     Args:
         shipped: count the folders of the shipped JSONs too, which the run may come to use.
     """
-    jsons = [job.student_ds, job.teacher_ds, *(other.ds for other in job.others.values())]
-    if shipped or not any(map(on_nvme, jsons)):
+    jsons: list[DeepSpeedJson] = [job.student_engine, job.teacher.engine]
+    jsons += [other.engine for other in job.others.values()]
+    if shipped or not any(json.on_nvme for json in jsons):
         names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
-        jsons += [read_json(f"ds_configs/{name}.json") for name in names]
-    sections = [offload_section(ds, target) for ds in jsons for target in ("param", "optimizer")]
+        jsons += [load(f"ds_configs/{name}.json") for name in names]
+    sections = [json.offload(target) for json in jsons for target in ("param", "optimizer")]
     return min((Path(s["nvme_path"]) for s in sections if s["device"] == "nvme"), key=disk_free)
 
 

@@ -4,16 +4,15 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 
+import torch
+
 from wandistiller.config.job import Job
 from wandistiller.distributed.device import held_memory
 from wandistiller.distributed.oom import Spent
-from wandistiller.engine.activation_checkpointing import SECTION
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.resolve_auto import Choice, choices
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils import allocators
 from wandistiller.utils.system_memory import GIB
 
@@ -49,7 +48,7 @@ def needed(job: Job, spent: Spent, machine: Machine, preparing: bool) -> int:
 
 def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iterator[str]:
     """The simplest JSONs that fit and take less than the run's own, at its global batch and precision."""
-    known = read_placement(job.teacher_ds).memory_known
+    known = job.teacher.memory_known
     most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
 
     def saves(choice: Choice) -> bool:
@@ -66,9 +65,9 @@ def _hints(job: Job, preparing: bool) -> Iterator[str]:
     """Settings that take less on any machine."""
     if preparing and job.run.prepare_batch > 1:
         yield "--prepare_batch 1"
-    if not preparing and SECTION not in job.student_ds:
+    if not preparing and not job.student_engine.recompute:
         yield "--gradient_checkpointing"
-    if dtype_name(job.teacher_ds) == "float32":
+    if job.teacher.engine.dtype is torch.float32:
         yield "--teacher_dtype bfloat16"
     yield "fewer frames (--num_frames), fewer pixels (--height, --width)"
     if not preparing:

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from wandistiller.batch import Expert
-from wandistiller.config.job import Job
-from wandistiller.config.others import OtherNetwork
+from wandistiller.config.job import Job, OtherNetwork
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
-from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
@@ -18,7 +17,6 @@ from wandistiller.planner.student_memory import (
     GATHERED,
     bucket_bytes,
     cast_bytes,
-    itemsize,
     spread_bytes,
     student_parts,
 )
@@ -74,9 +72,10 @@ def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhaseP
 
 def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's activations with checkpointing (by default of every block) and without."""
-    p, ds = _Planner(job, machine), job.student_ds
-    jsons = {SECTION: {}} | ds, {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-    checkpointed, kept = (p.saved(job.student_transformer, ds, p.samples) for ds in jsons)
+    p, engine = _Planner(job, machine), job.student_engine
+    recomputes = engine if engine.recompute else engine.replaced(**{SECTION: {}})
+    both = recomputes, engine.without_recompute
+    checkpointed, kept = (p.saved(job.student_transformer, each, p.samples) for each in both)
     return checkpointed, kept
 
 
@@ -111,14 +110,14 @@ class _Planner:
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
-    def saved(self, config: dict[str, Any], ds: dict[str, Any], samples: int) -> int:
+    def saved(self, config: dict[str, Any], engine: EngineConfig, samples: int) -> int:
         """Bytes of the activations of a learning network."""
         how = {"accelerator": self.gpu, "sharers": self.sharers}
-        return activation_bytes(config, ds, self.latent, samples, **how)
+        return activation_bytes(config, engine, self.latent, samples, **how)
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
-        j, cast = self.job, cast_bytes(self.network, self.job.student_ds)
+        j, cast = self.job, cast_bytes(self.network, self.job.student_engine)
         kept, call = self._teacher(j.batch.micro, swept(j)) if j.objective.needs_teacher else ({}, {})
         student, gathered, steps = self._student(cast)
         starts = {}
@@ -165,51 +164,51 @@ class _Planner:
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student's backward pass."""
         j, blocks = self.job, len(matched_blocks(self.job))
-        items = itemsize(j.teacher_ds), itemsize(j.student_ds)
+        items = j.teacher.engine.dtype.itemsize, j.student_engine.dtype.itemsize
         widths = width(j.folder.config), width(j.student_transformer)
-        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_ds)
+        n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_engine)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
-        j, ds, ranks, ema = self.job, self.job.student_ds, self.machine.ranks, self.job.run.ema is not None
+        j, engine, ranks = self.job, self.job.student_engine, self.machine.ranks
+        ema = j.run.ema is not None
         experts = len(j.trained_experts)
-        parts = student_parts(self.network, experts, ds, ranks, accelerator=self.gpu, ema=ema)
-        saved = self.saved(j.student_transformer, ds, self.samples)
+        parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
+        saved = self.saved(j.student_transformer, engine, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.student_experts} - {*j.trained_experts}:  # the samples begin with it
-            whole = count_parameters(j.student_transformer) * itemsize(ds)
+            whole = count_parameters(j.student_transformer) * engine.dtype.itemsize
             kept["student's finished expert"] = Bytes(device=whole)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
-            spread = spread_bytes(self.network, ds, ranks)
-            passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, ds))
+            spread = spread_bytes(self.network, engine, ranks)
+            passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
         gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
     def _other(self, other: OtherNetwork) -> tuple[Parts, dict[str, Parts], Parts]:
         """Memory of a network beside the student: what is kept, alternatives of its updates, its slope's."""
-        j, ds, ranks, name = self.job, other.ds, self.machine.ranks, other.role.name
+        j, engine, ranks, name = self.job, other.engine, self.machine.ranks, other.role.name
         has_heads = other.role.has_heads  # on samples and cached latents
         network = network_of(*other_shape(j, other.role))
-        parts = student_parts(network, 1, ds, ranks, accelerator=self.gpu)
-        saved = self.saved(other.transformer, ds, j.batch.micro * (2 if has_heads else 1))
+        parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
+        saved = self.saved(other.transformer, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
-        optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, ds))}
+        optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
         if not self.gpu and ranks > 1:
-            step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, ds))
-            optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, ds, ranks))
+            step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
+            optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
         passes = step | {f"{name}'s activations": Bytes(transient=saved)}
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input, without checkpointing
-            whole = {key: value for key, value in ds.items() if key not in (SECTION, BLOCK)}
-            kept_whole = Bytes(transient=self.saved(other.transformer, whole, j.batch.micro))
-            slope = {f"{name}'s activations, all kept": kept_whole}
+            whole = self.saved(other.transformer, engine.without_recompute, j.batch.micro)
+            slope = {f"{name}'s activations, all kept": Bytes(transient=whole)}
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
@@ -256,7 +255,7 @@ class _Planner:
         held = self.base | kept | self._clips()
         vae, decode = self._coding("decode", (1, *latent), held)
         how = {"accelerator": gpu, "sharers": self.sharers}
-        work = call_bytes(j.student_transformer, j.student_ds, self.latent, j.batch.micro, **how)
+        work = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
         return PhasePeak(
             held | vae,
             {

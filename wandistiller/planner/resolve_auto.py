@@ -11,14 +11,14 @@ from itertools import groupby
 from math import ceil
 from typing import Any, NamedTuple
 
+from wandistiller.config.cross_checks import block_problems, sequence_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
-from wandistiller.config.sequence_checks import sequence_problems
-from wandistiller.config.validate import block_problems
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import BatchSize, dtype_name, load, student_engine, with_dtype
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
-from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, without_block
+from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.preflight import config_problems
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
@@ -30,11 +30,9 @@ from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.teacher.sweep import branches
-from wandistiller.teacher.teacher_json import quantized_facts, read_placement, teacher_engine
+from wandistiller.teacher.teacher_json import quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import types_of
 
 SECTIONS = ("zero_optimization", "aio")
 """Sections of a student JSON that are chosen here, with the batch keys; all else is the run's."""
@@ -111,25 +109,21 @@ class Choice(NamedTuple):
         """The engines of this run as recipe keys: file names where those suffice, else the content."""
         j, (student, teacher), number = self.job, self.files, self.job.run.context_parallel
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
-        contents = [
-            {k: v for k, v in ds.items() if k not in BATCH_KEYS} | batch
-            for ds in (read_json(student), j.student_ds)
-        ]
+        jsons = load(student), j.student_engine
+        contents = [json.without(*BATCH_KEYS).replaced(**batch).raw for json in jsons]
         replicas = j.batch.ranks
-        same = (
-            s for s in (student, *contents) if student_engine("", load(s)[1], replicas)[0] == j.student_ds
-        )
-        of_file = teacher_engine("", read_json(teacher), number * replicas)
+        same = (s for s in (student, *contents) if student_engine(load(s), replicas) == j.student_engine)
+        of_file = read_placement(load(teacher), number * replicas)
         return ({"context_parallel": number} if number > 1 else {}) | {
             "deepspeed_config": next(same),
-            "teacher_deepspeed_config": teacher if of_file == j.teacher_ds else j.teacher_ds,
+            "teacher_deepspeed_config": teacher if of_file == j.teacher else j.teacher.engine.raw,
             "prepare_batch": j.run.prepare_batch,
         }
 
     def __str__(self) -> str:
         batch = self.job.batch
         micro = f"micro-batch {batch.micro} x {batch.accumulation}"
-        teacher = " in ".join([self.teacher, *quantized_facts(self.job.teacher_ds).values()])
+        teacher = " in ".join([self.teacher, *quantized_facts(self.job.teacher).values()])
         shared = f", {n} ranks a sample" if (n := self.job.run.context_parallel) > 1 else ""
         return f"student {self.student}, teacher {teacher}, {micro}{shared}"
 
@@ -164,7 +158,7 @@ class Pair(NamedTuple):
             return None
         for size in self.sizes[1:]:
             like = replace(size.run, prepare_batch=best.job.run.prepare_batch)
-            more = self.fitting(replace(size, run=like, teacher_ds=best.job.teacher_ds), machine)
+            more = self.fitting(replace(size, run=like, teacher=best.job.teacher), machine)
             if not more or not suits(more):
                 break
             best = more
@@ -223,13 +217,12 @@ def sharings(job: Job, machine: Machine) -> Iterator[Job]:
     yield job
     if job.run.num_frames == 1 or job.run.context_parallel > 1:
         return
-    parts = {key: getattr(job, key) for key in ("folder", "objective", "student_transformer")}
     for number in SHARERS:
-        run, share = replace(job.run, context_parallel=number), job.batch.total * number // machine.ranks
-        if machine.ranks_on_node % number or sequence_problems(run, parts, machine.ranks):
-            continue
-        batch = BatchSize(1, share, job.batch.total)
-        yield replace(job, run=run, batch=batch, student_ds=job.student_ds | {MICRO: 1, ACCUMULATION: share})
+        share = job.batch.total * number // machine.ranks
+        engine = job.student_engine.replaced(**{MICRO: 1, ACCUMULATION: share})
+        shared = replace(job, run=replace(job.run, context_parallel=number), student_engine=engine)
+        if machine.ranks_on_node % number == 0 and not sequence_problems(shared, machine.ranks):
+            yield shared
 
 
 def pairs(
@@ -242,14 +235,14 @@ def pairs(
         here: `machine` is this one, which must be able to build the engines.
     """
     student, teacher = choose
-    placements = [*_teachers(job, machine, here)] if teacher else [(OWN, job.teacher_ds)]
+    placements = [*_teachers(job, machine, here)] if teacher else [(OWN, job.teacher)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
     groups = [[*_students(job, group, here)] for group in names] if student else [[(OWN, [job])]]
     return [
-        Pair(name, place, [replace(size, teacher_ds=ds) for size in sizes], teacher, number)
+        Pair(name, place, [replace(size, teacher=placement) for size in sizes], teacher, number)
         for number, group in enumerate(groups)
-        for place, ds in placements
+        for place, placement in placements
         for name, sizes in group
     ]
 
@@ -264,48 +257,44 @@ def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
     while job.run.prepare_batch > 1:
         job = replace(job, run=replace(job.run, prepare_batch=job.run.prepare_batch // 2))
         yield job
-    block = job.teacher_ds.get(BLOCK, {})
-    if passes and branches(job) > 1 and read_placement(job.teacher_ds).guidance_passes == 1:
-        yield replace(job, teacher_ds=job.teacher_ds | {BLOCK: block | {"guidance_passes": 2}})
+    if passes and branches(job) > 1 and job.teacher.guidance_passes == 1:
+        yield replace(job, teacher=with_keys(job.teacher, guidance_passes=2))
 
 
 def _students(job: Job, names: Iterable[str], here: bool) -> Iterator[tuple[str, list[Job]]]:
     """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
-    own = {k: v for k, v in job.student_ds.items() if k not in (*BATCH_KEYS, *SECTIONS)}
+    own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
     for name in names:
-        shipped = read_json(f"ds_configs/student/{name}.json")
-        sizes = [*_micro_batches(job, own | {k: shipped[k] for k in SECTIONS if k in shipped})]
-        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_ds):
+        shipped = load(f"ds_configs/student/{name}.json").raw
+        sizes = [*_micro_batches(job, own.replaced(**{k: shipped[k] for k in SECTIONS if k in shipped}))]
+        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_engine):
             continue
-        if not (here and config_problems("", without_block(sizes[0].student_ds))):
+        if not (here and config_problems(sizes[0].student_engine)):
             yield name, sizes
 
 
-def _micro_batches(job: Job, ds: dict[str, Any]) -> Iterator[Job]:
-    """The run with the engine `ds`, its batch cut into micro-steps in all ways that it allows."""
+def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
+    """The run with this engine, its batch cut into micro-steps in all ways that it allows."""
     share = job.batch.total // job.batch.ranks
     for micro in (m for m in (1, 2, 4, 8, 16, 32) if share % m == 0):
         with suppress(ConfigError):  # it does not go with the rest of the run's JSON
-            cut = ds | {MICRO: micro, ACCUMULATION: share // micro}
-            checked, batch = student_engine("", cut, job.batch.ranks)
-            if not block_problems(job.run, {"batch": batch}):
-                yield replace(job, student_ds=checked, batch=batch)
+            cut = json.replaced(**{MICRO: micro, ACCUMULATION: share // micro})
+            sized = replace(job, student_engine=student_engine(cut, job.batch.ranks))
+            if not block_problems(sized):
+                yield sized
 
 
-def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Placement]]:
     """The shipped placements that `machine` may gain from, with the run's own keys, the simplest first."""
-    dtype, common = dtype_name(job.teacher_ds), types_of(Placement)
-    given = {key: value for key, value in job.teacher_ds.get(BLOCK, {}).items() if key in common}
-    for name, ds in teachers(dtype, machine.topology):
-        if given:
-            ds = ds | {BLOCK: ds.get(BLOCK, {}) | given}
-        if read_placement(ds).weights_problems("", ds) or here and config_problems("", without_block(ds)):
-            continue
-        yield name, ds
+    given = {key: value for key, value in job.teacher.engine.block.items() if key in Placement.keys()}
+    for name, placement in teachers(job.teacher.engine.precision, machine.topology):
+        placement = with_keys(placement, **given)
+        if not (placement.weights_problems() or here and config_problems(placement.engine)):
+            yield name, placement
 
 
 @once_for_each
-def teachers(dtype: str, topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+def teachers(dtype: str, topology: Topology) -> list[tuple[str, Placement]]:
     """The shipped teacher JSONs that `auto` compares, checked, the simplest first.
 
     Args:
@@ -314,11 +303,10 @@ def teachers(dtype: str, topology: Topology) -> list[tuple[str, dict[str, Any]]]
     candidates, late = [], []
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed
-            shipped = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-            ds = teacher_engine(name, shipped, topology.ranks)
-            if (placement := read_placement(ds)).is_candidate(ds, topology):
+            shipped = load(f"ds_configs/teacher/{name}.json").in_precision(dtype)
+            if (placement := read_placement(shipped, topology.ranks)).is_candidate(topology):
                 place = late if placement.on_cpu and topology.accelerator else candidates
-                place.append((name, ds))
+                place.append((name, placement))
     return candidates + late
 
 
@@ -348,7 +336,7 @@ def resolve_auto(job: Job) -> Job:
 
 def left_open(job: Job) -> tuple[bool, bool]:
     """Return whether the student's engine is `auto`, and whether the teacher's placement is."""
-    return job.run.deepspeed_config == AUTO, read_placement(job.teacher_ds).name == AUTO
+    return job.run.deepspeed_config == AUTO, job.teacher.name == AUTO
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
@@ -366,7 +354,7 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     near = sorted(least, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
-    half = ", or a teacher in bfloat16, which takes half" if dtype_name(job.teacher_ds) == "float32" else ""
+    half = ", or a teacher in bfloat16, which takes half" if job.teacher.engine.precision == "float32" else ""
     raise ConfigError(
         f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}{half}."
     )

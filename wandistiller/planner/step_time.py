@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy, read_recompute
-from wandistiller.engine.ds_config import offload_device, offload_section, stage
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.transfers import Transfer, exchange_transfers, ring_transfers
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import (
     matched_blocks,
     network_of,
@@ -25,7 +24,6 @@ from wandistiller.planner.student_network import (
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.teacher.sweep import branches, swept
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops
@@ -83,7 +81,7 @@ class _Learner(NamedTuple):
     role: str
     shape: tuple[Any, ...]
     """Arguments of `student_model`."""
-    ds: dict[str, Any]
+    engine: EngineConfig
     updates: int
     """In a step."""
     states: int
@@ -99,12 +97,12 @@ def _learners(job: Job) -> Iterator[_Learner]:
     # simulated samples begin with the calls before the first that is trained
     finished = len(o.updates) * min(job.schedule.exits()) if o.others else 0
     calls = o.student_calls(job.schedule) + (o.calls_at_samples if swept(job) > 1 else 0)
-    yield _Learner(STUDENT, student_shape(job), job.student_ds, 1, len(o.kinds), calls, finished)
-    for name, (role, _, ds) in job.others.items():  # the student's update asks it once
+    yield _Learner(STUDENT, student_shape(job), job.student_engine, 1, len(o.kinds), calls, finished)
+    for name, (role, _, engine) in job.others.items():  # the student's update asks it once
         # with heads there are cached latents too, and a gradient of the input costs two calls more
         calls = (3 if role.has_heads else 1) / role.updates
         kinds = 2 if role.has_heads else 1
-        yield _Learner(name, other_shape(job, role), ds, role.updates, kinds, calls)
+        yield _Learner(name, other_shape(job, role), engine, role.updates, kinds, calls)
 
 
 def _shares(job: Job) -> dict[Latent, float]:
@@ -157,7 +155,7 @@ class StepTime:
         j, on_gpu = self.job, self.topology.accelerator
         if j.objective.calls_at_samples or not j.objective.asks_at_noised or self.sharers > 1:
             return 0.0
-        if not read_placement(j.teacher_ds).works_ahead(j.teacher_ds, on_gpu=on_gpu):
+        if not j.teacher.works_ahead(on_gpu=on_gpu):
             return 0.0
         teacher, *_, optimizer = self.all()
         asked = teacher.seconds(self.rates) / (teacher.times if matched_blocks(j) else 1)
@@ -200,7 +198,7 @@ class StepTime:
             of: samples; 0: those of a micro-step.
         """
         j, t, tflops = self.job, self.topology, self.rates.tflops
-        placement, both, config = read_placement(j.teacher_ds), branches(j) if guided else 1, j.folder.config
+        placement, both, config = j.teacher, branches(j) if guided else 1, j.folder.config
         of = of or j.batch.micro
         sharers, samples = sharers_of_a_call(j), both * of
         tflop = samples / sharers * self._mean(lambda shape: forward_flops(config, shape)) / 1e12
@@ -213,52 +211,58 @@ class StepTime:
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
         if placement.on_cpu and t.accelerator:
             tflops = self.rates.cpu_tflops / t.ranks_on_node
-        exchanged = self._exchanged(config, j.teacher_ds, samples, sharers)
+        exchanged = self._exchanged(config, placement.engine, samples, sharers)
         return StageTime("the teacher's call", 1, tflop, tflops, tuple(moves), exchanged)
 
     def _exchanged(
-        self, config: dict[str, Any], ds: dict[str, Any], passes: float, sharers: int
+        self, config: dict[str, Any], engine: EngineConfig, passes: float, sharers: int
     ) -> tuple[Transfer, ...]:
         """Transfers of queries, keys, values and outputs in passes of one sample, during which ranks wait."""
         patch = prod(config["patch_size"])
-        own = self._mean(lambda latent: prod(latent[1:]) // patch) / sharers * width(config) * itemsize(ds)
+        own = (
+            self._mean(lambda latent: prod(latent[1:]) // patch)
+            / sharers
+            * width(config)
+            * engine.dtype.itemsize
+        )
         nbytes = round(4 * config["num_layers"] * passes * own)
         return tuple(exchange_transfers("attention of shared samples", nbytes, sharers, self.topology))
 
     def _streamed(self) -> list[Transfer]:
         """Transfers of the teacher's weights in one forward pass, of one expert."""
-        config, ds = self.job.folder.config, self.job.teacher_ds
-        return list(read_placement(ds).traffic(config, ds, self.topology))
+        return list(self.job.teacher.traffic(self.job.folder.config, self.topology))
 
     def _passes(self, one: _Learner) -> StageTime:
         """Forward and backward pass of a micro-step, and the calls without gradient."""
-        j, t, ds, network = self.job, self.topology, one.ds, network_of(*one.shape)
-        policy = read_recompute(ds)
+        j, t, engine, network = self.job, self.topology, one.engine, network_of(*one.shape)
+        policy = engine.recompute
         each = self._mean(lambda latent: _step_flops(one.shape, latent, policy and asdict(policy)))
         call = self._mean(lambda latent: forward_flops(one.shape[0], latent))
         tflop = j.batch.micro / self.sharers * (one.states * each + one.calls * call) / 1e12
-        gradients = itemsize(ds) * network.trained_numel
+        gradients = engine.dtype.itemsize * network.trained_numel
         given: list[Transfer] = []
-        if stage(ds) >= 2:
-            given += ring_transfers("gradients to the other ranks", self._reduced(gradients, ds), t)
-        if offload_section(ds, "optimizer")["device"] != "none" and t.accelerator:
-            given.append(Transfer("gradients over PCIe", self._offloaded(network.trained_numel, ds), "pcie"))
+        if engine.stage >= 2:
+            given += ring_transfers("gradients to the other ranks", self._reduced(gradients, engine), t)
+        if engine.optimizer_on != "none" and t.accelerator:
+            given.append(
+                Transfer("gradients over PCIe", self._offloaded(network.trained_numel, engine), "pcie")
+            )
         moves: list[Transfer] = []
-        if stage(ds) == 3:
-            moves += self._gathered(one, gradients + itemsize(ds) * network.frozen_numel)
+        if engine.stage == 3:
+            moves += self._gathered(one, gradients + engine.dtype.itemsize * network.frozen_numel)
         times, tflops = one.updates * j.batch.accumulation, self.rates.tflops
         # stages 1 and 2 give gradients away on the stream that computes, or on another, for whose copies to
         # CPU memory the host waits, so that it launches little meanwhile (deepspeed 0.19.8)
-        offloaded = offload_section(ds, "optimizer")["device"] != "none"
-        overlaps = ds["zero_optimization"].get("overlap_comm", False) and not offloaded
-        if meanwhile := stage(ds) == 3 or overlaps:
+        offloaded = engine.optimizer_on != "none"
+        overlaps = engine.zero.overlap_comm and not offloaded
+        if meanwhile := engine.stage == 3 or overlaps:
             moves += given
         passes = j.batch.micro * (one.states * (2 + _attention_anew(policy)) + one.calls)
-        waits_for = self._exchanged(one.shape[0], ds, passes, self.sharers)
+        waits_for = self._exchanged(one.shape[0], engine, passes, self.sharers)
         waits_for += () if meanwhile else tuple(given)
         return StageTime(f"the {one.role}'s passes", times, tflop, tflops, tuple(moves), waits_for)
 
-    def _offloaded(self, trained: int, ds: dict[str, Any]) -> int:
+    def _offloaded(self, trained: int, engine: EngineConfig) -> int:
         """Bytes of gradients over PCIe in a micro-step, of k: the mean over an update's.
 
         Stage 2 adds each micro-step's to those in CPU memory on the accelerator, so they go there and back,
@@ -266,8 +270,8 @@ class StepTime:
         at last too, and stage 1 adds them up on the accelerator (deepspeed 0.19.8, `copy_grads_in_partition`
         and stage 3's `partition_grads`).
         """
-        k, item, part = ds["gradient_accumulation_steps"], itemsize(ds), trained // self.topology.ranks
-        added = {2: (2 * k - 1) * item if k > 1 else 0, 3: 2 * k * item}.get(stage(ds), 0)
+        k, item, part = engine.batch.accumulation, engine.dtype.itemsize, trained // self.topology.ranks
+        added = {2: (2 * k - 1) * item if k > 1 else 0, 3: 2 * k * item}.get(engine.stage, 0)
         return part * (4 + added) // k
 
     def _gathered(self, one: _Learner, whole: int) -> Iterator[Transfer]:
@@ -276,29 +280,29 @@ class StepTime:
         Args:
             whole: bytes of all weights.
         """
-        t, ds = self.topology, one.ds
+        t, engine = self.topology, one.engine
         # forward, backward and calls without gradient; recomputed blocks still have their weights
         both = round((2 + one.calls - one.finished) * whole)
         # a second part, cut among neighbours, serves from a step's first forward pass on (deepspeed 0.19.8)
-        second = ds["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+        second = engine.zero.zero_hpz_partition_size > 1
         far = whole // self.job.batch.accumulation if second else both
         yield from ring_transfers("weights from the other ranks", far, t)
         if second:
             yield from ring_transfers("weights from the node's other ranks", both - far, t, within_node=True)
-        if offload_device(ds) != "none" and t.accelerator:
+        if engine.weights_on != "none" and t.accelerator:
             yield Transfer("weights over PCIe", both // t.ranks, "pcie")
-        if offload_device(ds) == "nvme":
+        if engine.weights_on == "nvme":
             yield Transfer("weights from disk", both * t.ranks_on_node // t.ranks, "disk")
 
     def _optimizer(self, one: _Learner) -> StageTime:
         """Steps of Adam on this rank's part; on an accelerator they take next to nothing."""
-        t, ds = self.topology, one.ds
-        trained, home = network_of(*one.shape).trained_numel, offload_section(ds, "optimizer")["device"]
-        whole, part = trained * itemsize(ds), trained // t.ranks
+        t, engine = self.topology, one.engine
+        trained, home = network_of(*one.shape).trained_numel, engine.optimizer_on
+        whole, part = trained * engine.dtype.itemsize, trained // t.ranks
         of_node, moves, waits_for = part * t.ranks_on_node, [], []
-        if stage(ds) <= 1:
-            waits_for += ring_transfers("gradients to the other ranks", self._reduced(whole, ds), t)
-        if stage(ds) in (1, 2):
+        if engine.stage <= 1:
+            waits_for += ring_transfers("gradients to the other ranks", self._reduced(whole, engine), t)
+        if engine.stage in (1, 2):
             waits_for += ring_transfers("new weights from the other ranks", whole, t)
         if home != "none" or not t.accelerator:
             moves.append(Transfer("weights and moments in CPU memory", ADAM_BYTES * of_node, "memory"))
@@ -309,12 +313,12 @@ class StepTime:
         name = "the optimizer's step" if one.role == STUDENT else f"the {one.role}'s optimizer"
         return StageTime(name, one.updates, 0.0, self.rates.tflops, tuple(moves), tuple(waits_for))
 
-    def _reduced(self, gradients: int, ds: dict[str, Any]) -> int:
+    def _reduced(self, gradients: int, engine: EngineConfig) -> int:
         """Bytes around the ring to average gradients: twice as many, but for NCCL's reduce-scatter.
 
         Stage 2 averages whole buckets too (deepspeed 0.19.8), and gloo has no reduce-scatter (torch 2.13).
         """
-        return gradients * (1 if stage(ds) == 3 and self.topology.accelerator else 2)
+        return gradients * (1 if engine.stage == 3 and self.topology.accelerator else 2)
 
     def micro_batch_that_hides_streaming(self) -> int | None:
         """Least micro-batch at which the teacher computes for longer than its weights take to arrive."""

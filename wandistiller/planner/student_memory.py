@@ -7,9 +7,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import torch
-
-from wandistiller.engine.ds_config import dtype_name, offload_device, offload_section, stage
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
@@ -17,7 +15,6 @@ from wandistiller.engine.zero_memory import (
     one_at_a_time,
     partition_bytes,
     round_up,
-    zero_setting,
 )
 from wandistiller.planner.student_network import Network
 from wandistiller.utils.allocators import ROUNDED
@@ -30,61 +27,56 @@ GATHERED, HELD = "gathered weights", "weights that backward waits for"
 AVERAGE = "moving average"
 
 
-def itemsize(ds: dict[str, Any]) -> int:
-    """Bytes of a number in the precision of a DeepSpeed JSON."""
-    return getattr(torch, dtype_name(ds)).itemsize
-
-
 @once_for_each
 def student_parts(
-    network: Network, experts: int, ds: dict[str, Any], ranks: int, *, accelerator: bool, ema: bool = False
+    network: Network, experts: int, engine: EngineConfig, ranks: int, *, accelerator: bool, ema: bool = False
 ) -> dict[str, Bytes]:
     """Memory of the student on one rank by name, without activations.
 
     Args:
         experts: networks of this kind.
-        ds: its JSON, checked by `student_engine`.
+        engine: its JSON.
         accelerator: with one, host memory may be page-locked.
         ema: with an average of its weights.
     """
-    parts = {0: _whole, 3: _partitioned}.get(stage(ds), _flat)(network, ds, ranks, accelerator)
+    parts = {0: _whole, 3: _partitioned}.get(engine.stage, _flat)(network, engine, ranks, accelerator)
     if ema:
-        average = 4 * network.trained_numel // (1 if stage(ds) == 0 else ranks)
-        on_device = offload_section(ds, "optimizer")["device"] == "none"
+        average = 4 * network.trained_numel // (1 if engine.stage == 0 else ranks)
+        on_device = engine.optimizer_on == "none"
         parts[AVERAGE] = Bytes(device=average) if on_device else Bytes(host=average)
     return {name: one_at_a_time([part] * experts) for name, part in parts.items()}
 
 
-def cast_bytes(network: Network, ds: dict[str, Any]) -> int:
+def cast_bytes(network: Network, engine: EngineConfig) -> int:
     """Bytes of a float32 copy of all gradients, which stage 0 makes below float32; 0 for other engines.
 
     One at its start and two in a step, by parameter and flat, next to the gradients themselves (deepspeed
     0.19.8, FP16_Optimizer).
     """
-    return 4 * network.trained_numel if stage(ds) == 0 and itemsize(ds) < 4 else 0
+    return 4 * network.trained_numel if engine.stage == 0 and engine.dtype.itemsize < 4 else 0
 
 
-def bucket_bytes(network: Network, ds: dict[str, Any]) -> int:
+def bucket_bytes(network: Network, engine: EngineConfig) -> int:
     """Bytes for gradients on their way to other ranks, twice where the next are computed meanwhile."""
-    at_once = itemsize(ds) * min(network.trained_numel, zero_setting(ds, "reduce_bucket_size"))
-    return at_once * (2 if stage(ds) < 3 and ds["zero_optimization"].get("overlap_comm") else 1)
+    at_once = engine.dtype.itemsize * min(network.trained_numel, engine.zero.reduce_bucket_size)
+    return at_once * (2 if engine.stage < 3 and engine.zero.overlap_comm else 1)
 
 
-def spread_bytes(network: Network, ds: dict[str, Any], ranks: int) -> int:
+def spread_bytes(network: Network, engine: EngineConfig, ranks: int) -> int:
     """Bytes that gloo copies while ZeRO-1 and 2 send the updated weights to all ranks (deepspeed 0.19.8).
 
     A rank's part, and the whole before it is cut.
     """
-    if stage(ds) not in (1, 2):
+    if engine.stage not in (1, 2):
         return 0
     part = round_up(network.trained_numel, 2 * ranks) // ranks
-    return itemsize(ds) * part * (ranks + 1)
+    return engine.dtype.itemsize * part * (ranks + 1)
 
 
-def _whole(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _whole(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
-    item, numel = itemsize(ds), network.trained_numel
-    masters = ((4 if item < 4 else 0) + optimizer_states(ds)) * numel
+    item, numel = engine.dtype.itemsize, network.trained_numel
+    masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
     return {
         WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
         MASTERS: Bytes(device=masters),
@@ -92,20 +84,20 @@ def _whole(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) 
     }
 
 
-def _flat(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _flat(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-1 and 2: all weights on every rank, of which it updates `part` elements."""
-    item, numel, states = itemsize(ds), network.trained_numel, optimizer_states(ds)
+    item, numel, states = engine.dtype.itemsize, network.trained_numel, optimizer_states(engine)
     part, largest = round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
-    weights, bucket = item * (part * ranks + network.frozen_numel), bucket_bytes(network, ds)
+    weights, bucket = item * (part * ranks + network.frozen_numel), bucket_bytes(network, engine)
     # a micro-step's gradients are added to the earlier ones'
-    adds = stage(ds) == 2 and ds["gradient_accumulation_steps"] > 1
-    gradients = item * (numel if stage(ds) == 1 else 2 * part if adds else part)
-    offload = offload_section(ds, "optimizer")
+    adds = engine.stage == 2 and engine.batch.accumulation > 1
+    gradients = item * (numel if engine.stage == 1 else 2 * part if adds else part)
+    offload = engine.offload("optimizer")
     if offload["device"] == "none":
         # its own gradients as they came, flat, and in float32
         step = 2 * item * part + (4 * part if item < 4 else 0)
         # what another stream has allocated is not free for the one that computes (torch 2.13)
-        overlaps = ds["zero_optimization"].get("overlap_comm") and accelerator
+        overlaps = engine.zero.overlap_comm and accelerator
         kept_apart = gradients if overlaps else 0
         return {
             WEIGHTS: Bytes(device=weights),
@@ -113,7 +105,7 @@ def _flat(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -
             GRADIENTS: Bytes(transient=max(gradients + bucket, step) + kept_apart),
         }
     lock = partial(_locked, offload, accelerator)
-    transient = bucket + (gradients if stage(ds) == 1 else 0)
+    transient = bucket + (gradients if engine.stage == 1 else 0)
     return {
         WEIGHTS: Bytes(device=weights) + lock(item * part),
         MASTERS: Bytes(host=states * part) + lock(4 * part),
@@ -122,23 +114,23 @@ def _flat(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -
     }
 
 
-def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-3: on each rank a partition of `part` elements, updated in groups."""
-    item, states, bucket = itemsize(ds), optimizer_states(ds), bucket_bytes(network, ds)
+    item, states, bucket = engine.dtype.itemsize, optimizer_states(engine), bucket_bytes(network, engine)
     trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)
     every = [*trained, *frozen]
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
-    group = min(part, zero_setting(ds, "sub_group_size"))
-    reused = zero_setting(ds, "stage3_max_reuse_distance")
-    kept, transient = gathered_bytes(every, ds, ranks, reused)
-    held = _held_bytes(every, ds) if transient else 0
-    in_cpu = min(all_parts, offload_section(ds, "param").get("max_in_cpu", 10**9))
+    group = min(part, engine.zero.sub_group_size)
+    reused = engine.zero.max_reuse_distance
+    kept, transient = gathered_bytes(every, engine, ranks, reused)
+    held = _held_bytes(every, engine) if transient else 0
+    in_cpu = min(all_parts, engine.offload("param").get("max_in_cpu", 10**9))
     weights = {
         "none": Bytes(device=item * all_parts),
         "cpu": _locked({}, accelerator, item * all_parts),
         "nvme": Bytes(host=item * in_cpu, disk=item * all_parts),
     }
-    offload = offload_section(ds, "optimizer")
+    offload = engine.offload("optimizer")
     lock = partial(_locked, offload, accelerator)
     # on NVMe: a group's gradients next to its buffers, until the first step (deepspeed 0.19.8)
     buffers = 4 * group * offload.get("buffer_count", 4)
@@ -152,7 +144,7 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     step = (4 + (item if item < 4 else 0)) * group
     later = step - transient - held if offload["device"] == "none" else 0
     return {
-        WEIGHTS: weights[offload_device(ds)],
+        WEIGHTS: weights[engine.weights_on],
         MASTERS: masters,
         GRADIENTS: gradients,
         BUCKETS: Bytes(bucket, transient=max(bucket, later)),
@@ -161,17 +153,17 @@ def _partitioned(network: Network, ds: dict[str, Any], ranks: int, accelerator: 
     }
 
 
-def _held_bytes(sizes: list[ParameterSize], ds: dict[str, Any]) -> int:
+def _held_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
     """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
     blocks: Counter[str] = Counter()
     for s in sizes:
         blocks[block_of(s.name)] += s.part(1)
-    return max(blocks.values()) if "activation_checkpointing" in ds else blocks.total()
+    return max(blocks.values()) if engine.recompute else blocks.total()
 
 
-def optimizer_states(ds: dict[str, Any]) -> int:
+def optimizer_states(engine: EngineConfig) -> int:
     """Bytes of the optimizer's state for an element."""
-    return 4 if ds["optimizer"]["type"].lower() in ("lion", "adagrad") else 8
+    return 4 if engine.optimizer in ("lion", "adagrad") else 8
 
 
 def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:

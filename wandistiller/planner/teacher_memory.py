@@ -7,43 +7,41 @@ from wandistiller.config.job import Job
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
-from wandistiller.planner.student_memory import itemsize
 from wandistiller.planner.student_network import matched_blocks
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.sweep import branches, swept
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import width
 
 
-def teacher_bytes(folder: WanFolder, ds: dict[str, Any], sharers: int) -> Bytes:
-    """Weights of all experts on a rank, placed by `ds`, which `teacher_engine` has checked.
+def teacher_bytes(folder: WanFolder, placement: Placement, sharers: int) -> Bytes:
+    """Weights of all experts on a rank.
 
     For `owner` and `device_map` on the owner's rank, for the latter as if nothing were mapped to CPU or disk.
 
     Args:
         sharers: ranks that an engine of stage 3 is divided among.
     """
-    experts = [_expert_bytes(config, ds, sharers) for config in folder.configs.values()]
-    return read_placement(ds).in_all(experts)
+    experts = [_expert_bytes(config, placement, sharers) for config in folder.configs.values()]
+    return placement.in_all(experts)
 
 
 @once_for_each
-def _expert_bytes(config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-    return read_placement(ds).memory(config, ds, sharers)
+def _expert_bytes(config: dict[str, Any], placement: Placement, sharers: int) -> Bytes:
+    return placement.memory(config, sharers)
 
 
 @once_for_each
-def _on_the_way(config: dict[str, Any], ds: dict[str, Any]) -> tuple[int, int]:
+def _on_the_way(config: dict[str, Any], placement: Placement) -> tuple[int, int]:
     """Bytes of weights of a call that are unpacked, and of those that a GPU has yet to finish with."""
-    placement = read_placement(ds)
-    return placement.unpacked(config, ds), placement.behind(config, ds)
+    return placement.unpacked(config), placement.behind(config)
 
 
 def sharers_of_a_call(job: Job) -> int:
     """Ranks that compute a sample of the teacher together; an owner's rank computes it whole."""
-    return 1 if read_placement(job.teacher_ds).on_one_rank else job.run.context_parallel
+    return 1 if job.teacher.on_one_rank else job.run.context_parallel
 
 
 def teacher_parts(
@@ -55,21 +53,21 @@ def teacher_parts(
         samples: samples of the call.
         together: calls that go through the network together.
     """
-    ds, placement, gpu = job.teacher_ds, read_placement(job.teacher_ds), machine.device_free is not None
+    placement, engine, gpu = job.teacher, job.teacher.engine, machine.device_free is not None
     if not placement.memory_known:
         return {}, {}
-    weights = teacher_bytes(job.teachers_folder, ds, placement.sharers(machine.topology))
+    weights = teacher_bytes(job.teachers_folder, placement, placement.sharers(machine.topology))
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
-    activations = call_bytes(job.folder.config, ds, latent, batch, **how)
+    activations = call_bytes(job.folder.config, engine, latent, batch, **how)
     if together > 1:
-        activations += (together - 1) * waiting_bytes(job.folder.config, ds, latent, batch, **how)
-    each = [_on_the_way(config, ds) for config in job.teachers_folder.configs.values()]
+        activations += (together - 1) * waiting_bytes(job.folder.config, engine, latent, batch, **how)
+    each = [_on_the_way(config, placement) for config in job.teachers_folder.configs.values()]
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked
-    pinned = gpu and ds["zero_optimization"].get("offload_param", {}).get("pin_memory")
-    host = weights.host + placement.overhead(ds)
+    pinned = gpu and engine.offload("param").get("pin_memory")
+    host = weights.host + placement.overhead()
     kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
         kept = Bytes(node=kept.device)
@@ -90,8 +88,8 @@ def hidden_states(job: Job, tokens: int) -> Parts:
     """
     if not (blocks := len(matched_blocks(job))):
         return {}
-    passes = read_placement(job.teacher_ds).guidance_passes
+    passes = job.teacher.guidance_passes
     together = 2 // passes if branches(job) == 2 else 0
-    each = tokens * width(job.folder.config) * itemsize(job.teacher_ds)
+    each = tokens * width(job.folder.config) * job.teacher.engine.dtype.itemsize
     nbytes = blocks * each * job.batch.micro * (1 + together) * swept(job)
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

@@ -12,6 +12,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, Index, Text, check, types_of, write
 from wandistiller.wan.checks import transformer_problems, weight_problems
+from wandistiller.wan.components import PartConfig
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer
 
@@ -75,7 +76,8 @@ def read_student_config(
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
         config = {**folder.config, **given}
-    problems = transformer_problems(f"{where}: {student.init}" if own_folder else where, config)
+    source = f"{where}: {student.init}" if own_folder else where
+    problems = transformer_problems(PartConfig(source, config))
     problems = problems or _shape_problems(where, student, config, folder)
     if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]

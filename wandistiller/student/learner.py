@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from wandistiller.batch import STUDENT, Expert, Prediction, State, concat_batches, split_prediction
 from wandistiller.distributed import collectives, sequence
 from wandistiller.engine import nvme
-from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_config import on_nvme, stage
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import pace_fetches
-from wandistiller.engine.kernels import read_kernels
 from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
@@ -46,7 +43,7 @@ class Learner:
     def __init__(
         self,
         models: dict[Expert, nn.Module],
-        ds: dict[str, Any],
+        config: EngineConfig,
         *,
         learning_rates: dict[str, float] | None = None,
         ema: float | None = None,
@@ -55,7 +52,7 @@ class Learner:
         frozen: dict[Expert, nn.Module] | None = None,
         merges_padding: bool = False,
     ):
-        """Put each model into an engine of the config `ds`, checked by `student_engine`. Collective.
+        """Put each model into an engine. Collective.
 
         Args:
             models: from `set_trainable`.
@@ -65,11 +62,11 @@ class Learner:
             frozen: networks of other experts, which do not learn, on the device that they compute on.
             merges_padding: compute cross-attention to a prompt's padding once.
         """
-        policy, copies, kernels = read_recompute(ds), empties_inputs(ds), read_kernels(ds)
         # DeepSpeed multiplies the batch up itself, from ranks, of which several may share a sample
-        ds = {key: value for key, value in without_block(ds).items() if key != "train_batch_size"}
-        if policy:
-            deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=ds)  # global to the process
+        config = config.without("train_batch_size")
+        policy, copies, kernels = config.recompute, config.empties_inputs, config.kernels
+        if policy:  # global to the process
+            deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
         rates, self._frozen = learning_rates or {}, frozen or {}
         for model in (*models.values(), *self._frozen.values()):
             if merges_padding:
@@ -80,7 +77,7 @@ class Learner:
         self.engines = {}
         for expert, model in models.items():  # the first engine of the student has the run's monitors
             monitored = role == STUDENT and not self.engines
-            own = ds if monitored else without_monitors(ds)
+            own = config if monitored else without_monitors(config)
             self.engines[expert] = _engine(model, own, rates, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
@@ -209,21 +206,23 @@ class Learner:
 
 def _engine(
     model: nn.Module,
-    ds: dict[str, Any],
+    config: EngineConfig,
     learning_rates: dict[str, float],
     name: str,
 ) -> Any:
-    groups, ds = parameter_groups(model, learning_rates, with_fused_adam(ds))
-    ds = without_empty_buckets(ds, sum(p.numel() for p in model.parameters() if p.requires_grad))
-    if on_nvme(ds):
+    groups, config = parameter_groups(model, learning_rates, with_fused_adam(config))
+    config = without_empty_buckets(config, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    if config.on_nvme:
         collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
         sizes = [p.numel() for p in model.parameters()]
-        ds = nvme.to_own_folder(ds, sizes, name, collectives.world_size())
-    with partition_before_moving(model, ds), without_dummy_step():
-        engine, *_ = deepspeed.initialize(model=model.train(), model_parameters=groups, config=ds)
+        config = nvme.to_own_folder(config, sizes, name, collectives.world_size())
+    with partition_before_moving(model, config.stage), without_dummy_step():
+        engine, *_ = deepspeed.initialize(
+            model=model.train(), model_parameters=groups, config=config.for_deepspeed
+        )
     skip_nonfinite_steps(engine)
     leave_out_reduction_of_one_rank(engine)
-    if stage(ds) == 3:
+    if config.stage == 3:
         pace_fetches(transformer.called_in_turn(engine.module))
     # data_types.buffer_dtype would have cast its tables
     transformer.renew_rope(model, collectives.device())

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.blocks import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
@@ -47,15 +48,15 @@ class TrainingKeys(Protocol):
     max_steps: int | None
 
 
-def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any]) -> list[str]:
+def tuning_problems(run: TrainingKeys, config: dict[str, Any], engine: EngineConfig) -> list[str]:
     """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`.
 
     Args:
         config: the student's transformer config.
-        ds: the student's DeepSpeed JSON.
+        engine: the student's.
     """
     names = list(transformer.numels(config))
-    problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, ds)
+    problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
     if all(any_names(run.frozen or (), name) for name in names):
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
     problems += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
@@ -64,17 +65,16 @@ def tuning_problems(run: TrainingKeys, config: dict[str, Any], ds: dict[str, Any
         if named and all(any_names(run.frozen, name) for name in named):
             remedy = f"`frozen` is {run.frozen} and names all of it. Keep one."
             problems.append(problem("recipe", "learning_rates", part, remedy))
-    optimizer = ds.get("optimizer", {})
-    if run.learning_rates and "lr" not in optimizer.get("params", {}):
+    if run.learning_rates and "lr" not in engine.section("optimizer.params"):
         lacking = "which the student's JSON lacks. Write it."
         problems.append(f"recipe: `learning_rates` are factors of `optimizer.params.lr`, {lacking}")
-    if run.learning_rates and optimizer.get("type", "").lower() == "muon":
+    if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(f"recipe: {cause}. Remove them.")
     return problems + (_lora_problems(run, config) if run.lora is not None else [])
 
 
-def _ema_problems(run: TrainingKeys, ds: dict[str, Any]) -> list[str]:
+def _ema_problems(run: TrainingKeys, engine: EngineConfig) -> list[str]:
     problems = []
     if run.ema_start and run.ema is None:
         remedy = "It needs `ema`; write a decay, such as 0.999."
@@ -82,8 +82,7 @@ def _ema_problems(run: TrainingKeys, ds: dict[str, Any]) -> list[str]:
     elif run.ema is not None and run.max_steps and run.ema_start >= run.max_steps:
         remedy = f"The run ends with step {run.max_steps}, before its average begins. Write less."
         problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
-    zero = ds.get("zero_optimization", {})
-    if run.ema is not None and zero.get("offload_optimizer", {}).get("device") == "nvme":
+    if run.ema is not None and engine.optimizer_on == "nvme":
         remedy = (
             "The weights that it averages are on NVMe. Write cpu as "
             "`zero_optimization.offload_optimizer.device`, or remove `ema`."
@@ -150,21 +149,22 @@ def set_trainable(
 
 
 def parameter_groups(
-    model: nn.Module, learning_rates: dict[str, float], ds: dict[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Group the trained parameters by learning-rate factor, 1 first; add a schedule for each to `ds`.
+    model: nn.Module, learning_rates: dict[str, float], engine: EngineConfig
+) -> tuple[list[dict[str, Any]], EngineConfig]:
+    """Group the trained parameters by learning-rate factor, 1 first; add a schedule for each to the JSON.
 
     DeepSpeed's schedules (0.19.8) use the group's own rate, or their own keys, which may be lists by group.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not learning_rates:
-        return [{"params": [p for _, p in trained]}], ds
+        return [{"params": [p for _, p in trained]}], engine
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in trained:
         groups.setdefault(factor(learning_rates, name), []).append(parameter)
     factors = sorted(groups, key=lambda f: (f != 1, f))  # the first group's learning rate is logged
-    if schedule := ds.get("scheduler"):
+    if schedule := engine.section("scheduler"):
         params = DEFAULT_RATES.get(schedule["type"], {}) | schedule.get("params", {})
         params = {k: [f * v for f in factors] if k in RATES else v for k, v in params.items()}
-        ds = ds | {"scheduler": schedule | {"params": params}}
-    return [{"params": groups[f], "lr": f * ds["optimizer"]["params"]["lr"]} for f in factors], ds
+        engine = engine.replaced(scheduler=schedule | {"params": params})
+    lr = engine.section("optimizer.params")["lr"]
+    return [{"params": groups[f], "lr": f * lr} for f in factors], engine

@@ -3,7 +3,6 @@
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +12,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
-from wandistiller.teacher.placements.base import Placement, dtype_of
-from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.pipeline import WanFolder
@@ -24,9 +22,13 @@ from wandistiller.wan.weight_reader import WeightReader, zero_problems
 
 
 def build_teacher(
-    folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None, *, merges_padding: bool = False
+    folder: WanFolder,
+    placement: Placement,
+    guidance: Guidance | None = None,
+    *,
+    merges_padding: bool = False,
 ) -> Teacher:
-    """Load every expert of `folder` to the placement of `ds`, checked by `teacher_engine`. Collective.
+    """Load every expert of `folder` to its placement. Collective.
 
     Args:
         merges_padding: compute cross-attention to a prompt's padding once.
@@ -35,7 +37,7 @@ def build_teacher(
         ConfigError: on every rank, if weights could not be read or are not finite on any.
         Stopped: on every rank, if any of them received a request to stop.
     """
-    placement, peers = read_placement(ds), collectives.node_peers()
+    peers = collectives.node_peers()
     if problems := collectives.gather_problems(placement.owner_problems(peers)):
         raise ConfigError(*problems)
     owner = placement.owner(peers)
@@ -43,7 +45,7 @@ def build_teacher(
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
     experts = {}
     with suppress(Stopped) if owner is not None else nullcontext():  # raised on all ranks below
-        experts = placement.load_all(folder, readers, ds) if here else {}
+        experts = placement.load_all(folder, readers) if here else {}
     if owner is not None:
         collectives.raise_if_stop_requested("while the teacher was loaded")
     problems = collectives.gather_problems([p for reader in readers.values() for p in reader.faults])
@@ -67,16 +69,20 @@ def _zero_problems(readers: list[WeightReader]) -> list[str]:
 
 
 def unquantized_teacher(
-    folder: WanFolder, ds: dict[str, Any], guidance: Guidance | None = None, *, merges_padding: bool = False
+    folder: WanFolder,
+    placement: Placement,
+    guidance: Guidance | None = None,
+    *,
+    merges_padding: bool = False,
 ) -> tuple[Teacher, list[WeightReader]]:
-    """Make the teacher of `ds` without its `weights`, of which one block is in memory at a time.
+    """Make the teacher of a placement without its `weights`, of which one block is in memory at a time.
 
     Each call of it reads all weights, once for several batches. On a rank that computes.
 
     Returns:
         The teacher, and the readers, whose `faults` are complete after a call.
     """
-    placement, dtype = replace(read_placement(ds), compile=False), dtype_of(ds)
+    placement, dtype = replace(placement, compile=False), placement.engine.dtype
     device = _device(placement)
     readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs}
     experts = {

@@ -15,7 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import lock_pages, unlock_pages
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
-from wandistiller.engine.ds_config import offload_device, offload_section
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
 from wandistiller.teacher.quantized import Weights
 from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
@@ -56,19 +56,19 @@ def load_sharded(
     reader: WeightReader,
     config: dict[str, Any],
     dtype: torch.dtype,
-    ds: dict[str, Any],
+    engine: EngineConfig,
     device: torch.device,
     peers: list[int] | None = None,
 ) -> nn.Module:
-    """Load for ZeRO-3 as in `ds`: each rank reads the part of each tensor that it keeps. Collective.
+    """Load for ZeRO-3 as `engine` says: each rank reads the part of each tensor that it keeps. Collective.
 
     Args:
         peers: the ranks that a tensor is cut among, which are those of this node; all, if it is left out.
 
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model, home = meta_transformer(config, device), InitWithoutBroadcast(ds, dtype, peers)
-    arena = _host_arena(model, ds, dtype, home.dp_world_size)
+    model, home = meta_transformer(config, device), InitWithoutBroadcast(engine, dtype, peers)
+    arena = _host_arena(model, engine, dtype, home.dp_world_size)
     for name, meta in one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
             # memory of its own is given back to the system at once, and untouched pages take none
@@ -179,15 +179,15 @@ def one_by_one(
 class InitWithoutBroadcast(deepspeed.zero.Init):
     """zero.Init without its broadcast from rank 0: every rank reads its own bytes (deepspeed 0.19.8)."""
 
-    def __init__(self, ds: dict[str, Any], dtype: torch.dtype, peers: list[int] | None):
-        zero = ds["zero_optimization"]
-        if offload_device(ds) == "cpu":  # `_host_arena` is pinned whole
+    def __init__(self, engine: EngineConfig, dtype: torch.dtype, peers: list[int] | None):
+        zero = engine.section("zero_optimization")
+        if engine.weights_on == "cpu":  # `_host_arena` is pinned whole
             zero = zero | {"offload_param": zero["offload_param"] | {"pin_memory": False}}
         # without fp16 on the accelerator its argument `dtype` is ignored, the sections not (deepspeed 0.19.8)
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
         group = collectives.group(peers) if peers else None
-        ds = ds | {"zero_optimization": zero} | sections
-        super().__init__(config_dict_or_path=ds, data_parallel_group=group)
+        engine = engine.replaced(zero_optimization=zero, **sections)
+        super().__init__(config_dict_or_path=engine.for_deepspeed, data_parallel_group=group)
 
     def part(self, meta: Tensor) -> slice:
         """This rank's elements; the last may lie past the end."""
@@ -224,15 +224,14 @@ class InitWithoutBroadcast(deepspeed.zero.Init):
         return part
 
 
-def _host_arena(model: nn.Module, ds: dict[str, Any], dtype: torch.dtype, ranks: int) -> "Arena":
-    """One block for a rank's weights in CPU memory, of their exact size, page-locked if `ds` asks for it.
+def _host_arena(model: nn.Module, engine: EngineConfig, dtype: torch.dtype, ranks: int) -> "Arena":
+    """One block for a rank's weights in CPU memory, of their exact size, page-locked if the JSON says so.
 
     DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13):
     1.8 times the memory for Wan's feed-forward layers. Unused pages take no memory.
     """
     arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in parameters_of(model, dtype)))
-    section = offload_section(ds, "param")
-    if section["device"] == "cpu" and section.get("pin_memory", False):
+    if engine.weights_on == "cpu" and engine.offload("param").get("pin_memory", False):
         arena.lock()
     return arena
 

@@ -4,13 +4,14 @@ import math
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from wandistiller.engine.ds_schema import BLOCK, section_of
-from wandistiller.utils.errors import problem
+from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.validation import write
 from wandistiller.wan.structure import is_in_block
 
@@ -68,31 +69,26 @@ def unpacked_bytes(n: int, weights: Weights, item: int) -> int:
     return n * (8 + item % 4) if weights == "float8" else n * (8 + 3 * item)
 
 
-def weights_problems(where: str, ds: dict[str, Any], weights: Weights) -> list[str]:
+def weights_problems(engine: DeepSpeedJson, weights: Weights) -> list[str]:
     """List what keeps `weights` from being computed in the JSON's precision."""
-    if weights not in ("int8", "nf4") or section_of(ds, "fp16").get("enabled") is not True:
+    if weights not in ("int8", "nf4") or engine.section("fp16").get("enabled") is not True:
         return []
     # int8: inputs times up to 127, before the scale; nf4: 128 / the range of its scales (torchao 0.18)
-    return [problem(where, KEY, weights, "Its numbers overflow in fp16: write bf16, or the weights float8.")]
+    return [engine.problem(KEY, weights, "Its numbers overflow in fp16: write bf16, or the weights float8.")]
 
 
-def missing_problems(where: str, ds: dict[str, Any], *, here: bool) -> list[str]:
-    """List what this machine lacks for the weights of a checked JSON.
-
-    Args:
-        here: whether the run is to be on this machine.
-    """
-    weights = ds.get(BLOCK, {}).get("weights")
-    if not here or not weights:
+def missing_problems(engine: EngineConfig, weights: Weights) -> list[str]:
+    """List what this machine lacks for the weights of a checked JSON."""
+    if not weights:
         return []
     remedy = f'Run: pip install "torchao=={TORCHAO}.*"'
     try:
         installed = version("torchao")
     except PackageNotFoundError:
-        return [problem(where, KEY, weights, f"It needs torchao. {remedy}")]
+        return [engine.problem(KEY, weights, f"It needs torchao. {remedy}")]
     if installed.startswith(f"{TORCHAO}."):
         return []
-    return [problem(where, KEY, weights, f"It needs torchao {TORCHAO}, and here is {installed}. {remedy}")]
+    return [engine.problem(KEY, weights, f"It needs torchao {TORCHAO}, and here is {installed}. {remedy}")]
 
 
 def quantized(value: Tensor, weights: Weights) -> Tensor:

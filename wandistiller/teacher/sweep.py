@@ -6,9 +6,8 @@ from typing import Any, Protocol, TypeVar
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from wandistiller.engine.ds_config import BatchSize
-from wandistiller.teacher.placements.base import dtype_of
-from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.engine.engine_config import BatchSize
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import width
 
@@ -20,7 +19,7 @@ class AsksTeacher(Protocol):
 
     run: Any
     folder: WanFolder
-    teacher_ds: dict[str, Any]
+    teacher: Placement
     batch: BatchSize
     size: Any
     buckets: list[Any]
@@ -33,10 +32,10 @@ def branches(job: AsksTeacher) -> int:
 
 def swept(job: AsksTeacher) -> int:
     """Micro-steps whose samples go through the teacher together."""
-    placement = read_placement(job.teacher_ds)
+    placement = job.teacher
     tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
     samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
-    nbytes = samples * tokens * width(job.folder.config) * dtype_of(job.teacher_ds).itemsize
+    nbytes = samples * tokens * width(job.folder.config) * placement.engine.dtype.itemsize
     return placement.sweep(job.batch.accumulation, nbytes)
 
 

@@ -5,12 +5,14 @@ from functools import cache
 from typing import Any, Literal
 
 from wandistiller.engine.ds_config import complete, key_problems, offload_problems
-from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, section_of
+from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import SHORT_NAME
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.registry import classes_in
-from wandistiller.utils.validation import Text, check, types_of
+from wandistiller.utils.validation import Text, check
 
 TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
@@ -31,62 +33,66 @@ def placements() -> dict[str, type[Placement]]:
     return classes_in("wandistiller.teacher.placements", Placement)
 
 
-def read_placement(ds: dict[str, Any]) -> Placement:
-    """Read the placement of a checked teacher JSON."""
-    settings = dict(ds.get(BLOCK, {}))
-    return placements()[settings.pop("placement", "engine")](**settings)
+def placed_by(engine: EngineConfig) -> Placement:
+    """Return the placement that a checked JSON names."""
+    settings = dict(engine.block)
+    return placements()[settings.pop("placement", "engine")](engine=engine, **settings)
 
 
-def quantized_facts(ds: dict[str, Any]) -> dict[str, str]:
+def with_keys(placement: Placement, **keys: Any) -> Placement:
+    """Return the placement with other keys of its JSON's block."""
+    engine = placement.engine
+    return placed_by(engine.replaced(**{BLOCK: engine.block | keys})) if keys else placement
+
+
+def quantized_facts(teacher: Placement) -> dict[str, str]:
     """Return the format of quantised weights as a fact of a run; empty, as in earlier runs, without any."""
-    weights = read_placement(ds).weights
-    return {"teacher_weights": weights} if weights else {}
+    return {"teacher_weights": teacher.weights} if teacher.weights else {}
 
 
-def teacher_engine(where: str, ds: dict[str, Any], world: int = 1) -> dict[str, Any]:
-    """Check the teacher's JSON and complete it with what an engine without an optimizer needs.
+def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
+    """Check the teacher's JSON, and complete it with what an engine without an optimizer needs.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    unwanted = [key for key in ("optimizer", "scheduler") if key in ds]
+    unwanted = [key for key in ("optimizer", "scheduler") if key in json.raw]
     text = "A frozen teacher takes none; remove this section."
-    problems = [problem(where, key, ds[key], text) for key in unwanted]
-    problems += key_problems(where, {k: v for k, v in ds.items() if k not in (*unwanted, BLOCK)})
-    problems += _block_problems(where, ds, world)
-    zero = section_of(ds, "zero_optimization")
+    problems = [json.problem(key, json.raw[key], text) for key in unwanted]
+    problems += key_problems(json.without(*unwanted, BLOCK)) + _block_problems(json, world)
+    zero = json.section("zero_optimization")
     if zero.get("stage") in (1, 2) and zero["stage"] is not True:
         text = "A frozen teacher has no optimizer; use 0 (replicated) or 3 (sharded)."
-        problems.append(problem(where, "zero_optimization.stage", zero["stage"], text))
+        problems.append(json.problem("zero_optimization.stage", zero["stage"], text))
     for key, remedy in TEACHER_REFUSES.items():
         if zero.get(key, 0) is True or zero.get(key, 0) not in (0, 1):
-            problems.append(problem(where, f"zero_optimization.{key}", zero[key], remedy))
-    problems += offload_problems(where, ds)
+            problems.append(json.problem(f"zero_optimization.{key}", zero[key], remedy))
+    problems += offload_problems(json)
     if problems:
         raise ConfigError(*problems)
-    ds = {k: v for k, v in copy.deepcopy(ds).items() if k not in BATCH_KEYS}
+    ds = copy.deepcopy(json.without(*BATCH_KEYS).raw)
     ds["train_micro_batch_size_per_gpu"] = 1  # without an optimizer it means nothing, but DeepSpeed wants one
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
     complete(ds)
-    return ds
+    return placed_by(EngineConfig(json.where, ds))
 
 
-def _block_problems(where: str, ds: dict[str, Any], world: int) -> list[str]:
-    """Problems of the block, and of the JSON around it."""
-    own = {name: types_of(placement) for name, placement in placements().items()}
+def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:
+    """List problems of the block, and of the JSON around it."""
+    own = {name: placement.keys() for name, placement in placements().items()}
     types: dict[str, Any] = {"placement": Literal[tuple(own)], SHORT_NAME: Text}
     for settings in own.values():
         types |= settings
-    problems, block = check(where, given := ds.get(BLOCK, {}), types, f"{BLOCK}.")
+    problems, block = check(json.where, given := json.raw.get(BLOCK, {}), types, f"{BLOCK}.")
     if isinstance(given, dict) and "placement" in given and "placement" not in block:
         return problems  # the meaning of the other keys depends on it
     name, _ = block.pop("placement", "engine"), block.pop(SHORT_NAME, None)
     for key in sorted(block.keys() - own[name].keys()):
         text = f"It means nothing for the placement {name}; remove it."
-        problems.append(problem(where, f"{BLOCK}.{key}", block.pop(key), text))
-    placement = placements()[name](**block)
-    if placement.ahead and not placement.can_work_ahead(ds):
+        problems.append(json.problem(f"{BLOCK}.{key}", block.pop(key), text))
+    placement = placements()[name](engine=EngineConfig(json.where, json.raw), **block)
+    if placement.ahead and not placement.can_work_ahead():
         text = "Only the placements streamed and files, and an engine of stage 0, predict ahead; remove it."
-        problems.append(problem(where, f"{BLOCK}.ahead", True, text))
-    return problems + placement.problems(where, ds, world) + placement.weights_problems(where, ds)
+        problems.append(json.problem(f"{BLOCK}.ahead", True, text))
+    return problems + placement.problems(world) + placement.weights_problems()

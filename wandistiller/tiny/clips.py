@@ -10,14 +10,14 @@ Shape letters: C colour channels (RGB, in [0, 1]), F frames, H height, W width.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from wandistiller.tiny.shapes import COLOURS, SHAPES, SUPERSAMPLING, held_out_of, inside
-from wandistiller.utils.keyed_random import keyed_generator
+from wandistiller.tiny.shapes import COLOURS, SHAPES, SUPERSAMPLING, Described, divided, inside, jitter
 
 FRAMES = 9
 """Frames of every clip."""
@@ -73,21 +73,12 @@ TEMPLATES = (
 """The canonical wording first, then the paraphrases that the text encoder is also trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClipScene:
-    """One scene; `str(scene)` is its canonical prompt."""
+@dataclass(frozen=True)
+class ClipScene(Described):
+    """One clip."""
 
-    colour: str
-    shape: str
-    background: str
+    templates = TEMPLATES
     motion: str
-
-    def __str__(self) -> str:
-        return self.worded(0)
-
-    def worded(self, template: int) -> str:
-        """Describe the scene with `TEMPLATES[template]`."""
-        return TEMPLATES[template].format(**asdict(self))
 
     @property
     def can_be_seen(self) -> bool:
@@ -98,27 +89,18 @@ class ClipScene:
 _SCENES = (ClipScene(*names) for names in product(*ATTRIBUTES.values()))
 SPECS = {str(scene): scene for scene in _SCENES if scene.can_be_seen}
 """All 930 scenes by canonical prompt, in a fixed order."""
-_HELD_OUT = held_out_of(SPECS)
+SEEN, HELD_OUT = divided(SPECS)
+"""The 837 canonical prompts of training, and the 93 that are in no training stage."""
 
 
-def seen_prompts() -> list[str]:
-    """Return the 837 canonical prompts of training."""
-    return [prompt for prompt in SPECS if prompt not in _HELD_OUT]
-
-
-def held_out_prompts() -> list[str]:
-    """Return the 93 canonical prompts that are in no training stage."""
-    return [prompt for prompt in SPECS if prompt in _HELD_OUT]
-
-
-def cover(shape: str, motion: str, *, speed: float = 1.0, jitter: tuple[float, ...] = (0, 0, 0)) -> Tensor:
+def cover(shape: str, motion: str, *, speed: float = 1.0, moved: Sequence[float] = (0, 0, 0)) -> Tensor:
     """Draw how much of each pixel the shape covers: cover_FHW in [0, 1], antialiased.
 
     Args:
         speed: 1 is the motion's own.
-        jitter: of x, y and size, each in [-1, 1].
+        moved: jitter of x, y and size, each in [-1, 1].
     """
-    way, (dx, dy, dsize) = MOTIONS[motion], jitter
+    way, (dx, dy, dsize) = MOTIONS[motion], moved
     time_F11 = speed * torch.linspace(-0.5, 0.5, FRAMES)[:, None, None]
     grid = (torch.arange(CLIP_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - CLIP_SIZE / 2
     radius_F11 = SHAPE_RADIUS_PX * (1 + SIZE_JITTER * dsize) * (1 + way.growth * time_F11)
@@ -150,9 +132,6 @@ def render(prompt: str, seed: int | None = None, *, speed: float = 1.0) -> Tenso
         clip_CFHW, float32 in [0, 1].
     """
     scene = SPECS[prompt]
-    jitter_3 = torch.zeros(3)
-    if seed is not None:
-        jitter_3 = 2 * torch.rand(3, generator=keyed_generator("render", prompt, seed)) - 1
-    cover_FHW = cover(scene.shape, scene.motion, speed=speed, jitter=tuple(jitter_3.tolist()))
+    cover_FHW = cover(scene.shape, scene.motion, speed=speed, moved=jitter(prompt, seed))
     colour_C111, background_C111 = colours(scene)
     return cover_FHW * colour_C111 + (1 - cover_FHW) * background_C111

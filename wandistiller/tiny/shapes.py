@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,21 +65,29 @@ TEMPLATES = (
 """The canonical wording first, then the paraphrases that the text encoder is also trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """One scene; `str(scene)` is its canonical prompt."""
+@dataclass(frozen=True)
+class Described:
+    """What the scenes of both worlds have; `str(scene)` is the canonical prompt."""
 
+    templates: ClassVar[tuple[str, ...]]
     colour: str
     shape: str
     background: str
-    place: str
 
     def __str__(self) -> str:
         return self.worded(0)
 
     def worded(self, template: int) -> str:
-        """Describe the scene with `TEMPLATES[template]`."""
-        return TEMPLATES[template].format(**asdict(self))
+        """Describe the scene with `templates[template]`."""
+        return self.templates[template].format(**asdict(self))
+
+
+@dataclass(frozen=True)
+class Scene(Described):
+    """One picture."""
+
+    templates = TEMPLATES
+    place: str
 
 
 _SCENES = (Scene(*names) for names in product(COLOURS, SHAPES, COLOURS, PLACES) if names[0] != names[2])
@@ -86,23 +95,22 @@ SPECS = {str(scene): scene for scene in _SCENES}
 """All 1120 scenes by canonical prompt, in a fixed order."""
 
 
-def held_out_of(prompts: Iterable[str]) -> frozenset[str]:
-    """Return the tenth of a world's canonical prompts that no training sees, chosen by their hashes."""
+def divided(prompts: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Divide a world's canonical prompts into those of training and a tenth that none sees, by hashes."""
     by_hash = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    return frozenset(by_hash[: round(HELD_OUT_SHARE * len(by_hash))])
+    held_out = set(by_hash[: round(HELD_OUT_SHARE * len(by_hash))])
+    return [p for p in prompts if p not in held_out], [p for p in prompts if p in held_out]
 
 
-_HELD_OUT = held_out_of(SPECS)
+SEEN, HELD_OUT = divided(SPECS)
+"""The 1008 canonical prompts of training, and the 112 that are in no training stage."""
 
 
-def seen_prompts() -> list[str]:
-    """Return the 1008 canonical prompts of training."""
-    return [prompt for prompt in SPECS if prompt not in _HELD_OUT]
-
-
-def held_out_prompts() -> list[str]:
-    """Return the 112 canonical prompts that are in no training stage."""
-    return [prompt for prompt in SPECS if prompt in _HELD_OUT]
+def jitter(prompt: str, seed: int | None) -> list[float]:
+    """Draw the jitter of x, y and size, each in [-1, 1]; without a seed there is none."""
+    if seed is None:
+        return [0.0, 0.0, 0.0]
+    return (2 * torch.rand(3, generator=keyed_generator("render", prompt, seed)) - 1).tolist()
 
 
 def inside(shape: str, x_HW: Tensor, y_HW: Tensor) -> Tensor:
@@ -128,10 +136,7 @@ def render(prompt: str, seed: int | None = None) -> Tensor:
         image_CHW, float32 in [0, 1].
     """
     scene = SPECS[prompt]
-    jitter_3 = torch.zeros(3)
-    if seed is not None:
-        jitter_3 = 2 * torch.rand(3, generator=keyed_generator("render", prompt, seed)) - 1
-    dx, dy, dsize = jitter_3.tolist()
+    dx, dy, dsize = jitter(prompt, seed)
     centre_x, centre_y = PLACES[scene.place]
     radius_px = SHAPE_RADIUS_PX * (1 + SIZE_JITTER * dsize)
     grid = (torch.arange(IMAGE_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING

@@ -12,11 +12,11 @@ from torch import nn
 
 from wandistiller.batch import STUDENT, Batch, Expert
 from wandistiller.checkpoint import checkpointer, loading
+from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives, sequence
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
 from wandistiller.student.blocks import add_heads
@@ -61,16 +61,16 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Le
     set_activity("building the student")
     models, run, others = student_models(job, cuts), job.run, _untrained(job, cuts)
     checkpointer.keep_frozen(models | others, job.output, job.resume_from)
-    name_run(job.output, job.student_ds, goes_on=job.resume_from is not None)
+    name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
     # samples begin with the high-noise expert, and none of its own reach the other
     asked = {expert: model for expert, model in others.items() if expert is Expert.HIGH_NOISE}
     return Learner(
         models,
-        job.student_ds,
+        job.student_engine,
         learning_rates=run.learning_rates,
         ema=run.ema,
         ema_start=run.ema_start,
-        frozen={expert: _placed(model, dtype_name(job.student_ds)) for expert, model in asked.items()},
+        frozen={expert: _placed(model, job.student_engine.dtype) for expert, model in asked.items()},
         merges_padding=run.merge_text_padding,
     )
 
@@ -86,10 +86,10 @@ def _untrained(job: Job, cuts: dict[Expert, WidthSlicer] | None) -> dict[Expert,
     return models
 
 
-def _placed(model: nn.Module, dtype: str) -> nn.Module:
+def _placed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Move a network that does not learn to where this rank computes, in the precision of its engine."""
     for name in [name for name, _ in model.named_parameters()]:
-        kept = transformer.parameter_dtype(name, getattr(torch, dtype))
+        kept = transformer.parameter_dtype(name, dtype)
         value = model.get_parameter(name).detach().to(collectives.device(), kept)
         transformer.set_parameter(model, name, value)
     return model.to(collectives.device()).eval().requires_grad_(False)
@@ -132,14 +132,14 @@ def build_others(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dic
         cuts: those of the student, from which a network may start.
     """
     learners = {}
-    for name, (role, config, ds) in job.others.items():
+    for name, (role, config, engine) in job.others.items():
         set_activity(f"building the {name}")
         of_student = partial(student_models, job, cuts, projected=False)
         models = role.origin(of_student, partial(_of_teacher, job, config))()
         for model in models.values() if role.has_heads else ():
             layers = len(model.blocks)
             add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
-        learners[name] = Learner(models, ds, role=name, merges_padding=job.run.merge_text_padding)
+        learners[name] = Learner(models, engine, role=name, merges_padding=job.run.merge_text_padding)
     return learners
 
 
@@ -161,7 +161,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
     if job.student.keep_layers == IMPORTANCE:
         job = job.with_layers(_important(job, teacher, batches, data.measured))
         if collectives.rank() == 0:
-            job.write_resolved()
+            write_resolved(job)
     cuts = {}
     for expert in job.student_experts if job.is_cut else ():
         served = source_experts(job.student, job.folder, expert)
@@ -221,7 +221,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     }
     if teacher:
         teacher, batches = without_guidance(teacher), calibration_of(job, data)
-        error = start_error(batches, teacher.velocity, student.velocity, data.measured, job.identity)
+        error = start_error(batches, teacher.velocity, student.velocity, data.measured, identity(job))
         inputs = (t for b in batches for t in b.tensors())
         if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
             require_finite_start(job, error)

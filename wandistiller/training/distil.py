@@ -11,7 +11,6 @@ from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading, resume
 from wandistiller.checkpoint.manifest import remove_temporaries, rotate
 from wandistiller.config.job import Job
-from wandistiller.config.others import KEY
 from wandistiller.config.stages import whole_output, write_resolved
 from wandistiller.config.start import DONE, read_start
 from wandistiller.config.summary import precision_lines, summary
@@ -116,10 +115,8 @@ def _export(job: Job) -> Path:
 def _distil(job: Job) -> None:
     """Prepare, load and train; free all memory afterwards. Collective."""
     with collectives.raise_on_all_ranks():
-        extensions.build("deepspeed_config", job.student_ds)
-        extensions.build("teacher_deepspeed_config", job.teacher_ds)
-        for other in job.others.values():
-            extensions.build(KEY, other.ds)
+        extensions.build("deepspeed_config", job.student_engine)
+        extensions.build("teacher_deepspeed_config", job.teacher.engine)
     data, text, teacher = prepare(job)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,22 +78,27 @@ class NonFiniteStep(NamedTuple):
 
     def suggestions(self, job: Job) -> list[str]:
         """Suggest remedies."""
-        params: dict[str, Any] = job.student_ds["optimizer"].get("params", {})
-        changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_ds)
+        params = job.student_engine.section("optimizer.params")
+        changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_engine.raw)
         lower, named = "a lower learning rate", job.run.deepspeed_config
         if "lr" in params:
             less, file = f"{params['lr'] / 3:.1g}", named if isinstance(named, str) else "the recipe"
             flag = f'"lr" {less} in {file}, and' if named not in (AUTO, DEFAULT_ENGINE) else f"--lr {less}"
             lower += f" ({flag} --allow_changed {changed})"
-        limit = job.run.nonfinite_limit
-        skip = f"more than {limit} such steps left out (--nonfinite_limit {2 * limit})"
-        if job.run.on_nonfinite == "stop":
+        limit = most_skipped(job.run.on_nonfinite)
+        skip = f"more than {limit} such steps left out (--on_nonfinite {2 * limit})"
+        if not limit:
             skip = "such steps left out (--on_nonfinite skip)"
         remedies = [f"The same command with {lower}, or with {skip}, goes on from {self.checkpoint}."]
         if any({"x0", "text"} & set(sample.not_finite) for sample in self.samples):
             remedy = f"remove {job.cache}; the same command makes it again."
             remedies.insert(0, f"Cached tensors are not finite: {remedy}")
         return remedies
+
+
+def most_skipped(setting: str) -> int:
+    """Return how many steps of the whole run may be skipped, by the recipe's `on_nonfinite`."""
+    return int({"stop": "0", "skip": "10"}.get(setting, setting))
 
 
 class NonFiniteHandler:
@@ -121,7 +126,7 @@ class NonFiniteHandler:
         own = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
         own = own if sequence.place() == 0 else []
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
-        stops = run.on_nonfinite == "stop" or self.skipped >= run.nonfinite_limit
+        stops = self.skipped >= most_skipped(run.on_nonfinite)
         begun = number % len(self._job.objective.updates) > 0
         dropped = NonFiniteStep(step + 1, str(self._save(step, begun=begun, wait=stops).resolve()), samples)
         if collectives.rank() == 0:

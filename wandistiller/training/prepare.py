@@ -17,12 +17,11 @@ from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives, sequence
-from wandistiller.engine.ds_config import dtype_name
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import quantized_facts, read_placement
+from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
@@ -183,8 +182,8 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
     set_activity("loading the teacher")
     guidance = Guidance(text[job.run.negative_prompt], job.guidance)
     merges = job.run.merge_text_padding
-    teacher = build_teacher(job.teachers_folder, job.teacher_ds, guidance, merges_padding=merges)
-    if weights := read_placement(job.teacher_ds).weights:
+    teacher = build_teacher(job.teachers_folder, job.teacher, guidance, merges_padding=merges)
+    if weights := job.teacher.weights:
         conditioning = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
         with sequence.alone():  # on single frames
             errors = _quantization_error(job, teacher, guidance, conditioning)
@@ -203,7 +202,7 @@ def _quantization_error(
     x0_BCFHW, _ = denoise(
         teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS
     )
-    given = folder, job.teacher_ds, teacher, guidance, x0_BCFHW, conditioning, r.seed
+    given = folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, r.seed
     return quantization_error(*given, merges_padding=r.merge_text_padding)
 
 
@@ -211,8 +210,8 @@ def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     r = job.run
     weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
-    quantized = quantized_facts(job.teacher_ds).values()  # nothing in caches of other teachers
-    return digest(weights, text_fingerprint, guidance, dtype_name(job.teacher_ds), *quantized)
+    quantized = quantized_facts(job.teacher).values()  # nothing in caches of other teachers
+    return digest(weights, text_fingerprint, guidance, job.teacher.engine.precision, *quantized)
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:

@@ -11,6 +11,7 @@ from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import set_aside_newer, steps
 from wandistiller.checkpoint.resume import changed_keys
+from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.micro_batches import MicroBatches
@@ -65,6 +66,7 @@ class Trainer:
         self.reads = ReadAhead(self._read, job.batch.accumulation, updates, depth)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, text, teacher, self.student)
+        self._recorded = recorded(job)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
@@ -180,8 +182,7 @@ class Trainer:
         if begun:
             self.checkpointer.finish()
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
-        job, skipped = self.job, self.nonfinite.skipped
-        state = {**job.recorded, "skipped_steps": skipped}
+        state = {**self._recorded, "skipped_steps": self.nonfinite.skipped}
         with self.saves.doing():
             folder = self.checkpointer.save(self.learners, done, state)
             if wait:
@@ -195,7 +196,7 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(self.learners, folder, changed_keys(folder, self.job.recorded, allowed))
+        start = load(self.learners, folder, changed_keys(folder, self._recorded, allowed))
         self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:

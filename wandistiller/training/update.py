@@ -17,7 +17,6 @@ from wandistiller.objectives.base import Networks
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.teacher.sweep import swept
-from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.ahead import worker
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
@@ -126,10 +125,9 @@ class Update:
         Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
         is asked about the student's samples. Ranks that share a sequence exchange parts of it in one order.
         """
-        ds, on_gpu = self.job.teacher_ds, on_accelerator()
         if self.role != STUDENT or not self.objective.asks_at_noised or self.objective.rolls_out(STUDENT):
             return False
-        return sequence.degree() == 1 and read_placement(ds).works_ahead(ds, on_gpu=on_gpu)
+        return sequence.degree() == 1 and self.job.teacher.works_ahead(on_gpu=on_accelerator())
 
     def _begin(self, update: int, reads: Reads) -> None:
         """Read an update's samples, and ask the teacher about them, in a thread.

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wandistiller.distributed import sequence
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy, empties_inputs, read_recompute
-from wandistiller.engine.ds_config import dtype_name
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.structure import PARTS
@@ -69,7 +69,7 @@ def storages(tensors: Any) -> list[torch.UntypedStorage]:
 
 def activation_bytes(
     config: dict[str, Any],
-    ds: dict[str, Any],
+    engine: EngineConfig,
     latent: Latent,
     micro: int,
     *,
@@ -85,18 +85,18 @@ def activation_bytes(
 
     Args:
         config: the student's transformer config.
-        ds: its JSON, checked by `student_engine`.
+        engine: its JSON.
         latent: shape of one sample.
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
     """
-    layers, policy = config["num_layers"], read_recompute(ds)
-    saved = _for_samples(_saved, micro, config, ds, latent, accelerator, sharers)
+    layers, policy = config["num_layers"], engine.recompute
+    saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
         return kept
     names = PARTS[policy.checkpoint] or (BLOCK,)
-    kind = " inputs" if empties_inputs(ds) else " own inputs"
+    kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
     # attention is recomputed after the feed-forward of the last block was freed
     first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
@@ -105,7 +105,7 @@ def activation_bytes(
 
 def call_bytes(
     config: dict[str, Any],
-    ds: dict[str, Any],
+    engine: EngineConfig,
     latent: Latent,
     samples: int,
     *,
@@ -118,17 +118,17 @@ def call_bytes(
 
     Args:
         config: the transformer's.
-        ds: its JSON, checked by `teacher_engine` or `student_engine`.
+        engine: its JSON.
         latent: shape of one sample.
         samples: samples in one call; with guidance each counts twice.
         sharers: ranks that compute each sample together.
     """
-    return _for_samples(_peak, samples, config, ds, latent, accelerator, sharers)["peak"]
+    return _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)["peak"]
 
 
 def waiting_bytes(
     config: dict[str, Any],
-    ds: dict[str, Any],
+    engine: EngineConfig,
     latent: Latent,
     samples: int,
     *,
@@ -136,7 +136,7 @@ def waiting_bytes(
     sharers: int = 1,
 ) -> int:
     """Count the bytes that a forward pass without gradients holds between two blocks; as `call_bytes`."""
-    return _for_samples(_peak, samples, config, ds, latent, accelerator, sharers)["waiting"]
+    return _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)["waiting"]
 
 
 def compared_bytes(
@@ -146,7 +146,7 @@ def compared_bytes(
     student: int,
     widths: tuple[int, int],
     items: tuple[int, int],
-    ds: dict[str, Any],
+    engine: EngineConfig,
 ) -> int:
     """Count the bytes of hidden states of `blocks` that are compared and stay until the backward pass.
 
@@ -159,11 +159,11 @@ def compared_bytes(
         student: samples of the student's, those of other terms included.
         widths: widths of teacher and student.
         items: bytes of one element of each.
-        ds: the student's JSON.
+        engine: the student's.
     """
     (wide, own), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
-    policy = read_recompute(ds)
-    are_kept = policy == CheckpointPolicy() and not empties_inputs(ds)  # as the inputs of the next block
+    policy = engine.recompute
+    are_kept = policy == CheckpointPolicy() and not engine.empties_inputs  # as the inputs of the next block
     projected = 0 if own == wide or are_kept else own * item
     compared = teacher * wide * 4 + student * (wide * item + projected)
     return blocks * (of_teacher * teacher * wide * teacher_item + of_student * compared)
@@ -173,22 +173,22 @@ def _for_samples(
     trace: Callable[..., dict[str, int]],
     samples: int,
     config: dict[str, Any],
-    ds: dict[str, Any],
+    engine: EngineConfig,
     latent: Latent,
     accelerator: bool,
     sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config | {"num_layers": 1}, dtype_name(ds), latent, TEXT_TOKENS, accelerator, sharers
+    shape = config | {"num_layers": 1}, engine.dtype, latent, TEXT_TOKENS, accelerator, sharers
     one, two = trace(1, *shape), trace(2, *shape)
     return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
 
 
 @once_for_each
-def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
+def _saved(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
     with FakeTensorMode():
-        model, call = _transformer(samples, config, lambda _: getattr(torch, dtype), *shape)
+        model, call = _transformer(samples, config, lambda _: dtype, *shape)
         model.requires_grad_(True)
         weights = set(storages(list(model.parameters())))
         block = model.blocks[0]
@@ -225,14 +225,13 @@ def _saved(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dic
 
 
 @once_for_each
-def _peak(samples: int, config: dict[str, Any], dtype: str, *shape: Any) -> dict[str, int]:
+def _peak(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes of a forward pass of a network of one block, at the most and before the block.
 
     Others run one after the other.
     """
     with FakeTensorMode(), torch.no_grad():
-        kind = getattr(torch, dtype)
-        model, call = _transformer(samples, config, lambda name: parameter_dtype(name, kind), *shape)
+        model, call = _transformer(samples, config, lambda name: parameter_dtype(name, dtype), *shape)
         waiting: list[int] = []
         with Live() as live:
             model.blocks[0].register_forward_pre_hook(lambda *_: waiting.append(live.now))

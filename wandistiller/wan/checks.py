@@ -10,12 +10,20 @@ from pydantic import Field
 from torch import nn
 from transformers import UMT5Config
 
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import Positive, Text, of_type, value_problems, write
-from wandistiller.wan.component_classes import TEXT_CLASSES, load_tokenizer, refused_keys, tokenize
-from wandistiller.wan.components import text_config, text_encoder_of, vae_of
+from wandistiller.utils.validation import Positive, Text, of_type, write
+from wandistiller.wan.components import (
+    TEXT_CLASSES,
+    PartConfig,
+    load_tokenizer,
+    scheduler_class,
+    text_config,
+    text_encoder_of,
+    tokenize,
+    vae_of,
+)
 from wandistiller.wan.damaged import cure, unfinished
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
@@ -49,7 +57,7 @@ VAE = of_type(
     (Annotated[list[Positive], write("a list of positive numbers")], "latents_std"),
 )
 SCHEDULER = of_type(
-    (Annotated[float, Field(gt=0, le=1000)], "flow_shift shift"),
+    (Annotated[float, Field(gt=0, le=1000)] | None, "flow_shift shift"),
     (UpTo1024, "solver_order"),
     (Text, "_class_name"),
 )
@@ -68,13 +76,13 @@ TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
 
 
-def transformer_problems(where: str, config: dict[str, Any]) -> list[str]:
+def transformer_problems(config: PartConfig) -> list[str]:
     """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    problems = _section_problems(where, config, NEEDED, TRANSFORMER) + refused_keys(where, config)
-    if (name := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
+    problems = config.value_problems(TRANSFORMER, NEEDED)
+    if config.values.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
         remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
-        problems.append(problem(where, "_class_name", name, remedy))
-    return problems or _building_problems(where, "transformer", config | {"num_layers": 1})
+        problems.append(config.problem("_class_name", remedy))
+    return problems or _building_problems("transformer", config, num_layers=1)
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -84,113 +92,104 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def _building_problems(where: str, part: str, config: dict[str, Any]) -> list[str]:
-    """List the reason why a part cannot be built."""
-    return list(filter(None, [_why_not_built(where, part, config)]))
+def _building_problems(part: str, config: PartConfig, **changes: int) -> list[str]:
+    """List the reason why a part cannot be built, with some settings changed."""
+    return list(filter(None, [_why_not_built(part, config.where, config.values | changes)]))
 
 
 @once_for_each
-def _why_not_built(where: str, part: str, config: dict[str, Any]) -> str:
+def _why_not_built(part: str, where: str, values: dict[str, Any]) -> str:
     """Build a part on the meta device; return the message for what is raised, or nothing."""
     try:
         with torch.device("meta"):
-            PARTS[part](config)
+            PARTS[part](values)
     except UNFIT as error:
-        return unfit(where, error)
+        return _unfit(where, error)
     return ""
 
 
-def vae_problems(where: str, config: dict[str, Any]) -> list[str]:
+def _vae_problems(config: PartConfig) -> list[str]:
     """List the reasons why no AutoencoderKLWan can be made of `config`."""
-    problems = _section_problems(where, config, ["latents_mean", "latents_std", "z_dim"], VAE)
-    problems += refused_keys(where, config)
-    if (name := config.get("_class_name", "AutoencoderKLWan")) != "AutoencoderKLWan":
-        problems.append(problem(where, "_class_name", name, "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _building_problems(where, "vae", config)
+    problems = config.value_problems(VAE, ["latents_mean", "latents_std", "z_dim"])
+    if config.values.get("_class_name", "AutoencoderKLWan") != "AutoencoderKLWan":
+        problems.append(config.problem("_class_name", "Give the VAE of Wan, AutoencoderKLWan."))
+    return problems or _building_problems("vae", config)
 
 
-def text_problems(where: str, config: dict[str, Any], text_dim: int) -> list[str]:
+def text_problems(config: PartConfig, text_dim: int) -> list[str]:
     """List the reasons why `config` describes no text encoder for a transformer with text of this width."""
-    problems = _section_problems(where, config, ["d_model"], TEXT) + refused_keys(where, config)
-    named = config.get("architectures") or TEXT_CLASSES[:1]
+    values, problems = config.values, config.value_problems(TEXT, ["d_model"])
+    named = values.get("architectures") or TEXT_CLASSES[:1]
     if not (isinstance(named, list) and all(name in TEXT_CLASSES for name in named)):
         remedy = f"Give the text encoder of Wan, {TEXT_CLASSES[0]}; no other class is loaded."
-        problems.append(problem(where, "architectures", named, remedy))
-    if (kind := config.get("model_type", "umt5")) != "umt5":
-        problems.append(problem(where, "model_type", kind, 'Give the text encoder of Wan, of type "umt5".'))
-    if not problems and config["d_model"] != text_dim:
+        problems.append(config.problem("architectures", remedy))
+    if values.get("model_type", "umt5") != "umt5":
+        problems.append(config.problem("model_type", 'Give the text encoder of Wan, of type "umt5".'))
+    if not problems and values["d_model"] != text_dim:
         remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
-        problems.append(problem(where, "d_model", config["d_model"], remedy))
-    problems = problems or _distance_problems(where, config)
-    return problems or _building_problems(where, "text_encoder", config | {"num_layers": 1})
+        problems.append(config.problem("d_model", remedy))
+    problems = problems or _distance_problems(config)
+    return problems or _building_problems("text_encoder", config, num_layers=1)
 
 
-def _distance_problems(where: str, config: dict[str, Any]) -> list[str]:
+def _distance_problems(config: PartConfig) -> list[str]:
     """List the problem of an encoder whose farthest distance has no bucket, which is an error in its use."""
     key, left_out = "relative_attention_max_distance", UMT5Config()
-    exact = config.get("relative_attention_num_buckets", left_out.relative_attention_num_buckets) // 4
-    if (given := config.get(key, left_out.relative_attention_max_distance)) > exact:
+    exact = config.values.get("relative_attention_num_buckets", left_out.relative_attention_num_buckets) // 4
+    if config.values.get(key, left_out.relative_attention_max_distance) > exact:
         return []
     remedy = f"A quarter of the buckets, {exact}, are for single distances; write a larger number."
-    return [problem(where, key, given, remedy)]
+    return [config.problem(key, remedy, left_out.relative_attention_max_distance)]
 
 
-def pipeline_problems(
-    name: str, experts: dict[str, dict[str, Any]], vae: dict[str, Any], scheduler: dict[str, Any]
-) -> list[str]:
-    """List the problems within the parts of a pipeline, and between them.
-
-    Args:
-        experts: transformer config by folder name, the high-noise expert's first.
-    """
-    files = {folder: f"{name}/{folder}/config.json" for folder in (*experts, "vae")}
-    problems = [p for folder, config in experts.items() for p in transformer_problems(files[folder], config)]
-    problems += vae_problems(files["vae"], vae)
-    shifts = ("flow_shift", "shift")
-    given = {key: value for key, value in scheduler.items() if value is not None or key not in shifts}
-    scheduler_file = f"{name}/scheduler/scheduler_config.json"
-    problems += _section_problems(scheduler_file, given, ["_class_name"], SCHEDULER)
-    problems += refused_keys(scheduler_file, scheduler)
-    return problems or _unequal(files, experts) + _channel_problems(files, experts, vae)
+def pipeline_problems(experts: list[PartConfig], vae: PartConfig, scheduler: PartConfig) -> list[str]:
+    """List the problems within the parts of a pipeline, and between them; its first expert has high noise."""
+    problems = [p for expert in experts for p in transformer_problems(expert)] + _vae_problems(vae)
+    problems += scheduler.value_problems(SCHEDULER, ["_class_name"])
+    return problems or _unequal(experts) + _channel_problems(experts[0], vae)
 
 
-def _unequal(files: dict[str, str], experts: dict[str, dict[str, Any]]) -> list[str]:
+def _unequal(experts: list[PartConfig]) -> list[str]:
     """Keys in which the experts differ."""
-    first = next(iter(experts.values()))
+    first = experts[0].values
     return [
-        problem(files[folder], key, config[key], f"The other expert has {first[key]}; give two of one shape.")
-        for folder, config in experts.items()
+        expert.problem(key, f"The other expert has {first[key]}; give two of one shape.")
+        for expert in experts
         for key in NEEDED
-        if config[key] != first[key]
+        if expert.values[key] != first[key]
     ]
 
 
-def _channel_problems(
-    files: dict[str, str], experts: dict[str, dict[str, Any]], vae: dict[str, Any]
-) -> list[str]:
-    problems, (first, config) = [], next(iter(experts.items()))
-    channels, out = config["in_channels"], config["out_channels"]
-    if out != channels:
+def _channel_problems(transformer: PartConfig, vae: PartConfig) -> list[str]:
+    problems, channels = [], transformer.values["in_channels"]
+    if transformer.values["out_channels"] != channels:
         remedy = (
             f"It has {channels} input channels; only a Wan with as many outputs as inputs can be distilled."
         )
-        problems.append(problem(files[first], "out_channels", out, remedy))
-    sizes = {"z_dim": vae["z_dim"], **{key: len(vae[key]) for key in ("latents_mean", "latents_std")}}
+        problems.append(transformer.problem("out_channels", remedy))
+    sizes = {"z_dim": vae.values["z_dim"]}
+    sizes |= {key: len(vae.values[key]) for key in ("latents_mean", "latents_std")}
     remedy = f"channels, the transformer for {channels}. Give the VAE that belongs to it."
     wrong = {key: size for key, size in sizes.items() if size != channels}
-    return problems + [f"{files['vae']}: `{key}` is for {size} {remedy}" for key, size in wrong.items()]
+    return problems + [f"{vae.where}: `{key}` is for {size} {remedy}" for key, size in wrong.items()]
 
 
-def _section_problems(
-    where: str, config: dict[str, Any], needed: list[str], types: dict[str, Any]
-) -> list[str]:
-    """List the missing keys and the wrong values."""
-    missing = [key for key in needed if key not in config]
-    problems = [f"{where}: `{key}` is missing. Fetch this file again." for key in missing]
-    return problems + value_problems(where, config, types)
+def scheduler_problems(config: PartConfig) -> list[str]:
+    """List the reason why the scheduler cannot be made of `config`, or not be used."""
+    if not (kind := scheduler_class(config.values["_class_name"])):
+        remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
+        return [config.problem("_class_name", remedy)]
+    try:
+        scheduler, nothing = kind.from_config(config.values), torch.zeros(1, 1, 1, 1, 1)
+        scheduler.set_timesteps(3)
+        for t in scheduler.timesteps:  # some settings are used from the second step on
+            scheduler.step(nothing, t, nothing)
+    except UNFIT as error:
+        return [_unfit(config.where, error)]
+    return []
 
 
-def unfit(where: str | Path, error: Exception) -> str:
+def _unfit(where: str, error: Exception) -> str:
     """Return the message for one of `UNFIT`."""
     why = str(error) or type(error).__name__
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."

@@ -1,16 +1,59 @@
-"""The parts of a pipeline, of their known classes, without weights from their JSON files; and their calls."""
+"""The components of a pipeline, of known classes and keys alone, made without weights; and their calls.
 
+Nothing else of a folder is loaded, run or copied.
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, SchedulerMixin, WanTransformer3DModel
 from torch import Tensor
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import (
+    BatchEncoding,
+    PreTrainedTokenizerFast,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
+from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.component_classes import known_text_config
+from wandistiller.utils.validation import value_problems
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
+TOKENIZERS = {
+    "T5Tokenizer": T5TokenizerFast,
+    "T5TokenizerFast": T5TokenizerFast,
+    "PreTrainedTokenizerFast": PreTrainedTokenizerFast,
+    "TokenizersBackend": PreTrainedTokenizerFast,  # as transformers 5 names it
+}
+COMPONENTS = {
+    "text_encoder": ("transformers", ["UMT5EncoderModel"]),
+    "tokenizer": ("transformers", list(TOKENIZERS)),
+    "transformer": ("diffusers", ["WanTransformer3DModel"]),
+    "transformer_2": ("diffusers", ["WanTransformer3DModel"]),
+    "vae": ("diffusers", ["AutoencoderKLWan"]),
+}
+"""Library and classes of each component in model_index.json; a scheduler may be any of diffusers."""
+UNUSED = [None, None]
+"""What model_index.json has for a component that the pipeline does without."""
+TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
+REFUSED = {
+    "auto_map": "No code of a folder or hub id is ever run. Give an original pipeline, or delete this key.",
+    "quantization_config": "Give the weights without quantization.",
+}
+TOKENIZER_KEYS = """
+    add_prefix_space added_tokens_decoder additional_special_tokens backend clean_up_tokenization_spaces
+    extra_ids extra_special_tokens legacy model_max_length padding_side sp_model_kwargs
+    spaces_between_special_tokens split_special_tokens tokenizer_class truncation_side
+    bos_token cls_token eos_token mask_token pad_token sep_token unk_token
+""".split()
+VERSIONS = ["_class_name", "_diffusers_version"]
 UMT5_XXL = {
     "d_ff": 10240,
     "d_kv": 64,
@@ -20,6 +63,143 @@ UMT5_XXL = {
     "vocab_size": 256384,
 }
 """Wan's text encoder. Source: text_encoder/config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
+
+
+def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
+    """List the keys that ask for code of the folder, or for another library."""
+    return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """The settings of one part of a pipeline, and the file that they are from, in the user's words."""
+
+    where: str
+    values: dict[str, Any]
+
+    def problem(self, key: str, remedy: str, left_out: Any = None) -> str:
+        """Return the message about the value of a key."""
+        return problem(self.where, key, self.values.get(key, left_out), remedy)
+
+    def value_problems(self, types: dict[str, Any], needed: Iterable[str]) -> list[str]:
+        """List the missing keys, the wrong values, and the keys that ask for code."""
+        missing = [key for key in needed if key not in self.values]
+        problems = [f"{self.where}: `{key}` is missing. Fetch this file again." for key in missing]
+        problems += value_problems(self.where, self.values, types)
+        return problems + refused_keys(self.where, self.values)
+
+
+def index_problems(index: PartConfig, experts: list[str], scheduler: Any) -> list[str]:
+    """List the components in model_index.json that are missing, or not of the classes of Wan.
+
+    Args:
+        experts: folder names of the transformers that are here.
+        scheduler: class in the scheduler's own file.
+    """
+    remedies, given = {}, index.values
+    for part in (*COMPONENTS, "scheduler"):
+        here = part != "transformer_2" or part in experts
+        if remedy := _remedy(part, given.get(part), here=here, scheduler=scheduler):
+            remedies[part] = remedy
+    for key in sorted(given.keys() - COMPONENTS.keys() - {"scheduler"} - REFUSED.keys()):
+        if isinstance(given[key], (list, dict)) and given[key] != UNUSED:
+            remedies[key] = (
+                "A text-to-video Wan has no such component. Delete this key, or write [null, null]."
+            )
+    problems = refused_keys(index.where, given)
+    return problems + [index.problem(key, remedy) for key, remedy in remedies.items()]
+
+
+def _remedy(part: str, given: Any, *, here: bool, scheduler: Any) -> str | None:
+    """Return what to write for a component instead of `given`; None if that is right."""
+    if not here:
+        remedy = "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
+        return None if unused(given) else remedy
+    library, name = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    only = "no other class is loaded."
+    if part == "scheduler":
+        if library != "diffusers" or not scheduler_class(name):
+            return (
+                f'Write ["diffusers", "UniPCMultistepScheduler"], or another scheduler of diffusers: {only}'
+            )
+        same = name == scheduler or not scheduler_class(scheduler)  # else reported where that is read
+        return None if same else f"scheduler_config.json has the class {scheduler}. Write the same in both."
+    right, names = COMPONENTS[part]
+    if library == right and name in names:
+        return None
+    also = f' or "{names[1]}"' if part == "tokenizer" else ""
+    is_there = "transformer_2/config.json is there. " if part == "transformer_2" else ""
+    return f'{is_there}Write ["{right}", "{names[0]}"{also}]: {only}'
+
+
+def unused(component: Any) -> bool:
+    """Tell whether an entry of model_index.json says that there is no such component."""
+    return component is None or component == UNUSED
+
+
+def scheduler_class(name: Any) -> type[SchedulerMixin] | None:
+    """Return diffusers' scheduler of this name, if it has one."""
+    kind = getattr(diffusers.schedulers, name, None) if isinstance(name, str) else None
+    is_one = isinstance(kind, type) and issubclass(kind, SchedulerMixin) and kind is not SchedulerMixin
+    return kind if is_one else None
+
+
+def tokenizer_problems(where: str, folder: Path) -> list[str]:
+    """List what no tokenizer of Wan has in the JSON files that say how to make it, where they are here."""
+    problems = []
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            config = read_json(folder / name)
+            problems += refused_keys(f"{where}/{name}", config)
+            kind = config.get("tokenizer_class", "T5Tokenizer") if name == "tokenizer_config.json" else None
+            if kind is not None and not (isinstance(kind, str) and kind in TOKENIZERS):
+                remedy = f"Write one of: {', '.join(TOKENIZERS)}. No other class is loaded."
+                problems.append(problem(f"{where}/{name}", "tokenizer_class", kind, remedy))
+    return problems
+
+
+def load_tokenizer(folder: Path) -> T5TokenizerFast | PreTrainedTokenizerFast:
+    """Load the tokenizer in `folder` by its class in TOKENIZERS; a wrong one raises any exception."""
+    file = folder / "tokenizer_config.json"
+    name = read_json(file).get("tokenizer_class") if file.is_file() else None
+    return TOKENIZERS[name or "T5Tokenizer"].from_pretrained(folder, trust_remote_code=False)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str, *, padded: bool = False) -> BatchEncoding:
+    """Return ids and mask of a prompt, cut to what the transformer takes, as WanPipeline does.
+
+    Args:
+        padded: to that length, as WanPipeline does too.
+    """
+    cut = {"max_length": TEXT_TOKENS, "truncation": True, "padding": "max_length" if padded else False}
+    return tokenizer([prompt], **cut, return_attention_mask=True, return_tensors="pt")
+
+
+def known_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Keep the keys of UMT5, without the path of the machine that wrote the file."""
+    known = {*UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
+    return {key: value for key, value in config.items() if key in known}
+
+
+def known_config(file: Path) -> dict[str, Any]:
+    """Return a component's JSON file, named FOLDER/NAME.json, with the keys that its class knows."""
+    config, part, name = read_json(file), file.parent.name, file.name
+    if part == "text_encoder" and name == "config.json":
+        return known_text_config(config)
+    if part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
+        return {key: value for key, value in config.items() if key in TOKENIZER_KEYS}
+    kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
+    kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
+    if kind := kinds.get(part) if name in ("config.json", "scheduler_config.json") else None:
+        known = [*inspect.signature(kind.__init__).parameters, *VERSIONS]
+        return {key: value for key, value in config.items() if key in known}
+    return config
+
+
+def known_index(index: dict[str, Any]) -> dict[str, Any]:
+    """Keep the keys of model_index.json that a WanPipeline has."""
+    known = {*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS}
+    return {key: value for key, value in index.items() if key in known}
 
 
 def text_config(folder: Path) -> dict[str, Any]:

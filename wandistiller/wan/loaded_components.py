@@ -13,14 +13,17 @@ from transformers import UMT5Config, UMT5EncoderModel
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.component_classes import (
+from wandistiller.wan.components import (
+    decoded,
+    encoded,
     known_text_config,
     load_tokenizer,
     scheduler_class,
+    states,
+    text_encoder_of,
     tokenize,
     unused,
 )
-from wandistiller.wan.components import decoded, encoded, states, text_encoder_of
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae

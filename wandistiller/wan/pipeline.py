@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants
 
@@ -16,15 +15,13 @@ from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import read_json
 from wandistiller.wan.checks import (
-    UNFIT,
     component_problems,
     pipeline_problems,
+    scheduler_problems,
     text_problems,
-    unfit,
     weight_problems,
 )
-from wandistiller.wan.component_classes import index_problems, scheduler_class, tokenizer_problems
-from wandistiller.wan.components import text_config
+from wandistiller.wan.components import PartConfig, index_problems, text_config, tokenizer_problems
 from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
@@ -154,34 +151,34 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         raise ConfigError(of_run)
     if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
         raise ConfigError(*problems)
-    where, index = f"{name}/model_index.json", _read(path / "model_index.json", name)
-    if (kind := index.get("_class_name")) != "WanPipeline":
+    index = _read(path, name, "model_index.json")
+    if index.values.get("_class_name") != "WanPipeline":
         remedy = "Give a diffusers Wan text-to-video pipeline (WanPipeline)."
-        raise ConfigError(problem(where, "_class_name", kind, remedy))
+        raise ConfigError(index.problem("_class_name", remedy))
     # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
     left_out = _defaults(WanTransformer3DModel, "cross_attn_norm")
-    configs = {e: left_out | _read(path / e.value / "config.json", name) for e in experts}
-    left_out = _defaults(AutoencoderKLWan, "latents_mean", "latents_std")
-    vae = left_out | _read(path / "vae" / "config.json", name)
-    scheduler = _read(path / "scheduler" / "scheduler_config.json", name)
-    boundary = index.get("boundary_ratio") if len(experts) == 2 else None
-    problems = index_problems(where, index, [e.value for e in experts], scheduler.get("_class_name"))
-    problems += pipeline_problems(name, {e.value: config for e, config in configs.items()}, vae, scheduler)
+    configs = {e: _read(path, name, f"{e.value}/config.json", left_out) for e in experts}
+    vae = _read(path, name, "vae/config.json", _defaults(AutoencoderKLWan, "latents_mean", "latents_std"))
+    scheduler = _read(path, name, "scheduler/scheduler_config.json")
+    boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
+    problems = index_problems(index, [e.value for e in experts], scheduler.values.get("_class_name"))
+    problems += pipeline_problems(list(configs.values()), vae, scheduler)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
-        problems.append(problem(where, "boundary_ratio", boundary, remedy))
-    problems = problems or _scheduler_problems(f"{name}/scheduler/scheduler_config.json", scheduler)
+        problems.append(index.problem("boundary_ratio", remedy))
+    problems = problems or scheduler_problems(scheduler)
     if not problems and (path / "text_encoder" / "config.json").is_file():
-        encoder, width = text_config(path), configs[Expert.HIGH_NOISE]["text_dim"]
-        problems = text_problems(f"{name}/text_encoder/config.json", encoder, width)
+        encoder = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
+        problems = text_problems(encoder, configs[Expert.HIGH_NOISE].values["text_dim"])
     if problems:
         raise ConfigError(*problems)
-    shift = scheduler.get("flow_shift", scheduler.get("shift")) or 1.0
-    return WanFolder(path, name, configs, boundary, float(shift), vae, commit)
+    shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
+    transformers = {expert: config.values for expert, config in configs.items()}
+    return WanFolder(path, name, transformers, boundary, float(shift), vae.values, commit)
 
 
 def student_of(name: str) -> str:
@@ -205,32 +202,18 @@ def run_problem(path: Path, name: str) -> str | None:
     return None
 
 
-def _scheduler_problems(where: str, config: dict[str, Any]) -> list[str]:
-    if not (kind := scheduler_class(config["_class_name"])):
-        remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
-        return [problem(where, "_class_name", config["_class_name"], remedy)]
-    try:
-        scheduler, nothing = kind.from_config(config), torch.zeros(1, 1, 1, 1, 1)
-        scheduler.set_timesteps(3)
-        for t in scheduler.timesteps:  # some settings are used from the second step on
-            scheduler.step(nothing, t, nothing)
-    except UNFIT as error:
-        return [unfit(where, error)]
-    return []
-
-
 def _defaults(model: type, *keys: str) -> dict[str, Any]:
     """Return diffusers' defaults of keys that some converted configs leave out."""
     parameters = inspect.signature(model.__init__).parameters
     return {key: parameters[key].default for key in keys}
 
 
-def _read(file: Path, name: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(
-            f"{name}: no file {file}. Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
-        )
-    return read_json(file)
+def _read(folder: Path, name: str, file: str, left_out: dict[str, Any] | None = None) -> PartConfig:
+    """Read a file of the pipeline; `left_out` has values of keys that it may lack."""
+    if not (folder / file).is_file():
+        remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
+        raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
+    return PartConfig(f"{name}/{file}", (left_out or {}) | read_json(folder / file))
 
 
 def usual_for(folder: WanFolder) -> Usual:

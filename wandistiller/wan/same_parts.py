@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.component_classes import VERSIONS, known_config
+from wandistiller.wan.components import VERSIONS, known_config
 from wandistiller.wan.hub import STEMS
 from wandistiller.wan.weight_reader import WeightReader
 

@@ -13,7 +13,7 @@ from wandistiller.distributed import collectives
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
 from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import heartbeat
-from wandistiller.wan.component_classes import scheduler_class
+from wandistiller.wan.components import scheduler_class
 from wandistiller.wan.pipeline import WanFolder
 
 AT_BOUNDARY = 0.003

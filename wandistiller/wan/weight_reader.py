@@ -1,14 +1,12 @@
 """A reader of safetensors that reads only the bytes it needs, straight into place."""
 
-import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wandistiller.utils.errors import ConfigError
@@ -23,7 +21,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-HEADER_BYTES = 100_000_000  # the format allows no more
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
 NAMED = 5  # tensors named in one message
@@ -234,43 +231,18 @@ def _index_problems(
 
 def _header(file: Path) -> dict[str, Stored]:
     """Read the position of every tensor of a safetensors file; ValueError if it is not whole."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 + length:
-            raise ValueError(f"its header should end at byte {8 + length}, but the file has {size}.")
-        try:
-            header: Any = json.loads(opened.read(length)) if length <= HEADER_BYTES else None
-        except (ValueError, RecursionError):
-            header = None
-    if not isinstance(header, dict):
-        raise ValueError("it is not a safetensors file.")
-    header.pop("__metadata__", None)
-    stored = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
-    end = 8 + length
-    for tensor in sorted(stored.values(), key=lambda t: (t.begin, t.end)):
-        if tensor.begin != end:
-            raise ValueError(f"its tensors overlap or leave a gap at byte {min(end, tensor.begin)}.")
-        end = tensor.end
-    if size != end:
-        what = "cut off" if size < end else "too long"
-        raise ValueError(f"it is {what}: its tensors end at byte {end}, but the file has {size}.")
-    return stored
-
-
-def _stored(file: Path, name: str, entry: Any, data: int) -> Stored:
-    """Position of one tensor from its header entry; `data` is the byte where the header ends."""
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-    except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"its header lacks the type, shape or position of `{name}`.")
-    if dtype not in DTYPES:
-        raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
-    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(
-            f"`{name}` has {end - begin} bytes, which do not match its shape {shape} and type {dtype}."
-        )
-    return Stored(file, DTYPES[dtype], torch.Size(shape), data + begin)
+        with safe_open(file, "np") as opened:  # it checks the header, and that the tensors fill the file
+            tensors = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            entries = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors.items()}
+    except SafetensorError as error:
+        raise ValueError(f"it is no whole safetensors file: {error}.") from None
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+    stored: dict[str, Stored] = {}
+    for name, (dtype, shape) in entries.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
+        stored[name] = Stored(file, DTYPES[dtype], torch.Size(shape), begin)
+        begin = stored[name].end
+    return stored

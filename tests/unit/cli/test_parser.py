@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from wandistiller.cli.parser import COMMANDS, OLDER, parser
+from wandistiller.cli.flags import RunFlags
+from wandistiller.cli.parser import COMMANDS, OLDER, parser, read
 from wandistiller.config.run_config import RunConfig
 
 
@@ -30,8 +31,7 @@ def test_an_unknown_or_shortened_flag_is_refused_and_the_nearest_named(
 
 @pytest.mark.parametrize("words", ["--local_rank=1 train", "train --local_rank 1", "train --local-rank=1"])
 def test_a_launcher_s_local_rank_is_accepted_before_and_after_the_command(words: str) -> None:
-    flags = vars(parser().parse_args(words.split()))
-    assert flags.keys() == {"command", "ignored", "recipe"}
+    assert read(words.split()) == ("train", RunFlags())
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -65,5 +65,6 @@ def test_the_teacher_s_placement_takes_every_name_that_a_dry_run_prints(
     names = ("replicated", "owner", "sharded", "host_cpu", "zero_inference_cpu", "zero_inference_nvme", "cpu")
     text = help_of("train", capsys)
     for name in names:
-        given = vars(parser().parse_args(["train", "--teacher_device_strategy", name]))
-        assert given["teacher_device_strategy"] == name and f"{name}," in text or f"{name}\n" in text
+        _, given = read(["train", "--teacher_device_strategy", name])
+        assert given.settings == {"teacher_device_strategy": name}
+        assert f"{name}," in text or f"{name}\n" in text

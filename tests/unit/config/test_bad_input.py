@@ -67,7 +67,7 @@ SEEN_BY_RANK_1 = [
     ),
     Case(
         "its weights",
-        ("{here}/t/1/transformer/...it is cut off...Fetch this file again",),
+        ("{here}/t/1/transformer/...it is no whole safetensors file...Fetch this file again",),
         {"t": only_on_rank_1},
         flags=("--teacher_path", "{here}/t/{rank}"),
     ),

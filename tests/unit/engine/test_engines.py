@@ -27,7 +27,6 @@ from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
-from wandistiller.wan.structure import PARTS
 
 LAYERS = 3
 
@@ -42,7 +41,7 @@ def batch(seed: int) -> Batch:
 def engine_json(**more: Any) -> dict[str, Any]:
     adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
     ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
-    return with_number(student_engine("x.json", ds, 1)[0], LAYERS, PARTS)
+    return with_number(student_engine("x.json", ds, 1)[0], LAYERS)
 
 
 def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:

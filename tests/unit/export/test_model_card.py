@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from published_wan import hub_cache
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.export import model_card
 from wandistiller.export.comfy_nodes import split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
@@ -24,19 +25,14 @@ from wandistiller.wan.sampling import few_step_scheduler, few_steps
 ID = "org/wan-finetuned"
 
 
-def facts(teacher: WanFolder) -> dict[str, Any]:
+def facts(teacher: WanFolder, **more: Any) -> Facts:
     numbers = {"max_steps": 5, "height": 64, "width": 64, "num_frames": 1, "steps": 4, "shift": 3.0}
-    return numbers | {
-        "teacher_path": teacher.name,
-        "transformer": teacher.config,
-        "experts": ["transformer"],
-        "init": "teacher",
-        "objective": "velocity",
-    }
+    texts = {"teacher_path": teacher.name, "init": "teacher", "objective": "velocity"}
+    return Facts(**numbers | texts | {"transformer": teacher.config, "experts": ["transformer"]} | more)
 
 
-def about(teacher: WanFolder, run: Path) -> Source:
-    return Source(run / "checkpoints" / "step_00000005", facts(teacher), {"seed": 0})
+def about(teacher: WanFolder, run: Path, **more: Any) -> Source:
+    return Source(run / "checkpoints" / "step_00000005", facts(teacher, **more), {"seed": 0})
 
 
 @pytest.fixture
@@ -128,7 +124,9 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
     """Of a shape for which diffusers would take a published Wan's config."""
     teacher = open_wan(str(wan1))
     model = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer", torch_dtype=torch.bfloat16)
-    write_file(tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", {})
+    write_file(
+        tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", Facts()
+    )
     write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], False, "w.card")
     for dtype in (None, torch.bfloat16):
         file = str(tmp_path / "w.safetensors")
@@ -147,7 +145,7 @@ def test_eight_bits_are_for_comfyui_alone(teacher: WanFolder, tmp_path: Path) ->
 
 def of_two_experts(teacher: WanFolder, run: Path, **more: Any) -> Source:
     two = {"experts": ["transformer", "transformer_2"], "boundary": 0.875, "shift": 12.0, "steps": 40}
-    return about(teacher, run)._replace(facts=facts(teacher) | two | more)
+    return about(teacher, run, **two | more)
 
 
 def test_cards_of_two_experts_name_boundary_shift_and_the_step_where_the_experts_change(
@@ -175,17 +173,14 @@ def test_the_experts_change_where_diffusers_changes_them(shift: float, boundary:
     )
     scheduler.set_timesteps(steps)
     wanted = sum(t >= boundary * 1000 for t in scheduler.timesteps.tolist())
-    assert split_step({"shift": shift, "boundary": boundary}, steps) == wanted
+    assert split_step(Facts(shift=shift, boundary=boundary), steps) == wanted
 
 
 @pytest.mark.parametrize(("num_frames", "call"), [(1, 'frames[0].save("'), (9, 'export_to_video(frames, "')])
 def test_a_card_saves_an_image_or_a_video(
     teacher: WanFolder, tmp_path: Path, num_frames: int, call: str
 ) -> None:
-    source = about(teacher, tmp_path)
-    write_pipeline_card(
-        tmp_path, source._replace(facts=source.facts | {"num_frames": num_frames}), "org/student"
-    )
+    write_pipeline_card(tmp_path, about(teacher, tmp_path, num_frames=num_frames), "org/student")
     code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert call in code and ("export_to_video" in code) == (num_frames > 1)
@@ -231,8 +226,8 @@ def test_the_card_of_a_renoise_student_has_a_call_for_every_smaller_number_of_st
 ) -> None:
     few = {"few_steps": [1.0, 0.9375, 0.8333, 0.625], "sampler": RENOISE, "shift": 5.0, "boundary": boundary}
     names = {"experts": ["transformer", "transformer_2"]} if boundary else {}
-    text = model_card.few_steps_sentence(facts(teacher) | few | names)
+    text = model_card.few_steps_sentence(facts(teacher, **few | names))
     rows = [line for line in text.splitlines() if line.startswith(("| 1 ", "| 2 ", "| 3 "))]
     assert len(rows) == 3 and "shift=1.0, shift_terminal=None)" in rows[0]
     assert all(("boundary_ratio=" in row) == bool(boundary) for row in rows)
-    assert "no other number" in model_card.few_steps_sentence(facts(teacher) | few | {"sampler": "euler"})
+    assert "no other number" in model_card.few_steps_sentence(facts(teacher, **few | {"sampler": "euler"}))

@@ -12,8 +12,9 @@ from planned import published_job as job
 from ranks import wandistiller, write_json
 from slow_cases import slow_but
 
+from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.main import main
-from wandistiller.cli.plan import MACHINE, _next_command, described
+from wandistiller.cli.plan import _next_command, described
 from wandistiller.planner import hardware_rates
 from wandistiller.planner.hardware_rates import GPU, NAMED, default_rates, override_rates
 from wandistiller.planner.machine import Machine
@@ -160,7 +161,7 @@ def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(output:
 
 @pytest.mark.parametrize("gpus", [None, 0])
 def test_a_machine_without_gpus_has_as_many_ranks_as_here(gpus: int | None) -> None:
-    machine = described(dict.fromkeys(MACHINE) | {"gpus": gpus, "nodes": 3})
+    machine = described(PlanFlags(gpus=gpus, nodes=3))
     assert (machine.device_free, machine.ranks, machine.ranks_on_node) == (None, 3, 1)
 
 

@@ -12,7 +12,8 @@ from ranks import wandistiller, write_json
 from recipes import recipe
 from slow_cases import slow_but
 
-from wandistiller.cli.plan import OWN, plan_lines
+from wandistiller.cli.flags import PlanFlags
+from wandistiller.cli.plan import plan_lines
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
@@ -214,17 +215,9 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
     given = {key: recipe(tmp_path, wan1)[key] for key in keys} | values
     file, recommended = write_json(tmp_path / "given.json", given), tmp_path / "recommended.json"
     output = {"output_dir": str(tmp_path)}
-    machine = {
-        "gpus": 1,
-        "gpu_memory": 24,
-        "gpu_name": None,
-        "host_memory": 128,
-        "disk": 1000,
-        "nodes": 1,
-        "rates": {},
-    }
-    own = dict.fromkeys(OWN) | machine | {"recommend": recommended}
-    plan_lines(own, flags | {"recipe": str(file)}, lines := [])
+    machine = {"gpus": 1, "gpu_memory": 24, "host_memory": 128, "disk": 1000, "nodes": 1}
+    named = {"recipe": str(file), "settings": flags, "recommend": recommended}
+    plan_lines(PlanFlags(**named, **machine), lines := [])
     assert "shipped JSONs that fit, the simplest first:" in lines and f"wrote {recommended}" in lines
     planned = read_job(merged(given, flags | output, None), 1)
     best = next(choices(planned, ONE_24)).job

@@ -8,7 +8,7 @@ from wandistiller.tiny.making.scores import chosen
 from wandistiller.tiny.making.text import all_wordings
 from wandistiller.tiny.making.worlds import WORLDS
 
-PROMPTS = chosen(clips.held_out_prompts(), 24)
+PROMPTS = chosen(clips.HELD_OUT, 24)
 MOVING = [prompt for prompt in PROMPTS if clips.SPECS[prompt].motion != clips.STILL]
 
 
@@ -17,16 +17,16 @@ def rendered(prompts: list[str], seed: int | None = None, *, speed: float = 1.0)
 
 
 def test_one_scene_in_ten_is_held_out() -> None:
-    seen, held_out = set(clips.seen_prompts()), set(clips.held_out_prompts())
+    seen, held_out = set(clips.SEEN), set(clips.HELD_OUT)
     assert (len(seen), len(held_out), len(seen & held_out)) == (837, 93, 0)
 
 
 def test_no_training_batch_and_no_wording_of_training_has_a_held_out_scene() -> None:
     world = WORLDS["video"]
-    assert set(world.seen).isdisjoint(clips.held_out_prompts())
+    assert set(world.seen).isdisjoint(clips.HELD_OUT)
     assert set(all_wordings(world)).isdisjoint(
         clips.SPECS[prompt].worded(template)
-        for prompt in clips.held_out_prompts()
+        for prompt in clips.HELD_OUT
         for template in range(len(clips.TEMPLATES))
     )
     own_BCFHW = world.batch(6, torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def test_no_training_batch_and_no_wording_of_training_has_a_held_out_scene() -> 
 
 @pytest.mark.parametrize("attribute", clips.ATTRIBUTES)
 def test_every_attribute_of_held_out_scenes_is_seen(attribute: str) -> None:
-    names = {getattr(clips.SPECS[prompt], attribute) for prompt in clips.seen_prompts()}
+    names = {getattr(clips.SPECS[prompt], attribute) for prompt in clips.SEEN}
     assert names == set(clips.ATTRIBUTES[attribute])
 
 

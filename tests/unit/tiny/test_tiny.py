@@ -20,7 +20,7 @@ TINY = Path(next(iter(wandistiller.__path__))) / "tiny" / "pipeline"
 STEPS = 20
 GUIDANCE = (2.0, 2.0)
 EACH = 10
-PROMPTS = chosen(shapes.seen_prompts(), EACH) + chosen(shapes.held_out_prompts(), EACH)
+PROMPTS = chosen(shapes.SEEN, EACH) + chosen(shapes.HELD_OUT, EACH)
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,13 @@ def test_guidance_draws_closer_to_the_prompts(pipeline: WanPipeline, guided_BCHW
 
 
 def test_one_scene_in_ten_is_held_out() -> None:
-    seen, held_out = set(shapes.seen_prompts()), set(shapes.held_out_prompts())
+    seen, held_out = set(shapes.SEEN), set(shapes.HELD_OUT)
     assert (len(seen), len(held_out), len(seen & held_out)) == (1008, 112, 0)
 
 
 def test_every_attribute_of_held_out_scenes_is_seen() -> None:
     for attribute, names in shapes.ATTRIBUTES.items():
-        assert {getattr(shapes.SPECS[prompt], attribute) for prompt in shapes.seen_prompts()} == set(names)
+        assert {getattr(shapes.SPECS[prompt], attribute) for prompt in shapes.SEEN} == set(names)
 
 
 def test_every_canonical_picture_is_its_own_nearest_candidate() -> None:

@@ -14,7 +14,7 @@ WORLD = WORLDS["video"]
 FOLDER = WORLD.pipeline
 STEPS = 20
 EACH = 10
-PROMPTS = chosen(clips.seen_prompts(), EACH) + chosen(clips.held_out_prompts(), EACH)
+PROMPTS = chosen(clips.SEEN, EACH) + chosen(clips.HELD_OUT, EACH)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
@@ -13,7 +14,7 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
-from wandistiller.wan.component_classes import known_config, known_index
+from wandistiller.wan.components import known_config, known_index
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config
@@ -45,9 +46,8 @@ class DiffusersFormat(ExportFormat):
     max_shard_size: str = "10GB"
     """Largest size of a file, such as 5GB; larger networks are split. The default is diffusers' own."""
 
-    @classmethod
-    def check(cls, flags: dict[str, Any]) -> list[str]:
-        if SIZE.fullmatch(size := flags["max_shard_size"]):
+    def problems(self) -> list[str]:
+        if SIZE.fullmatch(size := self.max_shard_size):
             return []
         return [problem("command line", "max_shard_size", size, "Write a size such as 5GB or 500MB.")]
 
@@ -62,7 +62,7 @@ class DiffusersFormat(ExportFormat):
                 _copy_component(teacher.path / part, folder / part)
             scheduler = _scheduler(teacher, source.facts)
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
-            _write_index(teacher, source, scheduler, folder)
+            _write_index(teacher, source, scheduler["_class_name"], folder)
             write_pipeline_card(folder, source, self.repository)
             require_weights(open_wan(str(folder)))  # nothing that is incomplete takes the output's place
         return [output]
@@ -80,31 +80,31 @@ def _copy_component(source: Path, target: Path) -> None:
                 write_json(file, known)
 
 
-def _scheduler(teacher: WanFolder, facts: dict[str, Any]) -> dict[str, Any]:
+def _scheduler(teacher: WanFolder, facts: Facts) -> dict[str, Any]:
     """The scheduler's config: for few steps with the noise levels that are trained, else the teacher's."""
-    if facts.get("few_steps"):
-        return few_step_config(facts["shift"], facts["steps"], facts.get("sampler", EULER))
+    if facts.few_steps:
+        return few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     config = known_config(teacher.path / "scheduler" / "scheduler_config.json")
-    config["shift" if "shift" in config else "flow_shift"] = facts["shift"]
+    config["shift" if "shift" in config else "flow_shift"] = facts.shift
     return config
 
 
-def _write_index(teacher: WanFolder, source: Source, scheduler: dict[str, Any], folder: Path) -> None:
+def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
     index = known_index(read_json(teacher.path / "model_index.json"))
-    index["scheduler"] = ["diffusers", scheduler["_class_name"]]
+    index["scheduler"] = ["diffusers", scheduler]
     if len(source.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
-    elif source.facts.get("few_steps"):  # it lies between two levels
-        index["boundary_ratio"] = source.facts["boundary"]
+    elif source.facts.few_steps:  # it lies between two levels
+        index["boundary_ratio"] = source.facts.boundary
     write_json(folder / "model_index.json", index)
 
 
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     """Write README.md of a pipeline."""
     facts, save = source.published, SAVE_IMAGE
-    if facts["num_frames"] > 1:
+    if facts.num_frames > 1:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
-    text = CARD.format(**facts, made=student_sentence(facts), where=repository or HERE, save=save)
+    text = CARD.format(**vars(facts), made=student_sentence(facts), where=repository or HERE, save=save)
     if save is SAVE_IMAGE:
         text = text.replace("from diffusers.utils import export_to_video\n", "")
     write_card(folder, source, "finetune", text)

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.batch import Expert
-from wandistiller.export.comfy_nodes import comfy_nodes, has_boundary
+from wandistiller.checkpoint.facts import Facts
+from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import Adapter, B, extract
 from wandistiller.export.model_card import (
@@ -61,13 +61,12 @@ class LoraFormat(ExportFormat):
     format: str = "lora"
     """Reader: `original` for ComfyUI, `diffusers`, or `lora`: by the output's suffix."""
 
-    @classmethod
-    def check(cls, flags: dict[str, Any]) -> list[str]:
-        problems, energy, rank = [], flags["energy"], flags["rank"]
-        if not 0 < energy <= 1:
-            problems.append(problem("command line", "energy", energy, "Write a share over 0, up to 1."))
-        if rank < 1:
-            problems.append(problem("command line", "rank", rank, "Write a positive integer."))
+    def problems(self) -> list[str]:
+        problems = []
+        if not 0 < self.energy <= 1:
+            problems.append(problem("command line", "energy", self.energy, "Write a share over 0, up to 1."))
+        if self.rank < 1:
+            problems.append(problem("command line", "rank", self.rank, "Write a positive integer."))
         return problems
 
     def write(self, source: Source, output: Path) -> list[Path]:
@@ -93,20 +92,18 @@ class LoraFormat(ExportFormat):
 def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
     """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
     facts = source.facts
-    if facts.get("lora"):
+    if facts.lora:
         for name in source.experts:
             model = source.network(name)
             config = model.peft_config["default"]
             yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
     teacher = source.teacher(weights=True)
-    different = [
-        key for key, value in facts["transformer"].items() if teacher.config.get(key, value) != value
-    ]
+    different = [key for key, value in facts.transformer.items() if teacher.config.get(key, value) != value]
     if different or set(source.experts) != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
-            f"{source.folder}: its student differs from {facts['teacher_path']} in {keys}, "
+            f"{source.folder}: its student differs from {facts.teacher_path} in {keys}, "
             "so it is no LoRA of it. Leave out --adapter; or train one with the recipe key `lora`."
         )
     for name, model in source.networks(torch.float32):
@@ -144,17 +141,17 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
-def _scheduler(facts: dict[str, Any]) -> dict[str, str]:
+def _scheduler(facts: Facts) -> dict[str, str]:
     """The classes to import and the call that sets the pipeline's scheduler."""
-    if not facts.get("few_steps"):
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts['shift']})"
+    if not facts.few_steps:
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts.shift})"
         return {"classes": "WanPipeline", "scheduler": f"pipe.scheduler = {call}"}
-    config = few_step_config(facts["shift"], facts["steps"], facts.get("sampler", EULER))
+    config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
     call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
     lines = [f"pipe.scheduler = {call}"]
-    if has_boundary(facts):
-        lines.append(f"pipe.register_to_config(boundary_ratio={facts['boundary']})")
+    if facts.has_boundary:
+        lines.append(f"pipe.register_to_config(boundary_ratio={facts.boundary})")
     return {"classes": f"{name}, WanPipeline", "scheduler": "\n".join(lines)}
 
 
@@ -167,8 +164,8 @@ def write_adapter_card(
         comfy: the card's folder once it is in its place, beside the files for ComfyUI; else empty.
     """
     facts = source.published
-    base = facts["teacher_path"] if facts["init"] == "teacher" else facts["init"]
-    base += "/student" if facts.get("before") else ""  # the export of the run that it starts from
+    base = facts.teacher_path if facts.init == "teacher" else facts.init
+    base += "/student" if facts.before else ""  # the export of the run that it starts from
     where = repository or (BESIDE if comfy else HERE)
     calls = [
         f'pipe.load_lora_weights("{where}", weight_name="{file}"{more})'
@@ -177,9 +174,9 @@ def write_adapter_card(
     text = CARD.format(
         base=base,
         **_scheduler(facts),
-        layers=facts["transformer"]["num_layers"],
+        layers=facts.transformer["num_layers"],
         rank=rank,
-        made_for=MADE_FOR.format(**facts, clip=clip(facts)) + few_steps_sentence(facts),
+        made_for=MADE_FOR.format(**vars(facts), clip=clip(facts)) + few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:

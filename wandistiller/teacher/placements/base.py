@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import nn
 
 from wandistiller.batch import Expert
-from wandistiller.engine.ds_config import dtype_name
-from wandistiller.engine.ds_schema import BLOCK, section_of
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
@@ -24,9 +24,8 @@ from wandistiller.teacher.quantized import (
     unpacked_bytes,
     weights_problems,
 )
-from wandistiller.utils.errors import problem
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import Index
+from wandistiller.utils.validation import Index, types_of
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import parameter_dtype, shapes
 from wandistiller.wan.weight_reader import WeightReader
@@ -34,7 +33,7 @@ from wandistiller.wan.weight_reader import WeightReader
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Kernels, ABC):
-    """A placement of the frozen teacher; its fields are its keys of the block "wandistiller"."""
+    """A placement of the frozen teacher."""
 
     on_one_rank: ClassVar[bool] = False
     """True if one rank of a node computes for all ranks there."""
@@ -44,6 +43,9 @@ class Placement(Kernels, ABC):
     """True if weights arrive block by block, so that several calls go through the blocks together."""
     memory_known: ClassVar[bool] = True
     """False if only loading shows where the weights go."""
+
+    engine: EngineConfig
+    """The JSON that names it; what follows are keys of its block "wandistiller"."""
 
     guidance_passes: Annotated[int, Field(ge=1, le=2)] = 1
     """2: text and null branch one after the other, for half the memory of a call."""
@@ -58,32 +60,37 @@ class Placement(Kernels, ABC):
         """The name of the module, as a JSON has it."""
         return type(self).__module__.rpartition(".")[2]
 
-    def describe(self, ds: dict[str, Any]) -> str:
+    @classmethod
+    def keys(cls) -> dict[str, Any]:
+        """Return its keys of the block "wandistiller" and their types."""
+        return {key: kind for key, kind in types_of(cls).items() if key != "engine"}
+
+    def describe(self) -> str:
         """The placement in a few words, for people."""
         return self.name
 
-    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
-        """Problems of the settings on `world` ranks, and of the JSON `ds` around them."""
-        if (stage := section_of(ds, "zero_optimization").get("stage", 0)) == 0:
+    def problems(self, world: int) -> list[str]:
+        """Problems of the settings on `world` ranks, and of the JSON around them, which may have others."""
+        if (stage := self.engine.stage) == 0:
             return []
         text = f"The placement {self.name} uses no ZeRO engine; write 0 or remove the section."
-        return [problem(where, "zero_optimization.stage", stage, text)]
+        return [self.engine.problem("zero_optimization.stage", stage, text)]
 
-    def holds_quantized(self, ds: dict[str, Any]) -> bool:
-        """Return whether it can have `weights`, with the JSON `ds` around it."""
+    def holds_quantized(self) -> bool:
+        """Return whether it can have `weights`, with the JSON around it."""
         return True
 
-    def weights_problems(self, where: str, ds: dict[str, Any]) -> list[str]:
+    def weights_problems(self) -> list[str]:
         """Problems of `weights` here, and with the JSON's precision."""
-        if self.weights and not self.holds_quantized(ds):
+        if self.weights and not self.holds_quantized():
             text = (
                 "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
                 f'take a JSON of stage 0, or with `{BLOCK}.placement` "streamed", "host_cpu" or "owner".'
             )
-            return [problem(where, KEY, self.weights, text)]
-        return weights_problems(where, ds, self.weights)
+            return [self.engine.problem(KEY, self.weights, text)]
+        return weights_problems(self.engine, self.weights)
 
-    def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
+    def teacher_problems(self, modules: list[str], gpus: int) -> list[str]:
         """Problems of the settings with the teacher's top `modules` and this rank's GPUs."""
         return []
 
@@ -96,14 +103,12 @@ class Placement(Kernels, ABC):
         return []
 
     @abstractmethod
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
 
-    def load_all(
-        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
-    ) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         """Load the experts to their places."""
-        return {expert: self.load(folder, expert, reader, ds) for expert, reader in readers.items()}
+        return {expert: self.load(folder, expert, reader) for expert, reader in readers.items()}
 
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         """Micro-steps, of so many in an update, whose samples go through the network together.
@@ -113,31 +118,39 @@ class Placement(Kernels, ABC):
         """
         return 1
 
-    def can_work_ahead(self, ds: dict[str, Any]) -> bool:
+    def can_work_ahead(self) -> bool:
         """Return whether a thread may ask the network: a rank asks it alone, and it leaves CPU time free."""
         return False
 
-    def works_ahead(self, ds: dict[str, Any], *, on_gpu: bool) -> bool:
+    def works_ahead(self, *, on_gpu: bool) -> bool:
         """Return whether the network predicts for the next update while the weights are updated."""
-        return self.can_work_ahead(ds) and (on_gpu if self.ahead is None else self.ahead)
+        return self.can_work_ahead() and (on_gpu if self.ahead is None else self.ahead)
 
     def sharers(self, topology: Topology) -> int:
         """Ranks that the weights are divided among."""
         return 1
 
-    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-        """Memory of a rank for one expert; on one rank of a node, of that rank."""
-        return Bytes(device=whole_bytes(config, ds))
+    def parameter_sizes(self, config: dict[str, Any]) -> list[ParameterSize]:
+        """The parameters of an expert in diffusers' mixed precision; quantised weights in several entries."""
+        return _parameter_sizes(config, self.engine.dtype, self.weights)
 
-    def unpacked(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
+    def whole_bytes(self, config: dict[str, Any]) -> int:
+        """Bytes of one expert's weights."""
+        return partition_bytes(self.parameter_sizes(config), ranks=1)
+
+    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+        """Memory of a rank for one expert; on one rank of a node, of that rank."""
+        return Bytes(device=self.whole_bytes(config))
+
+    def unpacked(self, config: dict[str, Any]) -> int:
         """Bytes that a call takes for quantised weights, of one layer after the other."""
         if not self.weights:
             return 0
-        item = dtype_of(ds).itemsize
+        item = self.engine.dtype.itemsize
         linear = (s for name, s in shapes(config).items() if is_quantized(name, s, self.weights))
         return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
 
-    def behind(self, config: dict[str, Any], ds: dict[str, Any]) -> int:
+    def behind(self, config: dict[str, Any]) -> int:
         """Bytes of weights that an accelerator still uses when the host has asked for the next ones."""
         return 0
 
@@ -145,15 +158,15 @@ class Placement(Kernels, ABC):
         """Memory of a rank for all experts, from `memory` of each."""
         return one_at_a_time(experts)
 
-    def overhead(self, ds: dict[str, Any]) -> int:
+    def overhead(self) -> int:
         """Bytes of CPU memory of a rank next to the weights."""
         return 0
 
-    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
         """Transfers of weights in one forward pass."""
         return iter(())
 
-    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+    def is_candidate(self, topology: Topology) -> bool:
         """Return whether `auto` compares it: not where a simpler placement takes and moves the same."""
         return self.memory_known and not self.on_one_rank
 
@@ -167,14 +180,14 @@ class OnOneRank(Placement):
     owner_rank: Index = 0
     """Rank within each node, from 0, that holds the teacher and computes for the others there."""
 
-    def describe(self, ds: dict[str, Any]) -> str:
+    def describe(self) -> str:
         return f"{self.name} rank {self.owner_rank} of a node"
 
-    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
-        problems = super().problems(where, ds, world)
+    def problems(self, world: int) -> list[str]:
+        problems = super().problems(world)
         if self.owner_rank >= world:
             text = f"There are {world} rank(s); write 0 to {world - 1}."
-            problems.insert(0, problem(where, f"{BLOCK}.owner_rank", self.owner_rank, text))
+            problems.insert(0, self.engine.problem(f"{BLOCK}.owner_rank", self.owner_rank, text))
         return problems
 
     def owner(self, peers: list[int]) -> int:
@@ -189,28 +202,13 @@ class OnOneRank(Placement):
         ]
 
 
-def dtype_of(ds: dict[str, Any]) -> torch.dtype:
-    """The precision of a checked teacher JSON."""
-    return getattr(torch, dtype_name(ds))
-
-
-def parameter_sizes(config: dict[str, Any], ds: dict[str, Any]) -> list[ParameterSize]:
-    """The parameters of one expert in diffusers' mixed precision; quantised weights in several entries."""
-    return _parameter_sizes(config, dtype_name(ds), ds.get(BLOCK, {}).get("weights"))
-
-
 @once_for_each
-def _parameter_sizes(config: dict[str, Any], dtype: str, weights: str | None) -> list[ParameterSize]:
-    precision, sizes = getattr(torch, dtype), []
+def _parameter_sizes(config: dict[str, Any], dtype: torch.dtype, weights: Weights) -> list[ParameterSize]:
+    sizes = []
     for name, shape in shapes(config).items():
-        item = parameter_dtype(name, precision).itemsize
+        item = parameter_dtype(name, dtype).itemsize
         stored = [(prod(shape), item)]
         if is_quantized(name, shape, weights):
             stored = stored_sizes(shape, weights, item)
         sizes += [ParameterSize(name, *each) for each in stored]
     return sizes
-
-
-def whole_bytes(config: dict[str, Any], ds: dict[str, Any]) -> int:
-    """Bytes of one expert's weights."""
-    return partition_bytes(parameter_sizes(config, ds), ranks=1)

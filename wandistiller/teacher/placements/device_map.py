@@ -16,8 +16,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.teacher.loading import one_by_one
-from wandistiller.teacher.placements.base import OnOneRank, dtype_of
-from wandistiller.utils.errors import problem
+from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.utils.parameter_patterns import names_part
 from wandistiller.utils.validation import write
 from wandistiller.wan.pipeline import WanFolder
@@ -49,20 +48,20 @@ class DeviceMap(OnOneRank):
     max_memory: MaxMemory | None = None
     """Limits for the whole teacher, {"0": "20GiB", "cpu": "100GiB"}; left out: what is free."""
 
-    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+    def holds_quantized(self) -> bool:
         return False  # accelerate's hooks would move and rebuild them
 
-    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
-        problems = super().problems(where, ds, world)
+    def problems(self, world: int) -> list[str]:
+        problems = super().problems(world)
         if not find_spec("accelerate"):
             text = "the placement device_map needs accelerate. Run: pip install accelerate"
-            problems.append(f"{where}: {text}")
+            problems.append(f"{self.engine.where}: {text}")
         if self.compile:
             text = "accelerate moves weights inside of the blocks; leave it out."
-            problems.append(problem(where, f"{BLOCK}.compile", True, text))
+            problems.append(self.engine.problem(f"{BLOCK}.compile", True, text))
         return problems
 
-    def teacher_problems(self, where: str, modules: list[str], gpus: int) -> list[str]:
+    def teacher_problems(self, modules: list[str], gpus: int) -> list[str]:
         devices = self.device_map
         if not isinstance(devices, dict) or local_rank() != self.owner_rank:
             return []
@@ -74,9 +73,9 @@ class DeviceMap(OnOneRank):
         if beyond := {d for d in devices.values() if isinstance(d, int) and d >= gpus}:
             here = f"are GPUs 0 to {gpus - 1} here" if gpus else 'is no GPU here; write "cpu" or "disk"'
             text = f"It names GPU {max(beyond)}, but there {here}."
-        return [problem(where, f"{BLOCK}.device_map", devices, text)] if text else []
+        return [self.engine.problem(f"{BLOCK}.device_map", devices, text)] if text else []
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
         """Load each module to its device; those on "disk" are read from the teacher's own files at each call.
 
         diffusers' from_pretrained with a device map is not used: with a part on disk it casts what it else
@@ -85,7 +84,7 @@ class DeviceMap(OnOneRank):
         from accelerate import dispatch_model
 
         logging.getLogger("accelerate").setLevel(logging.ERROR)
-        config, dtype, device = folder.configs[expert], dtype_of(ds), collectives.device()
+        config, dtype, device = folder.configs[expert], self.engine.dtype, collectives.device()
         model, index = meta_transformer(config, device), {}
         devices = self._devices(model, config, dtype, share=len(folder.configs))
         main = "cpu" if device.type == "cpu" else device.index

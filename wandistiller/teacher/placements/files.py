@@ -12,9 +12,7 @@ from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.teacher.disk_blocks import Slots, check_blocks, read_by_block
-from wandistiller.teacher.placements.base import dtype_of
-from wandistiller.teacher.placements.streamed import Streamed, split
-from wandistiller.utils.errors import problem
+from wandistiller.teacher.placements.streamed import Streamed
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -28,38 +26,36 @@ class Files(Streamed):
     Several micro-steps go through the blocks together, so that the weights arrive once for all of them.
     """
 
-    def holds_quantized(self, ds: dict[str, Any]) -> bool:
+    def holds_quantized(self) -> bool:
         return False  # each block would be quantised anew at each call
 
-    def problems(self, where: str, ds: dict[str, Any], world: int) -> list[str]:
-        problems = super().problems(where, ds, world)
+    def problems(self, world: int) -> list[str]:
+        problems = super().problems(world)
         if self.compile:
             text = "Blocks that are read from files change their place in memory; leave it out."
-            problems.append(problem(where, f"{BLOCK}.compile", True, text))
+            problems.append(self.engine.problem(f"{BLOCK}.compile", True, text))
         return problems
 
-    def load_all(
-        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
-    ) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         """Read every weight once, a node's ranks a part each: what is unsound is found at the start."""
         device, peers = collectives.device(), collectives.node_peers()
         slots, models = Slots(device, AHEAD), {}
         mine = slice(peers.index(collectives.rank()), None, len(peers))
         for expert, reader in readers.items():
             config = folder.configs[expert]
-            models[expert] = model = read_by_block(reader, config, dtype_of(ds), device, slots)
+            models[expert] = model = read_by_block(reader, config, self.engine.dtype, device, slots)
             progress = Progress(f"blocks of {reader.folder.name}", len(range(config["num_layers"])[mine]))
             for _ in check_blocks(reader, config, dict(model.blocks[0].named_parameters()), mine):
                 progress.advance()
         return models
 
-    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-        blocks, others = split(config, ds)
+    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+        blocks, others = self.split(config)
         return Bytes(device=others, transient=(1 + AHEAD) * max(blocks.values()))
 
-    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
-        yield Transfer("its weights from its files", sum(split(config, ds)[0].values()), "disk")
-        yield from super().traffic(config, ds, topology)
+    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+        yield Transfer("its weights from its files", sum(self.split(config)[0].values()), "disk")
+        yield from super().traffic(config, topology)
 
-    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+    def is_candidate(self, topology: Topology) -> bool:
         return True

@@ -9,7 +9,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.teacher.loading import load_shared
-from wandistiller.teacher.placements.base import Placement, dtype_of, whole_bytes
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -19,12 +19,12 @@ class HostCpu(Placement):
 
     on_cpu: ClassVar[bool] = True
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
         config, peers = folder.configs[expert], collectives.node_peers()
-        return load_shared(reader, config, dtype_of(ds), peers, self.weights)
+        return load_shared(reader, config, self.engine.dtype, peers, self.weights)
 
-    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-        return Bytes(node=whole_bytes(config, ds))
+    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+        return Bytes(node=self.whole_bytes(config))
 
-    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+    def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator or topology.ranks_on_node > 1  # else it is a replica

@@ -1,13 +1,11 @@
 """A teacher on one rank of a node, which computes for all ranks there."""
 
-from typing import Any
-
 from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.teacher.loading import load_whole
-from wandistiller.teacher.placements.base import OnOneRank, dtype_of
+from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -15,6 +13,6 @@ from wandistiller.wan.weight_reader import WeightReader
 class Owner(OnOneRank):
     """The whole teacher on the accelerator of rank `owner_rank` of each node."""
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
         config, device = folder.configs[expert], collectives.device()
-        return load_whole(reader, config, dtype_of(ds), device, self.weights, alone=True)
+        return load_whole(reader, config, self.engine.dtype, device, self.weights, alone=True)

@@ -14,8 +14,7 @@ from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
 from wandistiller.teacher.block_stream import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
-from wandistiller.teacher.placements.base import Placement, dtype_of, parameter_sizes
-from wandistiller.utils.memoize import once_for_each
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.structure import block_of, is_in_block
 from wandistiller.wan.weight_reader import WeightReader
@@ -38,18 +37,16 @@ class Streamed(Placement):
     sweep_micro_steps: Annotated[int, Field(ge=1)] | None = None
     """Micro-steps that go through the blocks together; left out: all of an update, within WAITING bytes."""
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader, ds: dict[str, Any]) -> nn.Module:
-        return self.load_all(folder, {expert: reader}, ds)[expert]
+    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+        return self.load_all(folder, {expert: reader})[expert]
 
-    def load_all(
-        self, folder: WanFolder, readers: dict[Expert, WeightReader], ds: dict[str, Any]
-    ) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         peers, device = collectives.node_peers(), collectives.device()
-        largest = max(max(split(folder.configs[expert], ds)[0].values()) for expert in readers)
+        largest = max(max(self.split(folder.configs[expert])[0].values()) for expert in readers)
         buffers = Buffers(largest, device)
         return {
             expert: load_streamed(
-                reader, folder.configs[expert], dtype_of(ds), device, peers, buffers, self.weights
+                reader, folder.configs[expert], self.engine.dtype, device, peers, buffers, self.weights
             )
             for expert, reader in readers.items()
         }
@@ -57,33 +54,31 @@ class Streamed(Placement):
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         return min(self.sweep_micro_steps or max(1, WAITING // nbytes), micro_steps)
 
-    def can_work_ahead(self, ds: dict[str, Any]) -> bool:
+    def can_work_ahead(self) -> bool:
         return True
 
-    def memory(self, config: dict[str, Any], ds: dict[str, Any], sharers: int) -> Bytes:
-        blocks, others = split(config, ds)
+    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+        blocks, others = self.split(config)
         return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
 
     def in_all(self, experts: list[Bytes]) -> Bytes:
         both = one_at_a_time(experts)  # the buffers serve each, and stay
         return replace(both, device=both.device + both.transient, transient=0)
 
-    def traffic(self, config: dict[str, Any], ds: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
         if topology.accelerator:
-            yield Transfer("its weights over PCIe", sum(split(config, ds)[0].values()), "pcie")
+            yield Transfer("its weights over PCIe", sum(self.split(config)[0].values()), "pcie")
 
-    def is_candidate(self, ds: dict[str, Any], topology: Topology) -> bool:
+    def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator
 
-
-@once_for_each
-def split(config: dict[str, Any], ds: dict[str, Any]) -> tuple[Counter[str], int]:
-    """Bytes of each block as they lie in a buffer, and of all other parameters."""
-    blocks: Counter[str] = Counter()
-    others = 0
-    for size in parameter_sizes(config, ds):
-        if is_in_block(size.name):
-            blocks[block_of(size.name)] += round_up(size.part(1), ALIGNED)
-        else:
-            others += size.part(1)
-    return blocks, others
+    def split(self, config: dict[str, Any]) -> tuple[Counter[str], int]:
+        """Bytes of each block as they lie in a buffer, and of all other parameters."""
+        blocks: Counter[str] = Counter()
+        others = 0
+        for size in self.parameter_sizes(config):
+            if is_in_block(size.name):
+                blocks[block_of(size.name)] += round_up(size.part(1), ALIGNED)
+            else:
+                others += size.part(1)
+        return blocks, others

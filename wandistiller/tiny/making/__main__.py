@@ -32,7 +32,7 @@ from wandistiller.tiny.making.text import train_text_encoder, train_tokenizer
 from wandistiller.tiny.making.vae import log, polish_decoder, train_vae
 from wandistiller.tiny.making.worlds import BOUNDARY, WORLDS, World
 from wandistiller.utils.files import write_json
-from wandistiller.wan.component_classes import known_config
+from wandistiller.wan.components import known_config
 
 FOUNDATIONS = {
     "vae": train_vae,

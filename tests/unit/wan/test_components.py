@@ -10,11 +10,11 @@ import torch
 from ranks import edit_json
 
 from wandistiller.cli.failures import Failures
-from wandistiller.cli.parser import parser
+from wandistiller.cli.parser import read
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
-from wandistiller.wan.component_classes import known_config
+from wandistiller.wan.components import known_config
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import TINY, open_wan, require_weights
 
@@ -98,14 +98,12 @@ def test_every_command_refuses_a_tokenizer_that_brings_code(
     (folder / "tokenizer" / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass")
     about = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     edit_json(folder / "tokenizer" / "tokenizer_config.json", **about)
-    command, *flags = words
-    given = vars(parser().parse_args([command, *(flag.format(folder) for flag in flags)]))
     with pytest.raises(ConfigError, match="No code of a folder or hub id is ever run"):
-        run(command, {k: v for k, v in given.items() if k not in ("command", "ignored")})
+        run(*read([word.format(folder) for word in words]))
     assert not marker.exists() and not (tmp_path / "out").exists()
 
 
-def run(command: str, flags: dict[str, Any]) -> None:
+def run(command: str, flags: Any) -> None:
     module = import_module(f"wandistiller.cli.{command}")
     module.run(command, flags, Failures()) if command == "train" else module.run(flags)
 

@@ -1,0 +1,168 @@
+"""The flags of each command, as a dataclass from which the parser follows. Nothing heavy is imported."""
+
+from argparse import BooleanOptionalAction
+from dataclasses import MISSING, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from wandistiller.utils.registry import names_in
+
+AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
+SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
+FIRST_SEED = "of the first prompt; the next gets seed + 1"
+
+
+def _flag(default: Any, text: str, names: tuple[str, ...] = (), group: str = "", **more: Any) -> Any:
+    """Define a flag with its help; MISSING: it is required. `more` goes to argparse (metavar, action)."""
+    made = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
+    return field(**made, metadata={"help": text, "names": names, "group": group, "argparse": more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """Flags of `prepare` and `train`."""
+
+    recipe: str | None = _flag(None, "a whole run in one JSON; its keys are the flags below", metavar="FILE")
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of RunConfig by name, as given: they are checked together with the recipe's values."""
+
+
+_machine = partial(_flag, group="machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(RunFlags):
+    """Flags of `plan`: those of `train`, the machine, and what to print and write."""
+
+    gpus: int | None = _machine(
+        None, "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
+    )
+    gpu_memory: float | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
+    gpu_name: str | None = _machine(
+        None, "of each GPU, such as H100, for its usual rates; default by its memory", metavar="NAME"
+    )
+    host_memory: float | None = _machine(None, "of a node; default what is free here", metavar="GIB")
+    disk: float | None = _machine(
+        None, "of a node, for the swap folder; default what is free here", metavar="GIB"
+    )
+    nodes: int | None = _machine(None, "default 1, or a launcher's")
+    rates: dict[str, float] = _machine({}, 'such as {"tflops": 100, "pcie": 24}; see docs/memory.md')
+    measure: bool = _machine(False, "measure this machine's rates first, some seconds")
+    price_per_gpu_hour: float | None = _machine(None, "print the cost of the run too")
+    recommend: Path | None = _machine(
+        None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    """Flags of `export`; None where a format has a default of its own."""
+
+    checkpoint: Path = _flag(MISSING, "an output folder (newest) or checkpoints/step_...")
+    output: Path = _flag(MISSING, "the folder to write, or NAME.safetensors")
+    format: Literal[tuple(names_in("wandistiller.export.formats"))] = _flag(
+        "diffusers",
+        "diffusers: a pipeline folder; original: original-Wan weights as ComfyUI reads them, a file an "
+        "expert; lora: as --adapter",
+    )
+    ema: bool | None = _flag(
+        None,
+        "the averaged weights or the last; default the averaged where the run has `ema`",
+        action=BooleanOptionalAction,
+    )
+    adapter: bool = _flag(
+        False, "a LoRA: the run's own, or the difference to its teacher; with --format original for ComfyUI"
+    )
+    energy: float | None = _flag(None, "share of its square to keep; default 0.99")
+    rank: int | None = _flag(None, "the largest rank to keep it with; default 128")
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = _flag(
+        "bfloat16", "float8_e4m3fn: with --format original, the blocks' matrices with a scale each"
+    )
+    max_shard_size: str | None = _flag(None, "largest file of a pipeline; default 10GB", metavar="SIZE")
+    push_to_hub: str | None = _flag(None, "upload it too; needs HF_TOKEN", metavar="ORG/NAME")
+    private: bool = _flag(False, "make a new repository private")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFlags:
+    """Flags of `sample`; None is what the pipeline was made for."""
+
+    model: str = _flag(MISSING, "a diffusers Wan pipeline, a run, a hub id, or `tiny`")
+    prompts: list[str] = _flag(MISSING, "texts, or one file of prompts")
+    output: Path = _flag(MISSING, "folder for the pictures")
+    height: int | None = _flag(None, "pixels; default what the pipeline was made for")
+    width: int | None = _flag(None, "pixels; default what the pipeline was made for")
+    num_frames: int = _flag(1, "4k+1; 1 is an image")
+    steps: int | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
+    guidance_scale: float = _flag(1.0, "1 for a student that has it folded in")
+    guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")
+    negative_prompt: str | None = _flag(None, "of guidance above 1; default none")
+    seed: int = _flag(0, FIRST_SEED)
+    context_parallel: int = _flag(1, SHARED)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags:
+    """Flags of `evaluate`; None is what the student was made with."""
+
+    student: str = _flag(
+        MISSING,
+        "an exported student, the folder of a run that has one, or any Wan pipeline",
+        names=("--student_path", "--student"),
+        dest="student",
+    )
+    teacher_path: str | None = _flag(None, "default: the one it was distilled from")
+    teacher_deepspeed_config: str | None = _flag(
+        None, "placement of the teacher; default a WanPipeline", metavar="FILE"
+    )
+    prompts: list[str] = _flag(["tiny:held_out"], "texts, or one file of prompts")
+    num_prompts: int = _flag(64, "spread evenly over those given")
+    height: int | None = _flag(None, "default: what the student was made with")
+    width: int | None = _flag(None, "default: what the student was made with")
+    num_frames: int | None = _flag(None, "default: what the student was made with")
+    steps: list[int] | None = _flag(
+        None,
+        "sampling steps of both; of several numbers (1 2 4 40) also a table and a picture by steps; "
+        "default what each was made with",
+    )
+    guidance_scale: float | None = _flag(None, "of the teacher; default as folded into the student")
+    guidance_scale_2: float | None = _flag(None, "of the teacher; default as folded into the student")
+    negative_prompt: str | None = _flag(None, "the teacher's; default as folded into the student")
+    clip_path: Path | None = _flag(None, "a CLIP folder of transformers: scores with it too")
+    quick: bool = _flag(False, "draw each prompt once: no floor, no variety")
+    batch: int = _flag(8, "prompts drawn at once")
+    seed: int = _flag(0, FIRST_SEED)
+    output: Path | None = _flag(None, "folder; default: next to the student")
+    context_parallel: int = _flag(1, SHARED)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """Flags of `report`."""
+
+    output: Path = _flag(MISSING, "the folder of a run, ended or not", names=("output",), metavar="OUTPUT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags:
+    """Flags of `doctor`."""
+
+    measure: bool = _flag(
+        False, "measure arithmetic, memory, disk, PCIe, link and network too, for `plan --rates`"
+    )
+
+
+FLAGS: dict[str, type] = {
+    "prepare": RunFlags,
+    "train": RunFlags,
+    "export": ExportFlags,
+    "sample": SampleFlags,
+    "evaluate": EvaluateFlags,
+    "plan": PlanFlags,
+    "report": ReportFlags,
+    "doctor": DoctorFlags,
+}
+"""Command -> the type of its flags."""

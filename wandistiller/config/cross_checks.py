@@ -1,0 +1,247 @@
+"""What does not go together in a run whose parts are sound, or with this machine."""
+
+from wandistiller.batch import PATH
+from wandistiller.checkpoint.resume import CHANGEABLE
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import RunConfig
+from wandistiller.data.colours import background_problems
+from wandistiller.data.dataset import MediaType
+from wandistiller.data.media import video_problem
+from wandistiller.distributed import device
+from wandistiller.engine.nvme import lock_problems, locked_bytes
+from wandistiller.flow import RENOISE, FlowSchedule
+from wandistiller.objectives.base import Surroundings
+from wandistiller.student.trainable import tuning_problems
+from wandistiller.utils.errors import folder_problems, inside_problems, problem
+from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
+from wandistiller.wan.transformer import numels, top_modules, width
+
+SHARED = "context_parallel"
+"""Key of the ranks that compute each sample together."""
+
+
+def own_problems(run: RunConfig, *, here: bool) -> list[str]:
+    """List problems of single settings that need no other part of the run."""
+    problems = _profile_problems(run, here) if run.profile_memory else []
+    remedy = f"Write keys among: {', '.join(CHANGEABLE)}."
+    unknown = [key for key in run.allow_changed or () if key not in CHANGEABLE]
+    problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
+    return problems + background_problems(run.background)
+
+
+def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
+    """List settings that do not fit each other, or this machine if the run is to be `here`."""
+    run, folder, size = job.run, job.folder, job.size
+    gpus = device.count() if here else world
+    problems = job.teacher.teacher_problems(top_modules(folder.config), gpus)
+    problems += folder.size_problems(size.height, size.width, size.num_frames)
+    problems += objective_problems(job) + sequence_problems(job, world)
+    problems += block_problems(job) + _media_problems(job) + _written_problems(job)
+    problems += _nvme_problems(job, world) if here else []
+    return problems + tuning_problems(run, job.student_transformer, job.student_engine)
+
+
+def objective_problems(job: Job) -> list[str]:
+    """List what the objective needs and the run does not have."""
+    layers = job.student_transformer["num_layers"], job.folder.config["num_layers"]
+    problems = job.objective.block_problems(*layers)
+    for term in job.objective.terms:
+        problems += term.combined_problems(_surroundings(job))
+    for role in job.objective.others.values():
+        problems += _follow_problems(job) if role.follows else []
+    return problems + _level_problems(job) + _path_problems(job)
+
+
+def _level_problems(job: Job) -> list[str]:
+    """Each expert of a student must serve one of its few noise levels."""
+    number, boundary, shift = job.objective.sampling_steps, job.folder.boundary, job.run.shift
+    if not number or job.student.experts != "two":
+        return []
+    last = min(few_steps(shift, number, boundary).sigmas)
+    if last <= boundary:
+        return _handover_problems(job)
+    return [
+        f"`objective` is for {number} sampling step(s), whose last noise level at shift {shift} is "
+        f"{last:.3f}. The student's low-noise expert serves those below {boundary}. Write more steps or a "
+        "smaller shift."
+    ]
+
+
+def _handover_problems(job: Job) -> list[str]:
+    """Consistency leads a high-noise expert to the hand-over, where the sampler must come by too."""
+    objective, boundary, shift = job.objective, job.folder.boundary, job.run.shift
+    number = objective.sampling_steps
+    if not any(term.ends_segments for term in objective.terms):
+        return []
+    if objective.few_step_sampler == RENOISE:
+        return [
+            "`objective` has consistency with `steps`, whose every step leads to data, but the high-noise "
+            f"expert of a student of two leads to the hand-over, {boundary}. Write `edges`."
+        ]
+    sigmas = few_steps(shift, number, boundary).sigmas
+    if any(abs(sigma - boundary) <= AT_BOUNDARY for sigma in sigmas):
+        return []
+    # the shift that puts level k of n at the boundary b: s = b k / ((n - k) (1 - b))
+    fitting = [boundary * k / ((number - k) * (1 - boundary)) for k in range(1, number)]
+    listed = ", ".join(f"{one:.3g}" for one in fitting)
+    return [
+        f"`objective` has consistency with {number} noise levels, and none at shift {shift} is the "
+        f"hand-over {boundary} of a student of two experts, to which its high-noise expert leads. "
+        + (f"Write one of the shifts {listed}." if fitting else "Write more steps.")
+    ]
+
+
+def _surroundings(job: Job) -> Surroundings:
+    """Return what a term may check of the rest of the run."""
+    return Surroundings(
+        student_experts=job.student.experts,
+        measures_teacher=job.needs_measuring,
+        has_buckets=bool(job.run.buckets),
+        needs_latents=job.objective.needs_latents,
+        trains_a_part=bool(job.run.lora or job.run.frozen),
+    )
+
+
+def _follow_problems(job: Job) -> list[str]:
+    """List settings with which the critic's weights do not lie as the student's, which it follows."""
+    reasons = []
+    if job.run.learning_rates:
+        reasons.append("`learning_rates` sorts the student's weights into groups, which the critic has not")
+    if job.objective.student_blocks and width(job.student_transformer) != width(job.folder.config):
+        reasons.append("`feature` gives the student projections, which the critic has not")
+    if not reasons:
+        return []
+    moves = "`critic_follows` moves each rank's part of the critic's weights to the student's, but "
+    return [f"{moves}{'; '.join(reasons)}. Leave one of them out."]
+
+
+def _path_problems(job: Job) -> list[str]:
+    """A term on the teacher's path needs paths in the data, and a segment for each expert."""
+    run, folder, problems = job.run, job.folder, []
+    on_path = ", ".join(term.name for term in job.objective.terms if term.states == PATH)
+    if not on_path:
+        return []
+    media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
+    if given := job.items.first(*media):
+        problems.append(
+            f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} "
+            f"has none. Take the media out of the data, or {on_path} out of the objective."
+        )
+    schedule = FlowSchedule(run.shift, folder.boundary, run.seed, global_batch=1)
+    sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
+    if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
+        problems.append(
+            f"`rollout_steps` is {run.rollout_steps}: no step of the teacher's path begins below its "
+            f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
+        )
+    return problems
+
+
+def replicas(run: RunConfig, world: int) -> int:
+    """Return how many groups of ranks work on different samples, of `world` ranks."""
+    return max(1, world // run.context_parallel)
+
+
+def sequence_problems(job: Job, world: int) -> list[str]:
+    """List what does not divide by the ranks that share a sequence: ranks, heads, tokens."""
+    networks = {} if job.teacher.on_one_rank else {"The teacher": job.folder.config}
+    networks["The student"] = job.student_transformer
+    networks |= {f"The {name}": other.transformer for name, other in job.others.items()}
+    heads = {name: config["num_attention_heads"] for name, config in networks.items()}
+    sizes = {(s.height, s.width, s.num_frames): 0 for s in (job.size, *job.buckets)}
+    sizes = {size: job.folder.tokens(*size) for size in sizes}
+    return division_problems("recipe", job.run.context_parallel, world, heads, sizes)
+
+
+def division_problems(
+    where: str, number: int, world: int, heads: dict[str, int], patches: dict[tuple[int, int, int], int]
+) -> list[str]:
+    """List what does not divide by `number`, the ranks that share a sequence.
+
+    Args:
+        where: for messages.
+        world: number of ranks.
+        heads: of each network.
+        patches: of a sample of (height, width, frames).
+    """
+    if number <= 1:  # what is no positive number is reported elsewhere
+        return []
+    rules = [(f"There are {world} rank(s)", world)]
+    rules += [(f"{name} has {value} attention heads", value) for name, value in heads.items()]
+    for (height, wide, frames), value in patches.items():
+        rules.append((f"A sample of {height}x{wide} pixels and {frames} frame(s) has {value} patches", value))
+    remedy = "Write a divisor of that, or 1."
+    return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]
+
+
+def block_problems(job: Job) -> list[str]:
+    """List misfits of expert blocks and micro-steps: ranks would need different experts at once."""
+    batch, blocks, problems = job.batch, job.run.expert_blocks, []
+    if batch.total % (blocks * batch.micro * batch.ranks):
+        problems.append(
+            f"`expert_blocks` is {blocks}, but a step has {batch.accumulation} micro-step(s). "
+            "Write a divisor of that, so that a micro-step needs one expert."
+        )
+    if job.student.experts == "two" and blocks != 1:
+        problems.append(
+            f"`expert_blocks` is {blocks}. A student with two experts trains one in a step; write 1."
+        )
+    return problems
+
+
+def _media_problems(job: Job) -> list[str]:
+    """List media that do not fit the run's frames or this machine, and buckets not fit for the teacher."""
+    run, items, problems = job.run, job.items, []
+    if run.strict and (unknown := items.unknown):
+        problems.append(
+            f"`strict` is true, and {len(unknown)} file(s) with a prompt beside them have an ending that is "
+            f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
+        )
+    if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
+        remedy = "Write 1, or give videos."
+        problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")
+    if video := items.first(MediaType.VIDEO):
+        problems += filter(None, [video_problem(video.media)])
+    for size in run.buckets if isinstance(run.buckets, list) else []:
+        problems += job.folder.size_problems(*size, run.num_frames)
+    return problems
+
+
+def _written_problems(job: Job) -> list[str]:
+    """List folders that cannot be written to, or whose files would be mixed with the data or the teacher."""
+    run, out, problems = job.run, job.output, []
+    inputs = {"data_path": run.data_path, "teacher_path": job.folder.path}
+    given = {key: getattr(run, key) for key in ("output_dir", "cache_dir", "sample_dir")}
+    for key, folder in given.items():
+        if folder:
+            problems += folder_problems(key, folder) or inside_problems(key, folder, inputs)
+    own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
+    own = [out / name for name, is_used in own.items() if is_used]
+    return problems or [p for folder in own for p in inside_problems("output_dir", folder, inputs)]
+
+
+def _profile_problems(run: RunConfig, here: bool) -> list[str]:
+    """List the problems of `profile_memory`: no such step, or no GPU if the run is to be `here`."""
+    problems = []
+    if run.max_steps and run.profile_memory > run.max_steps:
+        problems.append(
+            f"`profile_memory` is {run.profile_memory}, but the run ends with step {run.max_steps}. "
+            "Write a step of it."
+        )
+    if here and not device.can_record_allocations():
+        problems.append(
+            "`profile_memory` records the memory of a GPU, and there is none here. Leave it out; "
+            "OUTPUT/memory.json has the peaks of CPU memory by phase."
+        )
+    return problems
+
+
+def _nvme_problems(job: Job, world: int) -> list[str]:
+    """List folders that cannot be written to, and more locked memory than this user may have."""
+    engines = [(job.teacher.engine, job.folder.config), (job.student_engine, job.student_transformer)]
+    engines += [(other.engine, other.transformer) for other in job.others.values()]
+    swaps = [engine.offload(target) for engine, _ in engines for target in ("param", "optimizer")]
+    folders = dict.fromkeys(swap["nvme_path"] for swap in swaps if swap["device"] == "nvme")
+    problems = [p for folder in folders for p in folder_problems("nvme_path", folder)]
+    locked = sum(locked_bytes(engine, numels(config).values(), world) for engine, config in engines)
+    return problems + lock_problems(locked)

@@ -1,0 +1,140 @@
+"""What a checkpoint stores of its run, and what a run that resumes from it must have in common with it."""
+
+import dataclasses
+from typing import Any
+
+from wandistiller.checkpoint.facts import Facts
+from wandistiller.config.job import Job
+from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
+from wandistiller.config.start import Start, start_after
+from wandistiller.data.colours import WHITE
+from wandistiller.data.dataset import MediaType
+from wandistiller.data.media import LETTERBOX
+from wandistiller.teacher.teacher_json import quantized_facts
+from wandistiller.utils.files import digest, ends_of_files, fingerprint, write_json
+
+
+def recorded(job: Job) -> dict[str, Any]:
+    """Return identity, facts and settings of a run, and its teacher's files, as every checkpoint has them."""
+    # without folders, so that it stays true when the run is moved
+    run = {key: value for key, value in resolved(job).items() if not key.endswith("_dir")}
+    if job.start:
+        run["student_config"] = run["student_config"] | {"init": job.start.name}
+    files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(_teacher_folders(job))}
+    return {
+        "identity": identity(job),
+        "facts": provenance(job).as_json(),
+        "run": run,
+        "files": {"teacher": files},
+    }
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """Return settings and data that a checkpoint must share with a run that resumes from it."""
+    r, engine = job.run, job.student_engine
+    student = dataclasses.asdict(job.student)
+    if job.start:  # counts by its weights, wherever it lies
+        student |= {"init": job.start.identity}
+    params = {k: v for k, v in engine.section("optimizer.params").items() if k not in ("torch_adam", "fused")}
+    return {
+        # a hub id's weights may not be here yet, but its commit identifies them
+        "teacher": job.folder.revision or fingerprint(_teacher_folders(job)),
+        "student": digest(student, job.student_transformer),
+        "data": data_digest(job),
+        "objective": str(job.objective),
+        "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
+        "seed": r.seed,
+        "shift": r.shift,
+        "train_batch_size": job.batch.total,
+        "expert_blocks": r.expert_blocks,
+        # but for keys that choose between equal implementations
+        "optimizer": {"type": engine.section("optimizer")["type"], "params": params},
+        "scheduler": engine.raw.get("scheduler"),
+        "gradient_clipping": engine.raw["gradient_clipping"],
+        "precision": engine.precision,
+        **quantized_facts(job.teacher),
+        **tuning(job),
+    }
+
+
+def _teacher_folders(job: Job) -> list[Any]:
+    """Return the folders whose files the teacher's identity is made of; none of a hub id: it has a commit."""
+    return [] if job.folder.revision else [job.folder.path / e.value for e in job.folder.configs]
+
+
+def data_digest(job: Job) -> str:
+    """Hash the prompts, the names of media, and all settings that samples are made by.
+
+    Later settings count where they are not the default and there are media that they change, so that the
+    digests of earlier runs stay.
+    """
+    run, items, more = job.run, job.items, []
+    if job.background != WHITE and items.first(MediaType.IMAGE, MediaType.GIF):
+        more.append(job.background)
+    if run.fit == LETTERBOX and items.first(MediaType.IMAGE, MediaType.GIF, MediaType.VIDEO):
+        more += [run.fit, job.background]
+    if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
+        more.append(f"{run.clips_per_video} clips")
+    return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *more)
+
+
+def tuning(job: Job) -> dict[str, Any]:
+    """Return settings of trained parts and averages that are not the default."""
+    keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
+    return {key: value for key in keys if (value := getattr(job.run, key))}
+
+
+def provenance(job: Job) -> Facts:
+    """Return the origin of the student for its export, stored as `facts` in every checkpoint."""
+    r, few = job.run, job.schedule.few
+    return Facts(
+        teacher_path=r.teacher_path,
+        teacher_revision=job.folder.revision,
+        transformer=job.student_transformer,
+        init=job.start.name if job.start else job.student.init,
+        keep_layers=job.student.keep_layers,
+        shift=r.shift,
+        experts=[e.value for e in job.student_experts],
+        boundary=few.boundary if few else job.folder.boundary,
+        height=r.height,
+        width=r.width,
+        num_frames=r.num_frames,
+        steps=len(few.sigmas) if few else r.sample_steps,
+        few_steps=few and list(few.sigmas),
+        sampler=few and few.sampler,
+        teacher_steps=r.sample_steps,
+        guidance_scale=r.guidance_scale,
+        guidance_scale_2=r.guidance_scale_2,
+        negative_prompt=r.negative_prompt,
+        objective=str(job.objective),
+        max_steps=r.max_steps,
+        before=job.start.history if job.start else None,
+        **quantized_facts(job.teacher),
+        **tuning(job),
+    )
+
+
+def end(job: Job) -> Start:
+    """Return the start of a run that follows this one."""
+    made = job.student_transformer, job.student.experts
+    return start_after(job.output, *made, identity(job), provenance(job), job.run.max_steps)
+
+
+def resolved(job: Job) -> dict[str, Any]:
+    """Return the settings as they run, as one recipe that needs no other file."""
+    student = {k: v for k, v in dataclasses.asdict(job.student).items() if v is not None}
+    given = dataclasses.asdict(job.run) | {
+        "deepspeed_config": job.student_engine.raw,
+        "teacher_deepspeed_config": job.teacher.engine.raw,
+        "student_config": student,
+    }
+    return {k: v for k, v in given.items() if v is not None and k not in ONLY_FLAGS}
+
+
+def write_resolved(job: Job) -> None:
+    """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
+    folder, recipe = job.output / "resolved", resolved(job)
+    for key, name in JSON_FILES.items():
+        write_json(folder / f"{name}.json", recipe[key])
+        recipe[key] = str(folder / f"{name}.json")
+    write_json(folder / "run.json", recipe)

@@ -1,0 +1,93 @@
+"""A DeepSpeed JSON as a user wrote it, with its name for messages. Nothing changes one in place."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from wandistiller.engine.ds_schema import section_of
+from wandistiller.utils.errors import problem
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Section of a JSON -> the precision that it switches on."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedJson:
+    """A DeepSpeed JSON before its checks."""
+
+    where: str = field(repr=False, compare=False)
+    """Its file, or what else names it in messages."""
+    raw: dict[str, Any]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section by its dotted name; empty if there is none, or no object."""
+        return section_of(self.raw, name)
+
+    def problem(self, key: str, value: object, remedy: str) -> str:
+        """Return the message about a value of this JSON."""
+        return problem(self.where, key, value, remedy)
+
+    def replaced(self, **sections: Any) -> Self:
+        """Return it with other top-level keys."""
+        return replace(self, raw=self.raw | sections)
+
+    def without(self, *keys: str) -> Self:
+        """Return it without some of its top-level keys."""
+        return replace(self, raw={key: value for key, value in self.raw.items() if key not in keys})
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; 0 if the JSON names none."""
+        return self.section("zero_optimization").get("stage", 0)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The precision of its bf16 or fp16 section, else float32."""
+        on = (dtype for name, dtype in PRECISIONS.items() if self.section(name).get("enabled", False))
+        return next(on, torch.float32)
+
+    @property
+    def precision(self) -> str:
+        """The name of `dtype`, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def in_precision(self, dtype: str | None) -> Self:
+        """Return it in another precision, if one is given; its section keeps its other keys."""
+        if dtype is None:
+            return self
+        rest = self.without(*PRECISIONS)
+        section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+        return rest.replaced(**{section: self.section(section) | {"enabled": True}}) if section else rest
+
+    def offload(self, target: str) -> dict[str, Any]:
+        """Return the section of what is offloaded, `param` or `optimizer`, with its device."""
+        return {"device": "none"} | self.section(f"zero_optimization.offload_{target}")
+
+    @property
+    def weights_on(self) -> str:
+        """The device on which ZeRO-3 keeps parameters: none (the accelerator), cpu or nvme."""
+        return self.offload("param")["device"]
+
+    @property
+    def optimizer_on(self) -> str:
+        """The device of the optimizer's state: none (the accelerator), cpu or nvme."""
+        return self.offload("optimizer")["device"]
+
+    @property
+    def on_nvme(self) -> str | None:
+        """The first offload section that puts something on a disk."""
+        return next(
+            (f"offload_{t}" for t in ("param", "optimizer") if self.offload(t)["device"] == "nvme"), None
+        )
+
+    @property
+    def optimizer(self) -> str:
+        """The type of the optimizer, in lower case; "none" without one."""
+        return str(self.section("optimizer").get("type")).lower()
+
+    @property
+    def schedule(self) -> str:
+        """The type of the learning-rate schedule, in lower case; "none" without one."""
+        return str(self.section("scheduler").get("type")).lower()
