@@ -159,6 +159,29 @@ def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
     assert [m for m in users if not {m, room(m)} & ALLOWED[library]] == []
 
 
+INSIDE_WAN = re.compile(
+    r"\b(WanTransformerBlock|attn[12]|ffn|to_[qkv]|to_out|norm_[qk]|norm[123]|norm_out|proj_out|rope|act_fn"
+    r"|patch_embedding|condition_embedder|time_embedder|time_proj|text_embedder|scale_shift_table)\b"
+    r"|\bblocks\.(?! )"
+)
+"""Names of modules in a Wan transformer; not its list `blocks`, which any of its kind has."""
+EXAMPLES = {"config.run_config", "utils.parameter_patterns"}
+"""Modules that name some to people, as keys of recipes."""
+
+
+def test_only_wan_and_the_exports_name_the_modules_of_a_wan_transformer() -> None:
+    def named(module: str) -> set[str]:
+        if room(module) in ("wan", "tiny", "export") or module in EXAMPLES:
+            return set()
+        nodes = list(ast.walk(tree(module)))
+        texts = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+        strings = [n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in texts]
+        names = [n.attr for n in nodes if isinstance(n, ast.Attribute)]
+        return {s for s in [*strings, *names] if isinstance(s, str) and INSIDE_WAN.search(s)}
+
+    assert offenders(named) == {}
+
+
 def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
     assert offenders(lambda m: "torch.cuda" in source(m)) == {"distributed.device": True}
 

@@ -18,7 +18,7 @@ from wandistiller.engine.ds_schema import without_block
 from wandistiller.student.blocks import Blocks, add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.transformer import fresh_rope, velocity
+from wandistiller.wan.transformer import renew_rope, velocity
 
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
 SIDE, TEXT = 48, 64  # latent pixels, text tokens
@@ -40,7 +40,7 @@ def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | No
     if matched_width:
         add_projections(model, range(layers), matched_width)
     model = model.to(getattr(torch, dtype))
-    model.rope = fresh_rope(model)
+    renew_rope(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if "wandistiller" in ds:

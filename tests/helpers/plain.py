@@ -10,7 +10,7 @@ from wandistiller.batch import Expert, State
 from wandistiller.config.job import Job
 from wandistiller.objectives.dmd2 import drawn
 from wandistiller.training.prepare import prepare
-from wandistiller.wan.transformer import fresh_rope, velocity
+from wandistiller.wan.transformer import renew_rope, velocity
 
 
 class MixedAdamW:
@@ -61,7 +61,7 @@ def guided(model: WanTransformer3DModel, batch: State, null_LD: torch.Tensor, sc
 def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
     teacher, student = networks(job)
-    student.to(dtype).rope = fresh_rope(student)
+    renew_rope(student.to(dtype))
     data, text, _ = prepare(job)
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):

@@ -23,6 +23,7 @@ from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
+from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import usual_config
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -132,7 +133,7 @@ def read_engine(
     json = load(DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config)
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
     json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
-    engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers)
+    engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
     return engine

@@ -9,8 +9,6 @@ from wandistiller.engine.kernels import Kernels, training_problems
 from wandistiller.utils.validation import Count, check, types_of
 
 SECTION = "activation_checkpointing"
-MODULES = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
-"""The recomputed part -> its names inside a WanTransformerBlock; the block itself for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +19,6 @@ class CheckpointPolicy:
     """Recomputed part: whole `blocks`, or in each only `attention` (self and cross) or `feed_forward`."""
     checkpoint_every: Count = 1
     """2: in every second block, from the first."""
-
-    def calls(self, layers: int) -> int:
-        """Checkpoints made in one forward pass."""
-        return -(-layers // self.checkpoint_every) * max(1, len(MODULES[self.checkpoint]))
 
 
 def recompute_problems(json: DeepSpeedJson) -> list[str]:

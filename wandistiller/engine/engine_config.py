@@ -74,9 +74,15 @@ class EngineConfig(DeepSpeedJson):
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)
         return BatchSize(micro, accumulation, total)
 
-    def with_number_of_checkpoints(self, layers: int) -> Self:
-        """Write out the number of checkpoints, which contiguous buffers are sized by."""
+    def with_number_of_checkpoints(self, layers: int, parts: dict[str, tuple[str, ...]]) -> Self:
+        """Write out the number of checkpoints, which contiguous buffers are sized by.
+
+        Args:
+            parts: modules of a block by the recomputed part; none for the whole.
+        """
         section = self.section(SECTION)
         if not self.recompute or not section.get("contiguous_memory_optimization"):
             return self
-        return self.replaced(**{SECTION: {"number_checkpoints": self.recompute.calls(layers)} | section})
+        blocks = -(-layers // self.recompute.checkpoint_every)
+        number = blocks * max(1, len(parts[self.recompute.checkpoint]))
+        return self.replaced(**{SECTION: {"number_checkpoints": number} | section})

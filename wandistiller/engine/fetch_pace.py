@@ -51,7 +51,7 @@ class FetchPace:
         self._ends.append(end)
 
 
-def fetching_blocks(engine: EngineConfig) -> EngineConfig:
+def fetching_blocks(engine: EngineConfig, block_class: str) -> EngineConfig:
     """Return the JSON with the weights of a block fetched at once under ZeRO-3, in half the time of the host.
 
     On NVMe it would need a buffer for each matrix of a block, the largest's size. And only for a network
@@ -61,11 +61,15 @@ def fetching_blocks(engine: EngineConfig) -> EngineConfig:
     """
     if engine.stage < 3 or engine.weights_on == "nvme":
         return engine
-    blocks = {"leaf_module": {"classes": ["WanTransformerBlock"]}}
+    blocks = {"leaf_module": {"classes": [block_class]}}
     return engine.replaced(zero_optimization=blocks | engine.section("zero_optimization"))
 
 
-def pace_fetches(model: nn.Module) -> None:
-    """Bound the memory of the fetched weights of a ZeRO-3 model in its engine, if it computes on a GPU."""
+def pace_fetches(modules: Iterable[nn.Module]) -> None:
+    """Bound the memory of the fetched weights of a ZeRO-3 model in its engine, if it computes on a GPU.
+
+    Args:
+        modules: the model's, in the order of their calls; each fetches weights.
+    """
     if on_accelerator():
-        FetchPace([model.condition_embedder, *model.blocks], torch.get_device_module(kind()).Event)
+        FetchPace(modules, torch.get_device_module(kind()).Event)

@@ -1,6 +1,7 @@
 """Memory of one rank's share of a network under ZeRO, by the arithmetic of deepspeed 0.19.8."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter
 from typing import NamedTuple
@@ -49,9 +50,9 @@ class ParameterSize(NamedTuple):
         return -(-self.numel // ranks) * self.item
 
 
-def block_name(parameter: str) -> str:
-    """Return the block of a parameter, such as blocks.3; of others the first two parts of the name."""
-    return ".".join(parameter.split(".")[:2])
+def module_of(parameter: str) -> str:
+    """Return the name of the module that a parameter is in."""
+    return parameter.rpartition(".")[0]
 
 
 def partition_bytes(sizes: list[ParameterSize], ranks: int) -> int:
@@ -60,7 +61,12 @@ def partition_bytes(sizes: list[ParameterSize], ranks: int) -> int:
 
 
 def gathered_bytes(
-    sizes: list[ParameterSize], engine: EngineConfig, ranks: int, reused: int = 0, *, blocks: bool = True
+    sizes: list[ParameterSize],
+    engine: EngineConfig,
+    ranks: int,
+    reused: int = 0,
+    *,
+    unit_of: Callable[[str], str] = module_of,
 ) -> tuple[int, int]:
     """Bytes of whole parameters on the device under ZeRO-3: persistent ones, and at most those in transit.
 
@@ -69,15 +75,13 @@ def gathered_bytes(
 
     Args:
         reused: elements that are kept between forward and backward pass.
-        blocks: whether a block is fetched as one, see `fetch_pace.fetching_blocks`.
+        unit_of: what is fetched as one with a parameter: its module, or its block, see `fetching_blocks`.
     """
     if ranks == 1 and engine.weights_on == "none":
         return 0, 0  # the partition is the whole, used where it lies
     zero, modules = engine.zero, Counter()
     for s in sizes:
-        in_block = blocks and s.name.startswith("blocks.")
-        module = block_name(s.name) if in_block else s.name.rpartition(".")[0]
-        modules[module] += s.part(1) if s.numel > zero.param_persistence_threshold else 0
+        modules[unit_of(s.name)] += s.part(1) if s.numel > zero.param_persistence_threshold else 0
     item, largest = min(s.item for s in sizes), max(modules.values())
     available = item * max(reused, zero.max_live_parameters) + largest
     in_flight = item * zero.prefetch_bucket_size + largest if ranks > 1 else 0
@@ -85,14 +89,14 @@ def gathered_bytes(
     return partition_bytes(sizes, ranks=1) - modules.total(), transient
 
 
-def behind_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
+def behind_bytes(sizes: list[ParameterSize], engine: EngineConfig, block_of: Callable[[str], str]) -> int:
     """Bytes of the blocks that an accelerator has yet to finish when the host fetches the next.
 
     See `FetchPace`. Their memory comes back once it has; on a CPU there are none.
     """
     small, blocks = engine.zero.param_persistence_threshold, Counter()
     for s in sizes:
-        blocks[block_name(s.name)] += s.part(1) if s.numel > small else 0
+        blocks[block_of(s.name)] += s.part(1) if s.numel > small else 0
     return AHEAD * max(blocks.values())
 
 

@@ -171,11 +171,10 @@ def _blocks(device: torch.device, dtype: torch.dtype) -> float:
     for heads, samples, side in SIZES:
         sizes = {"num_attention_heads": heads, "ffn_dim": 346 * heads, "text_dim": text_dim}
         config = usual_config(num_layers=1, **sizes)
-        model, latent = meta_transformer(config), (16, 1, side, side)
+        model, latent = meta_transformer(config, device), (16, 1, side, side)
         for name, p in list(model.named_parameters()):
             own = parameter_dtype(name, dtype)
             set_parameter(model, name, torch.randn(p.shape, device=device, dtype=own) * SMALL)
-        model.rope.to(device)
         state = blank_state(config, latent, samples, device=device)
         state = state.with_tensors([torch.randn_like(t) for t in state.tensors()])
         call = partial(velocity, model, state)

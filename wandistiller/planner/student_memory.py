@@ -11,7 +11,6 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import (
     Bytes,
     ParameterSize,
-    block_name,
     gathered_bytes,
     one_at_a_time,
     partition_bytes,
@@ -20,6 +19,7 @@ from wandistiller.engine.zero_memory import (
 from wandistiller.planner.student_network import Network
 from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.structure import block_of
 
 WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
 GATHERED, HELD = "gathered weights", "weights that backward waits for"
@@ -122,7 +122,7 @@ def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, engine.zero.sub_group_size)
     reused = engine.zero.max_reuse_distance
-    kept, transient = gathered_bytes(every, engine, ranks, reused, blocks=False)
+    kept, transient = gathered_bytes(every, engine, ranks, reused)
     held = _held_bytes(every, engine) if transient else 0
     in_cpu = min(all_parts, engine.offload("param").get("max_in_cpu", 10**9))
     weights = {
@@ -157,7 +157,7 @@ def _held_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
     """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
     blocks: Counter[str] = Counter()
     for s in sizes:
-        blocks[block_name(s.name)] += s.part(1)
+        blocks[block_of(s.name)] += s.part(1)
     return max(blocks.values()) if engine.recompute else blocks.total()
 
 

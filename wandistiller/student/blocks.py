@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer_config import TransformerConfig
 
 PROJECTIONS = "feature_projections"
@@ -60,7 +61,7 @@ class Blocks:
         self._number = {block: i for i, block in enumerate(model.blocks)}
         self._projections = dict(getattr(model, PROJECTIONS, nn.ModuleDict()).items())
         chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
-        parts = MODULES[policy.checkpoint] if policy else ()
+        parts = PARTS[policy.checkpoint] if policy else ()
         self._whole, self._copies = chosen if not parts else set(), copies
         self._recomputes = True
         for part in (block.get_submodule(name) for block in chosen for name in parts):

@@ -21,10 +21,9 @@ from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat
+from wandistiller.wan.structure import NORMED, STREAM_NORMS, TEXT_READER
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
-STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")  # where a Wan network reads its residual stream
-QK_NORMS = ("norm_q", "norm_k")
 CALLS = "calls"
 """Name of the number of calls in a file of sums."""
 AT_ONCE = 2**24
@@ -54,7 +53,7 @@ class _Sums:
             for name, (n, s, q) in self.vectors.items()
         }
         products = {name: total_DD.cpu() / n.cpu() for name, (n, total_DD) in self.matrices.items()}
-        mean_D = moments["blocks.0.attn2.to_k"].mean_D.double()
+        mean_D = moments[TEXT_READER].mean_D.double()
         text_DD = products["text"] - torch.outer(mean_D, mean_D)
         return CalibrationStats(moments, products["stream"].float(), text_DD.float())
 
@@ -132,14 +131,14 @@ def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None
     leaf = name.split(".")[-1]
     if leaf in STREAM_NORMS and not isinstance(module, nn.Identity):
         return lambda x_TD: sums.add_products("stream", F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
-    if name == "blocks.0.attn2.to_k":
+    if name == TEXT_READER:
 
         def add_both(x_TD: Tensor) -> None:
             sums.add_vectors(name, x_TD)
             sums.add_products("text", x_TD.float())
 
         return add_both
-    if isinstance(module, nn.Linear | nn.SiLU) or leaf in QK_NORMS:
+    if isinstance(module, nn.Linear | nn.SiLU) or leaf in NORMED:
         return lambda x_TD: sums.add_vectors(name, x_TD)
     return None
 

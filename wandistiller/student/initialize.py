@@ -12,6 +12,7 @@ from wandistiller.student.slicing import WidthSlicer
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.structure import in_block, split_name
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -88,5 +89,5 @@ def plan_cuts(
 
 def _renumbered(name: str, layers: list[int]) -> str:
     """The teacher's name for a module of the student."""
-    first, *rest = name.split(".")
-    return ".".join([first, str(layers[int(rest[0])]), *rest[1:]]) if first == "blocks" and rest else name
+    number, inside = split_name(name)
+    return name if number is None else in_block(layers[number], inside)

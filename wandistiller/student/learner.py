@@ -223,7 +223,7 @@ def _engine(
     skip_nonfinite_steps(engine)
     leave_out_reduction_of_one_rank(engine)
     if config.stage == 3:
-        pace_fetches(engine.module)
+        pace_fetches(transformer.called_in_turn(engine.module))
     # data_types.buffer_dtype would have cast its tables
-    model.rope = transformer.fresh_rope(model).to(collectives.device())
+    transformer.renew_rope(model, collectives.device())
     return engine

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.student.slicing import Subspace, WidthSlicer
+from wandistiller.wan.structure import ATTENTIONS, FEED_FORWARD, NORMED, VALUES, in_block, reader_of
 from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
@@ -56,22 +57,22 @@ def plan(
         width = heads * head_dim
         axes["stream"] = _stream(stats.stream_DD, width)
         axes["text"] = Subspace(_principal(stats.text_DD, width))
-        for axis, name in (("time", "time_embedder"), ("words", "text_embedder")):
-            score_U = _input_scores(stats, read, f"condition_embedder.{name}.linear_2")
-            axes[axis] = Subspace(_strongest(score_U, width))
+        for axis in ("time", "words"):
+            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), width))
         axes["temb"] = axes["stream"]
         for i in blocks:
-            for attention in (f"blocks.{i}.attn1", f"blocks.{i}.attn2"):
-                axes |= _attention(stats, read, attention, teacher, heads, head_dim)
+            for attention in ATTENTIONS:
+                axes |= _attention(stats, read, in_block(i, attention), teacher, heads, head_dim)
     if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
-            score_U = _input_scores(stats, read, f"blocks.{i}.ffn.net.2")
-            axes[f"blocks.{i}.ffn"] = Subspace(_strongest(score_U, config.ffn_dim))
+            axis = in_block(i, FEED_FORWARD)
+            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
 
-def _input_scores(stats: CalibrationStats, read: Read, name: str) -> Tensor:
-    """Importance of each input of a linear map: its weights' squared norm times its mean square."""
+def _scores(stats: CalibrationStats, read: Read, axis: str) -> Tensor:
+    """Importance of each unit of an axis: the squared norm of what reads it, times its mean square."""
+    name = reader_of(axis)
     return read(f"{name}.weight").square().sum(0) * stats.moments[name].square_D
 
 
@@ -100,17 +101,17 @@ def _attention(
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
     old = teacher.attention_head_dim
-    score_HE = _input_scores(stats, read, f"{name}.to_out.0").view(-1, old)
+    score_HE = _scores(stats, read, f"{name}.{VALUES}").view(-1, old)
     kept_H = _strongest(score_HE.sum(1), heads)
     within_E = torch.tensor(rope_units(old, head_dim))
     values = [h * old + _strongest(score_HE[h], head_dim) for h in kept_H.tolist()]
     units_I = (kept_H[:, None] * old + within_E).flatten()
-    axes = {f"{name}.to_v": Subspace(torch.cat(values))}
-    for which in "qk":
-        square_I = stats.moments[f"{name}.norm_{which}"].square_D
+    axes = {f"{name}.{VALUES}": Subspace(torch.cat(values))}
+    for norm, axis in NORMED.items():
+        square_I = stats.moments[f"{name}.{norm}"].square_D
         # the norm now divides by the rms of the kept units, and attention by the root of the new head's width
         gain = (square_I[units_I].mean() / square_I.mean()).sqrt().item() * (head_dim / old) ** 0.25
-        axes[f"{name}.to_{which}"] = Subspace(units_I, gain)
+        axes[f"{name}.{axis}"] = Subspace(units_I, gain)
     return axes
 
 

@@ -15,27 +15,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-SHIFT_ROWS = slice(0, None, 3)
-"""Rows of shifts; the order is shift, scale, gate, twice; shift and scale in the last table."""
-ENDS = {
-    "patch_embedding": ("stream", None),
-    "condition_embedder.time_embedder.linear_1": ("time", None),
-    "condition_embedder.time_embedder.linear_2": ("temb", "time"),
-    "condition_embedder.text_embedder.linear_1": ("words", None),
-    "condition_embedder.text_embedder.linear_2": ("text", "words"),
-    "attn1.to_q": (".attn1.to_q", "stream"),
-    "attn1.to_k": (".attn1.to_k", "stream"),
-    "attn1.to_v": (".attn1.to_v", "stream"),
-    "attn1.to_out.0": ("stream", ".attn1.to_v"),
-    "attn2.to_q": (".attn2.to_q", "stream"),
-    "attn2.to_k": (".attn2.to_k", "text"),
-    "attn2.to_v": (".attn2.to_v", "text"),
-    "attn2.to_out.0": ("stream", ".attn2.to_v"),
-    "ffn.net.0.proj": (".ffn", "stream"),
-    "ffn.net.2": ("stream", ".ffn"),
-    "proj_out": (None, "stream"),
-}
-"""The axes that each linear map of a Wan network writes to and reads from; with a dot, one for each layer."""
+from wandistiller.wan.structure import (
+    AFFINE_NORM,
+    MODULATION,
+    NORMED,
+    SHIFT_ROWS,
+    TABLE,
+    TEMB_READER,
+    axes_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +67,7 @@ class WidthSlicer:
     """Cuts the tensors of one of the teacher's modules to those of the student's."""
 
     axes: dict[str, Subspace] = field(default_factory=dict)
-    """Subspaces by name, as in `ENDS`; all others stay whole."""
+    """Subspaces by name, as in `structure.AXES`; all others stay whole."""
     means: dict[str, Tensor] = field(default_factory=dict)
     """Mean input mean_D of each of the teacher's modules that was measured."""
 
@@ -93,19 +81,18 @@ class WidthSlicer:
         if not values or not self.axes:
             return values
         leaf = name.rpartition(".")[2]
-        if "scale_shift_table" in values:
-            return {"scale_shift_table": self._table(name, values["scale_shift_table"])}
-        if leaf == "time_proj":
+        if TABLE in values:
+            return {TABLE: self._table(name, values[TABLE])}
+        if leaf == MODULATION:
             rows = {k: v.unflatten(0, (6, -1)) for k, v in self._linear(name, values, None, "temb").items()}
             return {k: self._modulation(v, 0, 1).flatten(0, 1) for k, v in rows.items()}
-        if leaf in ("norm_q", "norm_k"):
-            axis = self.axes.get(name.replace("norm_", "to_"))
+        if leaf in NORMED:
+            axis = self.axes.get(name.removesuffix(leaf) + NORMED[leaf])
             return {"weight": axis.along(values["weight"], 0) * axis.gain} if axis else values
-        if leaf == "norm2" and (axis := self.axes.get("stream")):
+        if leaf == AFFINE_NORM and (axis := self.axes.get("stream")):
             weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
             return {"weight": weight, "bias": bias / axis.gain}
-        written, read = _ends(name)
-        return self._linear(name, values, written, read)
+        return self._linear(name, values, *axes_of(name))
 
     def _linear(
         self, name: str, values: dict[str, Tensor], written: str | None, read: str | None
@@ -130,12 +117,5 @@ class WidthSlicer:
         if name or not temb:
             return self._modulation(table_1RD, 1, 2)
         # the last table is added to temb itself, which is not divided by the gain: right on average
-        mean_D = self.means["condition_embedder.act_fn"]
+        mean_D = self.means[TEMB_READER]
         return self._modulation(table_1RD + mean_D, 1, 2) - temb.along(mean_D, 0)
-
-
-def _ends(name: str) -> list[str | None]:
-    """The axes that a linear map of the teacher writes to and reads from."""
-    inside = name.split(".", 2)[2] if name.startswith("blocks.") else name
-    layer = name.removesuffix(inside)
-    return [layer + end[1:] if end and end[0] == "." else end for end in ENDS.get(inside, (None, None))]

@@ -15,6 +15,7 @@ from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 from wandistiller.utils.validation import Count, Positive, check, types_of
 from wandistiller.wan import transformer
+from wandistiller.wan.structure import ATTENTION_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
@@ -33,9 +34,7 @@ class Lora:
     rank: Count = 16
     alpha: Positive | None = None
     """None: the rank, so that the factor is 1."""
-    targets: Annotated[list[str], Field(min_length=1)] = field(
-        default_factory=lambda: ["to_q", "to_k", "to_v", "to_out"]
-    )
+    targets: Annotated[list[str], Field(min_length=1)] = field(default_factory=ATTENTION_MAPS.copy)
     """Parts whose linear layers get an adapter, as in `parameter_patterns.names_part`."""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.structure import in_block, split_name
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
@@ -68,7 +69,7 @@ class Slots:
         with self._streams.stream(self._copies):
             self._copies.wait_event(used)
             for leaf, value in slot.items():
-                reader.read(f"blocks.{number}.{leaf}", value)
+                reader.read(in_block(number, leaf), value)
             arrived.record()
         arrived.synchronize()
 
@@ -80,11 +81,11 @@ def read_by_block(
 
     A sweep, of calls that go through the blocks together, reads each block once.
     """
-    model, of_block = meta_transformer(config), {}
+    model, of_block = meta_transformer(config, device), {}
     for name, meta in parameters_of(model, dtype):
-        first, _, rest = name.partition(".")
-        if first == "blocks":
-            of_block[rest.partition(".")[2]] = meta  # all blocks have the same
+        number, leaf = split_name(name)
+        if number is not None:
+            of_block[leaf] = meta  # all blocks have the same
         else:
             value = torch.empty_like(meta, device=device)
             reader.read(name, value)
@@ -93,7 +94,6 @@ def read_by_block(
     for block in model.blocks:
         for leaf, value in empty.items():
             set_parameter(block, leaf, value)
-    model.rope.to(device)
     _DiskBlocks(model.blocks, reader, slots)
     return model
 
@@ -109,7 +109,7 @@ def check_blocks(
     """
     for number in range(config.num_layers)[mine]:
         for leaf, value in slot.items():
-            reader.read(f"blocks.{number}.{leaf}", value)
+            reader.read(in_block(number, leaf), value)
         yield number
 
 

@@ -16,10 +16,10 @@ from wandistiller.distributed.device import lock_pages, unlock_pages
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.zero_memory import block_name
 from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
 from wandistiller.teacher.quantized import Weights
 from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
+from wandistiller.wan.structure import block_of, is_in_block
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
@@ -45,12 +45,11 @@ def load_whole(
         weights: format of the blocks' linear layers, which are then quantised one by one.
         alone: the other ranks do not load it; without it collective.
     """
-    model = meta_transformer(config)
+    model = meta_transformer(config, device)
     for name, weight in one_by_one(stored_weights_of(model, dtype, weights), reader, alone=alone):
         pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
         weight.read(reader, name, pieces, ALONE, device)
         set_parameter(model, name, weight.assembled(pieces))
-    model.rope.to(device)
     return model
 
 
@@ -69,7 +68,7 @@ def load_sharded(
 
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model, home = meta_transformer(config), InitWithoutBroadcast(engine, dtype, peers)
+    model, home = meta_transformer(config, device), InitWithoutBroadcast(engine, dtype, peers)
     arena = _host_arena(model, engine, dtype, home.dp_world_size)
     for name, meta in one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
@@ -84,7 +83,6 @@ def load_sharded(
             set_parameter(model, name, hollow.expand(meta.shape))
             part = home.keep(model.get_parameter(name), arena)
             reader.read(name, part, home.part(meta).start)
-    model.rope.to(device)
     return model
 
 
@@ -127,20 +125,20 @@ def load_streamed(
     Args:
         weights: format of the blocks' linear layers, which are quantised on `device`.
     """
-    model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
+    model, share = meta_transformer(config, device), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
     places, sizes = {}, Counter()
     for name, weight in parameters.items():
-        for piece in weight.pieces if name.startswith("blocks.") else ():
-            places.setdefault(name, []).append(sizes[block_name(name)])
-            sizes[block_name(name)] += _aligned(piece)
+        for piece in weight.pieces if is_in_block(name) else ():
+            places.setdefault(name, []).append(sizes[block_of(name)])
+            sizes[block_of(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
     arena.lock()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
     for name, weight in one_by_one(parameters, reader):
         if name in places:
-            block, offsets = block_name(name), places[name]
+            block, offsets = block_of(name), places[name]
             weight.read(reader, name, _pieces(stored[block], offsets, weight.pieces), share, device)
             pieces = _pieces(buffer_of[block], offsets, weight.pieces)
         else:
@@ -148,7 +146,6 @@ def load_streamed(
             weight.read(reader, name, pieces, ALONE, device)
         set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()
-    model.rope.to(device)
     BlockStream(model.blocks, list(stored.values()), buffers)
     return model
 

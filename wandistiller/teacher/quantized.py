@@ -13,6 +13,7 @@ from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.validation import write
+from wandistiller.wan.structure import is_in_block
 
 KEY = f"{BLOCK}.weights"
 Weights = Annotated[
@@ -35,7 +36,7 @@ NF4_SCALES = 256
 
 def is_quantized(name: str, shape: torch.Size | list[int], weights: Weights) -> bool:
     """Return whether a parameter is the weight of a linear layer in a block, which `weights` can hold."""
-    if not (weights and name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2):
+    if not (weights and is_in_block(name) and name.endswith(".weight") and len(shape) == 2):
         return False
     return weights != "nf4" or math.prod(shape) % NF4_BLOCK == 0
 

@@ -93,8 +93,7 @@ def _placed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         kept = transformer.parameter_dtype(name, dtype)
         value = model.get_parameter(name).detach().to(collectives.device(), kept)
         transformer.set_parameter(model, name, value)
-    model.rope.to(collectives.device())
-    return model.eval().requires_grad_(False)
+    return model.to(collectives.device()).eval().requires_grad_(False)
 
 
 def student_models(

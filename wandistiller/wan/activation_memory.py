@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wandistiller.distributed import sequence
-from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.structure import PARTS
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import (
     blank_state,
@@ -95,7 +96,7 @@ def activation_bytes(
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
         return kept
-    names = MODULES[policy.checkpoint] or (BLOCK,)
+    names = PARTS[policy.checkpoint] or (BLOCK,)
     kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
     # attention is recomputed after the feed-forward of the last block was freed
@@ -192,7 +193,7 @@ def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: 
         model.requires_grad_(True)
         weights = set(storages(list(model.parameters())))
         block = model.blocks[0]
-        parts = [name for names in MODULES.values() for name in names]
+        parts = [name for names in PARTS.values() for name in names]
         modules = {BLOCK: block} | {name: block.get_submodule(name) for name in parts}
         saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
         inside, inputs, shared = ["all"], {}, set()

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wandistiller.engine.activation_checkpointing import MODULES, CheckpointPolicy
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
+from wandistiller.wan.structure import PARTS, in_block
 from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -22,7 +23,7 @@ class _Pass(NamedTuple):
 
     forward: int
     parts: dict[str, int]
-    """Operations of the forward pass by checkpointed part, named as in `MODULES`; `blocks` is the whole
+    """Operations of the forward pass by checkpointed part, named as in `PARTS`; `blocks` is the whole
     block."""
     backward: int
 
@@ -106,7 +107,7 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
     for module, counts in forward.get_flop_counts().items():
         by_module[module.partition(".")[2]] += sum(counts.values())
     parts = {
-        part: sum(by_module[f"blocks.0.{name}"] for name in names) or by_module["blocks.0"]
-        for part, names in MODULES.items()
+        part: sum(by_module[in_block(0, name)] for name in names) or by_module[in_block(0)]
+        for part, names in PARTS.items()
     }
     return _Pass(forward.get_total_flops(), parts, backward.get_total_flops())

@@ -13,16 +13,17 @@ from wandistiller.batch import Conditioning, Expert, State
 from wandistiller.engine.kernels import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan.structure import BLOCKS, in_block, is_in_block
 from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
-def meta_transformer(config: TransformerConfig) -> WanTransformer3DModel:
-    """Make the model without memory for its parameters (meta device), with real rope tables."""
+def meta_transformer(config: TransformerConfig, device: torch.device | None = None) -> WanTransformer3DModel:
+    """Make the model without memory for its parameters (meta device), with real rope tables on `device`."""
     # torch draws even numbers that have no memory, half of the time
     with no_init_weights(), torch.device("meta"):
         model = WanTransformer3DModel.from_config(config.raw)
-    model.rope = fresh_rope(model)
+    renew_rope(model, device)
     return model
 
 
@@ -32,22 +33,27 @@ def usual_config(**sizes: int) -> TransformerConfig:
     return TransformerConfig.of({p.name: p.default for p in parameters if p.name != "self"} | sizes)
 
 
-def fresh_rope(model: WanTransformer3DModel) -> nn.Module:
-    """Make the rope tables in float32.
+def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None) -> None:
+    """Make the rope tables of `model` again, in float32, on `device` or torch's default one.
 
     zero.Init builds float tables in its own dtype, and `data_types.buffer_dtype` casts buffers (deepspeed
     0.19.8): in bf16 cos is off by up to 2.0 at 1024 positions.
     tests/unit/wan/test_wan.py::test_rope_tables_survive_every_engine.
     """
     c = model.config
-    return type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len)
+    model.rope = type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len).to(device)
+
+
+def called_in_turn(model: WanTransformer3DModel) -> list[nn.Module]:
+    """Return the modules that have nearly all weights, in the order of their calls."""
+    return [model.condition_embedder, *model.blocks]
 
 
 def top_modules(config: TransformerConfig) -> list[str]:
     """Return the modules that a device map assigns to devices: each block, and the model's other modules."""
     children = meta_transformer(config.replaced(num_layers=1)).named_children()
-    others = [name for name, module in children if name != "blocks" and list(module.parameters())]
-    return [f"blocks.{i}" for i in range(config.num_layers)] + others
+    others = [name for name, module in children if name != BLOCKS and list(module.parameters())]
+    return [in_block(i) for i in range(config.num_layers)] + others
 
 
 def count_parameters(config: TransformerConfig) -> int:
@@ -130,7 +136,7 @@ def shapes(config: TransformerConfig) -> dict[str, list[int]]:
     one, found = meta_transformer(config.replaced(num_layers=1)), {}
     block = {name: list(p.shape) for name, p in one.blocks[0].named_parameters()}
     numbers = range(config.num_layers)
-    blocks = {f"blocks.{k}.{name}": shape for k in numbers for name, shape in block.items()}
+    blocks = {in_block(k, name): shape for k in numbers for name, shape in block.items()}
     for name, p in one.named_parameters():
-        found |= blocks if name.startswith("blocks.") else {name: list(p.shape)}
+        found |= blocks if is_in_block(name) else {name: list(p.shape)}
     return found

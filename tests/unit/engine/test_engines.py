@@ -59,7 +59,7 @@ def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:
 def plain_bf16_curve(steps: int = 5) -> list[float]:
     """The same without DeepSpeed: bf16 weights, float32 masters made from them, torch's AdamW."""
     model = small_transformer(0, LAYERS).bfloat16()
-    model.rope = transformer.fresh_rope(model)
+    transformer.renew_rope(model)
     optimizer, losses = MixedAdamW(model), []
     for step in range(steps):
         b = batch(step)

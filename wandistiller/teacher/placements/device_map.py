@@ -20,11 +20,11 @@ from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.utils.parameter_patterns import names_part
 from wandistiller.utils.validation import write
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.structure import BLOCK_CLASS, BLOCKS, is_in_block
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, top_modules
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
-WHOLE_BLOCKS = ["WanTransformerBlock"]  # accelerate's hooks move what a block's forward needs as one
 Devices = Annotated[
     Literal["sequential", "balanced"] | dict[str, int | Literal["cpu", "disk"]],
     write('sequential, balanced, or {layer: device}; a device is a GPU\'s number, "cpu" or "disk"'),
@@ -86,7 +86,7 @@ class DeviceMap(OnOneRank):
 
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         config, dtype, device = folder.configs[expert], self.engine.dtype, collectives.device()
-        model, index = meta_transformer(config), {}
+        model, index = meta_transformer(config, device), {}
         devices = self._devices(model, config, dtype, share=len(folder.configs))
         main = "cpu" if device.type == "cpu" else device.index
         for name, p in one_by_one(dict(model.named_parameters()), reader, alone=True):
@@ -100,9 +100,8 @@ class DeviceMap(OnOneRank):
                 value = torch.empty(p.shape, dtype=own_dtype, device=where)
                 reader.read(name, value)
             set_parameter(model, name, value)
-        model.rope.to(device)
         # a parameter next to the modules; accelerate 1.15 needs it, then warns
-        devices["scale_shift_table"] = main
+        devices |= {name: main for name, _ in model.named_parameters(recurse=False)}
         options = {"main_device": main, "offload_index": index or None, "force_hooks": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,7 +126,8 @@ class DeviceMap(OnOneRank):
         }
         dtypes = {name: parameter_dtype(name, dtype) for name, _ in model.named_parameters()}
         kept = {name: torch.float32 for name, own in dtypes.items() if own != dtype}
-        options = {"no_split_module_classes": WHOLE_BLOCKS, "dtype": dtype, "special_dtypes": kept}
+        # accelerate's hooks move what a block's forward needs as one
+        options = {"no_split_module_classes": [BLOCK_CLASS], "dtype": dtype, "special_dtypes": kept}
         limits = get_max_memory(given)
         if self.device_map == "balanced":
             limits = get_balanced_memory(model, max_memory=limits, **options)
@@ -149,11 +149,11 @@ def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[s
     made: dict[str, int | str] = {}
     for key, device in given.items():
         named = [m for m in modules if key != "*" and names_part(key, m)]
-        if not named and key != "*" and not re.fullmatch(r"blocks\.\d+-\d*", key):
-            layers = sum(m.startswith("blocks.") for m in modules)
-            others = ", ".join(m for m in modules if not m.startswith("blocks."))
+        if not named and key != "*" and not re.fullmatch(rf"{BLOCKS}\.\d+-\d*", key):
+            others = [m for m in modules if not is_in_block(m)]
+            last = len(modules) - len(others) - 1
             raise ValueError(
-                f"This teacher has no `{key}`. It has blocks.0-{layers - 1}, {others}; * is the rest."
+                f"This teacher has no `{key}`. It has {BLOCKS}.0-{last}, {', '.join(others)}; * is the rest."
             )
         made |= dict.fromkeys(named, device)
     if missing := [m for m in modules if m not in made]:

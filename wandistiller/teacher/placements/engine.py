@@ -17,13 +17,15 @@ from wandistiller.engine.zero_memory import (
     Bytes,
     behind_bytes,
     gathered_bytes,
+    module_of,
     partition_bytes,
     swapped_bytes,
 )
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import numels, parameter_dtype
+from wandistiller.wan.structure import BLOCK_CLASS, block_of, block_or_module
+from wandistiller.wan.transformer import called_in_turn, numels, parameter_dtype
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -58,7 +60,7 @@ class Engine(Placement):
         if self.engine.stage == 0:  # an engine would only copy rank 0's weights over everyone's
             return load_whole(reader, config, dtype, device, self.weights)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-        own = fetching_blocks(self.engine.without("bf16", "fp16"))
+        own = fetching_blocks(self.engine.without("bf16", "fp16"), BLOCK_CLASS)
         peers = collectives.node_peers() if self.shards == "node" else None
         if own.weights_on == "nvme":
             collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
@@ -68,7 +70,7 @@ class Engine(Placement):
             own = nvme.to_own_folder(own, swapped, f"teacher_{expert.value}", sharers)
         model = load_sharded(reader, config, dtype, own, device, peers)
         engine, *_ = deepspeed.initialize(model=model.eval(), config=own.for_deepspeed)
-        pace_fetches(model)
+        pace_fetches(called_in_turn(model))
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
 
@@ -82,14 +84,17 @@ class Engine(Placement):
         if self.engine.stage == 0:
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
-        kept, transient = gathered_bytes(sizes, self.engine, sharers, blocks=home != "nvme")
+        unit_of = module_of if home == "nvme" else block_or_module
+        kept, transient = gathered_bytes(sizes, self.engine, sharers, unit_of=unit_of)
         if home == "nvme":
             return Bytes(kept, transient) + swapped_bytes(sizes, self.engine, sharers)
         parts = partition_bytes(sizes, sharers)
         return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
 
     def behind(self, config: TransformerConfig) -> int:
-        return behind_bytes(self.parameter_sizes(config), self.engine) if self.engine.stage == 3 else 0
+        if self.engine.stage < 3:
+            return 0
+        return behind_bytes(self.parameter_sizes(config), self.engine, block_of)
 
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0

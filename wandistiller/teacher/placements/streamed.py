@@ -11,11 +11,12 @@ from torch import nn
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.transfers import Topology, Transfer
-from wandistiller.engine.zero_memory import Bytes, block_name, one_at_a_time, round_up
+from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
 from wandistiller.teacher.block_stream import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.structure import block_of, is_in_block
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -77,8 +78,8 @@ class Streamed(Placement):
         blocks: Counter[str] = Counter()
         others = 0
         for size in self.parameter_sizes(config):
-            if size.name.startswith("blocks."):
-                blocks[block_name(size.name)] += round_up(size.part(1), ALIGNED)
+            if is_in_block(size.name):
+                blocks[block_of(size.name)] += round_up(size.part(1), ALIGNED)
             else:
                 others += size.part(1)
         return blocks, others

@@ -1,0 +1,37 @@
+"""The names that the package knows of a Wan transformer are those that diffusers gives."""
+
+from small_wan import small_transformer
+from torch import nn
+
+from wandistiller.wan import structure
+
+MODEL = small_transformer(0, 2)
+MODULES = dict(MODEL.named_modules())
+
+
+def test_every_linear_map_of_the_network_has_its_axes() -> None:
+    maps = {structure.split_name(n)[1] for n, m in MODULES.items() if isinstance(m, nn.Linear | nn.Conv3d)}
+    assert maps == structure.AXES.keys() | {f"condition_embedder.{structure.MODULATION}"}
+
+
+def test_every_other_name_is_in_the_network() -> None:
+    block = MODEL.blocks[1]
+    assert type(block).__name__ == structure.BLOCK_CLASS
+    assert all(block.get_submodule(name) for names in structure.PARTS.values() for name in names)
+    for attention in map(block.get_submodule, structure.ATTENTIONS):
+        assert all(hasattr(attention, name) for name in [*structure.NORMED, *structure.ATTENTION_MAPS])
+    assert {structure.TEXT_READER, structure.TEMB_READER} <= MODULES.keys()
+    assert {structure.TABLE, structure.in_block(1, structure.TABLE)} <= dict(MODEL.named_parameters()).keys()
+    assert {name.split(".")[-1] for name in MODULES} >= {*structure.STREAM_NORMS, structure.AFFINE_NORM}
+
+
+def test_a_name_is_that_of_a_block_and_a_name_in_it() -> None:
+    for name in MODULES:
+        number, inside = structure.split_name(name)
+        assert (name if number is None else structure.in_block(number, inside)) == name
+        assert structure.is_in_block(name) == name.startswith("blocks.")
+
+
+def test_an_axis_is_read_by_the_map_that_says_so() -> None:
+    for axis in ("time", "words", "blocks.1.ffn", "blocks.0.attn2.to_v"):
+        assert structure.axes_of(structure.reader_of(axis))[1] == axis

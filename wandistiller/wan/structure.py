@@ -1,0 +1,87 @@
+"""Names in diffusers' WanTransformer3DModel: its blocks, their parts, and the axes of its linear maps."""
+
+BLOCKS = "blocks"
+"""The list of blocks; a block is named by its number in it, such as blocks.3."""
+BLOCK_CLASS = "WanTransformerBlock"
+PARTS = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
+"""What a student recomputes, as in its JSON -> modules inside of a block; the block itself for none."""
+ATTENTIONS, (FEED_FORWARD,) = PARTS["attention"], PARTS["feed_forward"]
+ATTENTION_MAPS = ["to_q", "to_k", "to_v", "to_out"]
+"""Linear maps of an attention."""
+VALUES = "to_v"
+NORMED = {"norm_q": "to_q", "norm_k": "to_k"}
+"""Norms within an attention, and the maps whose outputs they take."""
+
+TABLE = "scale_shift_table"
+"""The parameter of a block, and of the network, that is added to what the time makes of it."""
+MODULATION = "time_proj"
+"""The linear map that makes the six modulations of all blocks."""
+SHIFT_ROWS = slice(0, None, 3)
+"""Rows of shifts; the order is shift, scale, gate, twice; shift and scale in the last table."""
+STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")
+"""Norms that read the residual stream."""
+AFFINE_NORM = "norm2"
+"""The one of them that has weights."""
+TEXT_READER, TEMB_READER = "blocks.0.attn2.to_k", "condition_embedder.act_fn"
+"""Modules whose inputs are the text stream, which every cross-attention reads, and the time's embedding."""
+
+AXES = {
+    "patch_embedding": ("stream", None),
+    "condition_embedder.time_embedder.linear_1": ("time", None),
+    "condition_embedder.time_embedder.linear_2": ("temb", "time"),
+    "condition_embedder.text_embedder.linear_1": ("words", None),
+    "condition_embedder.text_embedder.linear_2": ("text", "words"),
+    "attn1.to_q": (".attn1.to_q", "stream"),
+    "attn1.to_k": (".attn1.to_k", "stream"),
+    "attn1.to_v": (".attn1.to_v", "stream"),
+    "attn1.to_out.0": ("stream", ".attn1.to_v"),
+    "attn2.to_q": (".attn2.to_q", "stream"),
+    "attn2.to_k": (".attn2.to_k", "text"),
+    "attn2.to_v": (".attn2.to_v", "text"),
+    "attn2.to_out.0": ("stream", ".attn2.to_v"),
+    "ffn.net.0.proj": (".ffn", "stream"),
+    "ffn.net.2": ("stream", ".ffn"),
+    "proj_out": (None, "stream"),
+}
+"""The axes that each linear map writes to and reads from; with a dot, one for each block."""
+
+
+def in_block(number: int, name: str = "") -> str:
+    """Return the whole name of a module or parameter of a block; of the block itself without `name`."""
+    return f"{BLOCKS}.{number}.{name}".rstrip(".")
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """Return the number of the block that a module or parameter is in, and its name there; None outside."""
+    first, _, rest = name.partition(".")
+    number, _, inside = rest.partition(".")
+    return (int(number), inside) if first == BLOCKS and number else (None, name)
+
+
+def is_in_block(name: str) -> bool:
+    return split_name(name)[0] is not None
+
+
+def block_of(parameter: str) -> str:
+    """Return the block of a parameter, such as blocks.3; of others the first two parts of the name."""
+    return ".".join(parameter.split(".")[:2])
+
+
+def block_or_module(parameter: str) -> str:
+    """Return the block of a parameter; of others the module."""
+    return block_of(parameter) if is_in_block(parameter) else parameter.rpartition(".")[0]
+
+
+def axes_of(name: str) -> list[str | None]:
+    """Return the axes that a linear map writes to and reads from."""
+    number, inside = split_name(name)
+    ends = AXES.get(inside, (None, None))
+    return [in_block(number, end[1:]) if end and end[0] == "." else end for end in ends]
+
+
+def reader_of(axis: str) -> str:
+    """Return the linear map that reads an axis which one map reads."""
+    number, inside = split_name(axis)
+    if number is None:
+        return next(name for name, (_, read) in AXES.items() if read == axis)
+    return in_block(number, next(name for name, (_, read) in AXES.items() if read == f".{inside}"))
