@@ -42,15 +42,16 @@ from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import decoding, encoding, text_encoding
-from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer import meta_transformer, set_parameter, usual_config
+from wandistiller.wan.transformer_config import TransformerConfig
 
 MIB = 2**20
 BACKENDS = ["native", "_native_cudnn", "flash", "_flash_3"]
 
 
-def random_wan(config: dict[str, Any], layers: int) -> torch.nn.Module:
+def random_wan(config: TransformerConfig, layers: int) -> torch.nn.Module:
     """A random transformer in bf16 on the device."""
-    model = meta_transformer(config | {"num_layers": layers})
+    model = meta_transformer(config.replaced(num_layers=layers))
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.randn(p.shape, device=KIND, dtype=torch.bfloat16) * 0.02)
     model.rope.to(KIND)
@@ -59,7 +60,7 @@ def random_wan(config: dict[str, Any], layers: int) -> torch.nn.Module:
 
 def kernels(small: bool) -> Iterator[str]:
     """Time four layers of a 14B at one frame and at 81, forward alone and with backward."""
-    config = CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {})
+    config = usual_config(**CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {}))
     size, best = (8, 8) if small else (60, 104), {}
     can_compile = KIND == "cpu" or find_spec("triton")
     yield "| frames | attention | compiled | forward ms | forward and backward ms |\n|---|---|---|---|---|"
@@ -120,7 +121,7 @@ def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, 
     found = {}
     for micro_steps in (1, 16):
         x_t = keyed_normal((1, 16, 1, size, size), "x").to(device)
-        text = keyed_normal((1, 512, wan.config["text_dim"]), "text").to(device)
+        text = keyed_normal((1, 512, wan.config.text_dim), "text").to(device)
         batch = state(x_t, torch.full((1,), 0.5, device=device), text)
         took = timed(lambda batch=batch: made.predict_all([batch] * micro_steps, ()))  # noqa: B023
         with torch.profiler.profile() as profile:

@@ -79,10 +79,10 @@ def machine_rates(device: torch.device, small: bool) -> tuple[float, float]:
     return len(host) / copying, 2 * n**3 / multiplying
 
 
-def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
+def operations(config: Any, tokens: int, text: int = 512) -> float:
     """Return the multiplications and additions of one sample: weights, then the two attentions."""
-    width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    per_token = 6 * width**2 + 2 * width * config["ffn_dim"]
+    width, layers = config.width, config.num_layers
+    per_token = 6 * width**2 + 2 * width * config.ffn_dim
     attention = 2 * width * tokens * (tokens + text)
     return 2 * layers * (tokens * per_token + text * 2 * width**2 + attention)
 

@@ -3,6 +3,8 @@
 import inspect
 from math import prod
 
+from typing import Any
+
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
@@ -27,7 +29,7 @@ def meta_transformer(config: TransformerConfig, device: torch.device | None = No
     return model
 
 
-def usual_config(**sizes: int) -> TransformerConfig:
+def usual_config(**sizes: Any) -> TransformerConfig:
     """Return diffusers' default config, that of Wan2.1 14B, with other sizes."""
     parameters = inspect.signature(WanTransformer3DModel.__init__).parameters.values()
     return TransformerConfig.of({p.name: p.default for p in parameters if p.name != "self"} | sizes)

@@ -71,7 +71,7 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
     """
     results: dict[str, Any] = {}
     device = collectives.device()
-    layers = pipeline.open_wan(str(folder)).config["num_layers"]
+    layers = pipeline.open_wan(str(folder)).config.num_layers
     expected = cache(lambda precision: by_diffusers(folder, getattr(torch, precision)))
     for task in sorted(tasks, key=lambda task: task.split()[1]):
         name, precision, passes = task.split()

@@ -21,6 +21,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 BF16 = {"bf16": {"enabled": True}}
 LARGE, TWO = "14B", "A14B"
@@ -74,7 +75,7 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
 ) -> None:
     engine = engine_of(stage, offload=offload, bf16=bf16)
     before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
-    network = Network(numels(dict(model.config)))
+    network = Network(numels(TransformerConfig.of(model.config)))
     made = Learner({Expert.HIGH_NOISE: model}, engine)
     train_a_step(made, one_rank)
     planned = sum(student_parts(network, 1, engine, 1, accelerator=False).values(), Bytes())
@@ -92,7 +93,7 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     frozen = ["blocks.0", "ffn"] if tuned == "frozen" else None
     engine = engine_of(stage, offload=offload)
     model = small_transformer(0, 2, **SIZES)
-    config, before = dict(model.config), tensor_bytes()
+    config, before = TransformerConfig.of(model.config), tensor_bytes()
     model = model.requires_grad_(True)
     set_trainable(model, frozen, lora, seed=0)
     sizes = [
@@ -167,7 +168,7 @@ def test_large_page_locked_memory_takes_what_it_needs(wans: dict[str, WanFolder]
 
 
 def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
-    config = dict(small_transformer(0, 1).config)
+    config = TransformerConfig.of(small_transformer(0, 1).config)
     sizes = numels(config).values()
     part = -(-sum(sizes) // 2) * 2
     pieces = (

@@ -86,7 +86,7 @@ def test_a_call_takes_no_more_memory_for_a_weight_than_planned(weights: str, dty
 
 
 def test_all_linear_layers_of_blocks_are_quantised_and_nothing_else(wans: dict[str, WanFolder]) -> None:
-    model = meta_transformer(wans["1.3B"].config | {"num_layers": 2})
+    model = meta_transformer(wans["1.3B"].config.replaced(num_layers=2))
     linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = {name for name, p in model.named_parameters() if is_quantized(name, p.shape, "nf4")}
     assert found == {name for name in linear if name.startswith("blocks.")} and len(found) == 20
@@ -222,7 +222,7 @@ def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffuser
 
 def errors(folder: Path, weights: str, name: str = "replicated") -> dict[str, float]:
     opened, placed = open_wan(str(folder)), placement(name, "float32", weights=weights)
-    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config["text_dim"])
+    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config.text_dim)
     torch.manual_seed(0)
     teacher = build_teacher(opened, placed, GUIDANCE)
     return quantization_error(opened, placed, teacher, GUIDANCE, x0, Conditioning(text), 1)
@@ -276,4 +276,4 @@ def test_compiled_blocks_compute_what_they_compute_eagerly(weights: str, wan1: P
 def test_the_shapes_that_are_planned_have_linear_layers(wans: dict[str, WanFolder]) -> None:
     for folder in wans.values():
         linear = [n for n, s in shapes(folder.config).items() if is_quantized(n, s, "nf4")]
-        assert len(linear) == 10 * folder.config["num_layers"]
+        assert len(linear) == 10 * folder.config.num_layers

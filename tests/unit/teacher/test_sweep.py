@@ -16,6 +16,7 @@ from wandistiller.teacher.sweep import block_by_block
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = [(2, 4, 9), (1, 6, 5), (3, 4, 7)]
 """Samples, height and rows of text of three batches."""
@@ -143,7 +144,7 @@ def test_a_sweep_copies_each_block_once(streamed: LocalTeacher, monkeypatch: pyt
 
 def test_weights_do_not_change_under_a_call_for_another_expert(streamed: LocalTeacher, wan2: Path) -> None:
     whole = {
-        e: type(meta_transformer(m.config)).from_pretrained(wan2 / e.value)
+        e: type(meta_transformer(TransformerConfig.of(m.config))).from_pretrained(wan2 / e.value)
         for e, m in streamed.experts.items()
     }
     for batch in MIXED * 2:
