@@ -124,9 +124,9 @@ class PlainLoop:
         }
         for model in (self._student, *self._teachers.values()) if job.run.merge_text_padding else ():
             merge_text_padding(model)
-        params = job.student_ds["optimizer"]["params"]
+        params = job.student_engine.section("optimizer.params")
         self._optimizer = torch.optim.AdamW(self._student.parameters(), fused=True, **params)
-        self._clip = job.student_ds["gradient_clipping"]
+        self._clip = job.student_engine.raw["gradient_clipping"]
 
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the loss."""

@@ -29,13 +29,13 @@ from new_processes import in_new_processes
 from published_wan import SMALL, VAE21, VAE22
 from ranks import STUDENTS, has_async_io, metrics, wandistiller
 from recipes import recipe_file
+from shipped import placement
 from small_wan import make_wan, small_transformer
 from states import state
 from stream_14b import CONFIG, seconds
 
 from wandistiller.distributed import collectives
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
@@ -114,7 +114,7 @@ def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, 
     """Milliseconds of copies to the GPU, of those behind kernels, and in all, by micro-steps."""
     collectives.init("warning")
     device, wan = collectives.device(), pipeline.open_wan(str(folder))
-    made = build_teacher(wan, teacher_engine("x", read_json(f"ds_configs/teacher/{name}.json")))
+    made = build_teacher(wan, placement(name))
     found = {}
     for micro_steps in (1, 16):
         x_t = keyed_normal((1, 16, 1, size, size), "x").to(device)

@@ -89,10 +89,10 @@ def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
 
 def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: bool) -> dict[str, Any]:
     """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
+    from shipped import placement
+
     from wandistiller.distributed import collectives
     from wandistiller.teacher.build import build_teacher
-    from wandistiller.teacher.teacher_json import teacher_engine
-    from wandistiller.utils.files import read_json
     from wandistiller.utils.keyed_random import keyed_normal
     from wandistiller.wan import pipeline, transformer
 
@@ -100,10 +100,9 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: b
     device, teacher = collectives.device(), pipeline.open_wan(str(folder))
     bandwidth, rate = machine_rates(device, small)
     name = STREAMED if setting == STREAMED else "zero_inference_cpu"
-    ds = read_json(f"ds_configs/teacher/{name}.json")
-    ds["zero_optimization"] = ds.get("zero_optimization", {}) | SETTINGS[setting]
+    placed = placement(name, zero=SETTINGS[setting])
     start = time.perf_counter()
-    made = build_teacher(teacher, teacher_engine("x", ds))
+    made = build_teacher(teacher, placed)
     load = time.perf_counter() - start
     nbytes = sum(
         p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize

@@ -13,8 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.distributed import collectives, sequence
-from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.blocks import Blocks, add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
@@ -26,26 +25,25 @@ TOKENS, LATENT = (SIDE // 2) ** 2, (16, 1, SIDE, SIDE)
 MICRO = 2
 
 
-def student_json(dtype: str, **block: Any) -> dict[str, Any]:
-    ds: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
-    ds |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
-    return ds | (
-        {"activation_checkpointing": {"partition_activations": False}, "wandistiller": block} if block else {}
-    )
+def student_engine(dtype: str, **block: Any) -> EngineConfig:
+    ds = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
+    engine = EngineConfig("student", ds).in_precision(dtype)
+    section = {"partition_activations": False}
+    return engine.replaced(activation_checkpointing=section, wandistiller=block) if block else engine
 
 
-def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | None = None) -> tuple[Any, Any]:
+def network(layers: int, engine: EngineConfig, matched_width: int | None = None) -> tuple[Any, Any]:
     """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
     model = small_transformer(0, layers, **SIZES)
     if matched_width:
         add_projections(model, range(layers), matched_width)
-    model = model.to(getattr(torch, dtype))
+    model = model.to(engine.dtype)
     model.rope = fresh_rope(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    if "wandistiller" in ds:
-        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    return model, Blocks(model, read_recompute(ds), copies=empties_inputs(ds))
+    if engine.recompute:
+        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=engine.for_deepspeed)
+    return model, Blocks(model, engine.recompute, copies=engine.empties_inputs)
 
 
 def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
@@ -66,11 +64,11 @@ def config(layers: int) -> dict[str, Any]:
     return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
 
 
-def shared_peaks(layers: int, ds: dict[str, Any], dtype: str) -> tuple[int, int]:
+def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:
     """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
     text_padding.TEXT_TOKENS = TEXT
     sequence.share(collectives.world_size())
-    model, _ = network(layers, ds, dtype)
+    model, _ = network(layers, engine)
     share_sequences(model)
     with PausedExchanges():
         passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
