@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from wrong_input.cases import ENGINE, RECIPE, Case, Outcome, faults, outcome
 from wrong_input.weights import TRANSFORMER, WEIGHTS, linked
 
+from wandistiller.config.identity import identity
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.dataset import read_dataset
@@ -120,15 +121,14 @@ def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prom
 
 
 def test_a_background_changes_what_a_run_is_only_if_pictures_may_show_it(tmp_path: Path, wan1: Path) -> None:
-    prompts = read_job(a_run(tmp_path, wan1), 1).identity
-    assert read_job(a_run(tmp_path, wan1, background="blue"), 1).identity == prompts
+    def of(**more: object) -> dict[str, object]:
+        return identity(read_job(a_run(tmp_path, wan1, **more), 1))
+
+    assert of(background="blue") == of()
     (data := tmp_path / "data").mkdir()
     noise(SIDE, SIDE).save(data / "a.png")
     (data / "a.txt").write_text("a")
-    white, same, blue = (
-        read_job(a_run(tmp_path, wan1, data_path=str(data), background=name), 1).identity
-        for name in ("white", "#ffffff", "blue")
-    )
+    white, same, blue = (of(data_path=str(data), background=name) for name in ("white", "#ffffff", "blue"))
     assert white == same != blue
     with pytest.raises(ConfigError, match='`background` is "whit"'):
         read_job(a_run(tmp_path, wan1, background="whit"), 1)

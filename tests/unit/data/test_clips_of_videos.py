@@ -1,6 +1,7 @@
 """Clips of a video, evenly spaced over it, and pictures shown whole between bars."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from grey_videos import numbers, video
 from PIL import Image
 
-from wandistiller.config.data_identity import data_digest
+from wandistiller.config.identity import data_digest
+from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import AllSamples
 from wandistiller.data.dataset import PromptDataset, read_dataset
 from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
@@ -119,23 +122,29 @@ def test_bars_and_their_colour_count_for_the_key_of_every_medium(tmp_path: Path)
         assert len({str(pixels_depend_on(Path(name), *each)) for each in given}) == 3
 
 
-def test_the_default_data_digest_is_that_of_earlier_versions(tmp_path: Path) -> None:
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    given = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": str(tmp_path / "out")}
+    return read_job(RunConfig(**given, shift=3.0, video_fps=16.0), 1, here=False)
+
+
+def identity(job: Job, items: PromptDataset, **changed: object) -> str:
+    return data_digest(replace(job, items=items, run=replace(job.run, **changed)))
+
+
+def test_the_default_data_digest_is_that_of_earlier_versions(tmp_path: Path, job: Job) -> None:
     items = data(tmp_path)
     earlier = digest(items.digest, str(NO_ROLLOUTS), str(ONE), str([]), 16.0)
-    assert identity(items) == earlier
-
-
-def identity(items: PromptDataset, **changed: object) -> str:
-    return data_digest(items, RunConfig(video_fps=16.0, **changed), NO_ROLLOUTS, ONE, [])
+    assert identity(job, items) == earlier
 
 
 @pytest.mark.parametrize("changed", [{"fit": LETTERBOX}, {"clips_per_video": 2}])
 def test_clips_and_bars_count_for_a_run_s_identity_if_there_are_media(
-    tmp_path: Path, changed: dict[str, object]
+    tmp_path: Path, job: Job, changed: dict[str, object]
 ) -> None:
     prompts, media = read_dataset("tiny"), data(tmp_path)
-    assert identity(prompts, **changed) == identity(prompts)
-    assert identity(media, **changed) != identity(media)
+    assert identity(job, prompts, **changed) == identity(job, prompts)
+    assert identity(job, media, **changed) != identity(job, media)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)], ids=["wide", "tall"])

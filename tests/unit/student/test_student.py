@@ -15,7 +15,8 @@ from slow_cases import slow_but
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
-from wandistiller.engine.ds_config import student_engine
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.config import StudentConfig, kept_layers, lineage, read_student_config
 from wandistiller.student.initialize import start_model
 from wandistiller.student.learner import Learner
@@ -178,10 +179,10 @@ def test_a_folder_with_other_latent_channels_is_refused(wan1: Path, copy_of: Cal
     assert "in_channels" in refused(wan1, init=str(folder))[0]
 
 
-def engine(stage: int, **more: Any) -> dict[str, Any]:
+def engine(stage: int, **more: Any) -> EngineConfig:
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}, **more}
-    return student_engine("x.json", ds, 1)[0]
+    return student_engine(load(ds), 1)
 
 
 @pytest.mark.parametrize(
