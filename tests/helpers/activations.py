@@ -18,6 +18,7 @@ from wandistiller.student.blocks import Blocks, add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.transformer import renew_rope, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
 SIDE, TEXT = 48, 64  # latent pixels, text tokens
@@ -60,8 +61,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
-def config(layers: int) -> dict[str, Any]:
-    return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
+def config(layers: int) -> TransformerConfig:
+    return TransformerConfig.of(small_transformer(0, 1, **SIZES).config).replaced(num_layers=layers)
 
 
 def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:

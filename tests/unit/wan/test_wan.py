@@ -31,6 +31,7 @@ from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
 from wandistiller.wan.loaded_components import load_vae
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ BF16 = {"bf16": {"enabled": True}}
 BUFFERS_BF16 = BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}}
 
 
-def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> dict:
+def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> TransformerConfig:
     return pipeline.open_wan(str(folder)).configs[expert]
 
 
@@ -238,7 +239,7 @@ def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
         file = folder / part / "config.json"
         write_json(file, {k: v for k, v in json.loads(file.read_text()).items() if k not in keys})
     opened = pipeline.open_wan(str(folder))
-    assert opened.config["cross_attn_norm"] is True
+    assert opened.config.cross_attn_norm is True
     assert opened.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]
 
 
