@@ -204,13 +204,13 @@ def test_a_run_that_skips_is_bitwise_the_same_after_a_cut(broken: Broken, wan1: 
 
 
 def test_skipped_steps_are_counted_across_resumes_up_to_the_limit(broken: Broken, wan1: Path) -> None:
-    given = run_of(broken.folder, wan1, "limit", on_nonfinite="skip", nonfinite_limit=1)
+    given = run_of(broken.folder, wan1, "limit", on_nonfinite="1")
     for _ in range(2):  # the second goes on after the first skipped step
-        assert "more than 1 such steps left out (--nonfinite_limit 2)" in stopped(given)
+        assert "more than 1 such steps left out (--on_nonfinite 2)" in stopped(given)
         assert [line["step"] for line in metrics(broken.folder / "limit")] == list(range(1, broken.steps[1]))
     last = broken.folder / "limit" / "checkpoints" / f"step_{broken.steps[1] - 1:08d}"
     assert loading.read_state(last)["skipped_steps"] == 1
-    trainer_of(given | {"nonfinite_limit": 3}).train()
+    trainer_of(given | {"on_nonfinite": "3"}).train()
     assert len(metrics(broken.folder / "limit")) == 6
 
 

@@ -187,7 +187,7 @@ def test_an_exported_student_has_no_projections_and_loads_in_diffusers(reference
 def spoilt(folder: Path) -> Path:
     """A teacher whose cache is complete and whose weights have since been filled with what is no number."""
     wan = make_wan(folder / "wan", experts=1, layers=2, heads=8)
-    wandistiller("prepare", "--recipe", recipe_file(folder, wan, "prepared", rollout_path=True))
+    wandistiller("prepare", "--recipe", recipe_file(folder, wan, "prepared", objective="trajectory"))
     (file,) = (wan / "transformer").glob("*.safetensors")
     content, ends = bytearray(file.read_bytes()), 1 << 20  # by which a cache knows its teacher
     assert len(content) > 4 * ends

@@ -46,7 +46,7 @@ def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], 
             continue
         value = means or given[name]
         if not _same(values.setdefault(key, value), value):
-            remedy = f"`{key}` is {values[key]} and means another. Keep one."
+            remedy = f"It stands for `{key}` {value}, and that is {values[key]}. Keep one."
             problems.append(problem(where, name, given[name], remedy))
     return values, problems
 

@@ -2,7 +2,6 @@
 
 import inspect
 from math import prod
-
 from typing import Any
 
 import torch

@@ -46,13 +46,7 @@ def cut_of(
     whole = TransformerConfig.of(teacher.config)
     state, config = teacher.state_dict(), whole.replaced(**sizes)
     measured = measured or measure([teacher], [lambda: predict(teacher)])
-    cuts = plan(
-        config,
-        TransformerConfig.of(teacher.config),
-        list(range(len(teacher.blocks))),
-        measured,
-        state.__getitem__,
-    )
+    cuts = plan(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
     student = transformer.meta_transformer(config)
     for name, module in list(student.named_modules()):
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]

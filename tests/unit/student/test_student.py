@@ -97,11 +97,10 @@ def test_sizes_may_be_shares_of_the_teacher_s(wan2: Path, shares: dict, sizes: d
 @pytest.mark.parametrize("how", ["uniform", "ends"])
 def test_kept_layers_of_a_30_layer_teacher_rise_and_hold_both_ends(wan2: Path, how: str) -> None:
     teacher = pipeline.open_wan(str(wan2))
-    teacher.config["num_layers"] = 30
+    teacher = replace(teacher, configs={Expert.HIGH_NOISE: teacher.config.replaced(num_layers=30)})
     for kept in range(1, 31):
-        layers = kept_layers(
-            StudentConfig(keep_layers=how), teacher.config.replaced(num_layers=kept), teacher
-        )
+        own = teacher.config.replaced(num_layers=kept)
+        layers = kept_layers(StudentConfig(keep_layers=how), own, teacher)
         assert len(layers) == kept and sorted(set(layers)) == layers
         assert layers[0] == 0 and (kept == 1 or layers[-1] == 29)
 
