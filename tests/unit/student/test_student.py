@@ -1,6 +1,7 @@
 """The keys of a student JSON, and the weights that a student starts from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
