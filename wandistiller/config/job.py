@@ -119,10 +119,9 @@ class Job:
 
     @cached_property
     def schedule(self) -> FlowSchedule:
-        r, boundary = self.run, self.folder.boundary
+        r, boundary, objective = self.run, self.folder.boundary, self.objective
         handover = boundary if self.student.experts == "two" else None
-        number = self.objective.sampling_steps
-        objective = self.objective
+        number = objective.sampling_steps
         few = few_steps(r.shift, number, handover, objective.few_step_sampler) if number else None
         trained = objective.trained_expert
         return FlowSchedule(
@@ -141,14 +140,9 @@ class Job:
     @cached_property
     def others(self) -> dict[str, OtherNetwork]:
         """The networks that the objective trains beside the student, by role."""
-        return {
-            name: OtherNetwork(
-                role,
-                role.origin(self.student_transformer, self.folder.config),
-                _derived(self.student_engine, role),
-            )
-            for name, role in self.objective.others.items()
-        }
+        configs, engine = (self.student_transformer, self.folder.config), self.student_engine
+        roles = self.objective.others.items()
+        return {name: OtherNetwork(r, r.origin(*configs), _derived(engine, r)) for name, r in roles}
 
     @property
     def student_experts(self) -> list[Expert]:
