@@ -12,7 +12,8 @@ from states import state
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import Ranks
 from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
 from wandistiller.engine.ds_schema import without_block
 from wandistiller.student.blocks import Blocks, add_projections
@@ -69,9 +70,8 @@ def config(layers: int) -> dict[str, Any]:
 def shared_peaks(layers: int, ds: dict[str, Any], dtype: str) -> tuple[int, int]:
     """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
     text_padding.TEXT_TOKENS = TEXT
-    sequence.share(collectives.world_size())
     model, _ = network(layers, ds, dtype)
-    share_sequences(model)
+    share_sequences(model, Ranks.in_groups_of(collectives.world_size()))
     with PausedExchanges():
         passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
         with torch.no_grad():

@@ -21,7 +21,7 @@ from slow_cases import slow_but
 from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
-from wandistiller.distributed import sequence
+from wandistiller.distributed.sequence import ImaginedRanks
 from wandistiller.engine.activation_checkpointing import read_recompute
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks
@@ -137,9 +137,8 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
     ds, layers = student_json(dtype, **block), 6
     model, _ = network(layers, ds, dtype)
     planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False, sharers=sharers)
-    with sequence.imagined(sharers):
-        share_sequences(model)
-        measured = peak_bytes(lambda: predict(model).square().mean().backward())
+    share_sequences(model, ImaginedRanks(sharers))
+    measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
 
