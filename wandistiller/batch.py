@@ -88,7 +88,9 @@ class Prediction:
     v_BCFHW: Tensor
     """float32."""
     features: dict[int, Tensor] = field(default_factory=dict)
-    """Hidden states h_BSD by block number, S patches, D the teacher's width; in the network's dtype."""
+    """Hidden states h_BSD by block number, S a rank's patches, D the teacher's width; the network's dtype."""
+    mean: Callable[[Tensor], Tensor] = lambda x: x
+    """Averages what is computed of the features over the ranks that share the sample. Collective."""
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
@@ -110,4 +112,5 @@ def split_prediction(prediction: Prediction, batches: dict[str, State]) -> dict[
     lengths = [len(b.sigma_B) for b in batches.values()]
     v = prediction.v_BCFHW.split(lengths)
     features = {k: h_BSD.split(lengths) for k, h_BSD in prediction.features.items()}
-    return {name: Prediction(v[i], {k: h[i] for k, h in features.items()}) for i, name in enumerate(batches)}
+    of_one = ({k: h[i] for k, h in features.items()} for i in range(len(batches)))
+    return {name: Prediction(*both, prediction.mean) for name, *both in zip(batches, v, of_one, strict=True)}

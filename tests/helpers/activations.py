@@ -12,7 +12,8 @@ from states import state
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import Ranks
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.projections import add_projections
@@ -69,9 +70,8 @@ def config(layers: int) -> TransformerConfig:
 def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:
     """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
     text_padding.TEXT_TOKENS = TEXT
-    sequence.share(collectives.world_size())
     model, _ = network(layers, engine)
-    share_sequences(model)
+    share_sequences(model, Ranks.in_groups_of(collectives.world_size()))
     with PausedExchanges():
         passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
         with torch.no_grad():

@@ -13,7 +13,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.build_student import build_others, build_student
-from wandistiller.training.prepare import guided_teacher, prepare
+from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 
 Parts = tuple[CachedData, TextCache, Teacher]
@@ -27,12 +27,14 @@ def job_of(given: dict[str, Any]) -> Job:
 
 def parts_of(job: Job) -> Parts:
     """Prepare the data, and load the teacher."""
-    data, text, teacher = prepare(job)
-    return data, text, teacher or guided_teacher(job, text, data.sample_prompts)
+    ranks = ranks_of(job)
+    data, text, teacher = prepare(job, ranks)
+    return data, text, teacher or guided_teacher(job, text, data.sample_prompts, ranks)
 
 
 def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
     """Make a trainer of its own parts, or of those of another run."""
     job = job_of(given)
-    learners = {STUDENT: build_student(job)} | build_others(job)
+    ranks = ranks_of(job)
+    learners = {STUDENT: build_student(job, ranks=ranks)} | build_others(job, ranks=ranks)
     return Trainer(job, *(parts or parts_of(job)), learners)

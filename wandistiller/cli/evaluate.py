@@ -10,7 +10,8 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.flags import EvaluateFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
-from wandistiller.distributed import collectives, device, sequence
+from wandistiller.distributed import collectives, device
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.clip import clip_problems
@@ -49,17 +50,16 @@ def run(flags: EvaluateFlags) -> None:
     with collectives.raise_on_all_ranks():
         evaluation = read_evaluation(flags, resolve_dtype(flags.dtype), collectives.world_size())
     collectives.init()
-    sequence.share(flags.context_parallel)
-    evaluate(evaluation)
+    evaluate(evaluation, Ranks.in_groups_of(flags.context_parallel))
     collectives.destroy()
 
 
-def evaluate(evaluation: Evaluation) -> Evaluated:
+def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     """Compare a student with its teacher; writes evaluation.json, .md and .png. Collective.
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    evaluator, number = Evaluator(evaluation), len(evaluation.prompts)
+    evaluator, number = Evaluator(evaluation, ranks), len(evaluation.prompts)
 
     def announce(who: str, sampling: Sampling) -> None:
         steps = ", ".join(map(str, dict.fromkeys([sampling.steps, *evaluation.numbers])))

@@ -3,7 +3,8 @@
 from wandistiller.cli.flags import SampleFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import Ranks
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
@@ -24,8 +25,8 @@ def run(flags: SampleFlags) -> None:
         prompts, settings = _read(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
-    sequence.share(flags.context_parallel)
-    files = sample(student_of(flags.model), prompts, flags.output, settings, flags.seed, dtype)
+    ranks = Ranks.in_groups_of(flags.context_parallel)
+    files = sample(student_of(flags.model), prompts, flags.output, settings, flags.seed, dtype, ranks)
     if collectives.rank() == 0:
         print(*files, sep="\n")
     collectives.destroy()

@@ -22,6 +22,7 @@ from wandistiller.distributed.round_robin import (
     round_robin,
     until_stopped,
 )
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
 from wandistiller.utils.keyed_random import keyed_normal
@@ -179,13 +180,19 @@ class LatentCache:
         """Return whether any of these samples, given by key, needs the teacher. Collective."""
         return bool(self._made.missing_keys(samples))
 
-    def fill_rollouts(self, samples: dict[str, Sample], velocity: Velocity, text: ConditioningOf) -> None:
+    def fill_rollouts(
+        self,
+        samples: dict[str, Sample],
+        velocity: Velocity,
+        text: ConditioningOf,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
         missing = self._made.missing_keys(samples)
         files = batched(missing, self._samples_per_file)
-        name, calls = "latents from the teacher", number_of_rounds(files) * self._rollouts.steps
+        name, calls = "latents from the teacher", number_of_rounds(files, ranks) * self._rollouts.steps
         progress = Progress(name, calls, "call")
-        for _, keys, counts in round_robin(files):
+        for _, keys, counts in round_robin(files, ranks):
             tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
             if counts:
                 self._made.write(tensors, {key: samples[key].item.prompt for key in keys})

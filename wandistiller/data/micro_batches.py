@@ -5,7 +5,7 @@ from functools import partial
 from wandistiller.batch import Batch, Conditioning, State
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
-from wandistiller.distributed import sequence
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.ds_config import BatchSize
 from wandistiller.flow import FlowSchedule
 
@@ -17,10 +17,16 @@ class MicroBatches:
     """
 
     def __init__(
-        self, data: CachedData, schedule: FlowSchedule, size: BatchSize, latent: tuple[int, ...] = ()
+        self,
+        data: CachedData,
+        schedule: FlowSchedule,
+        size: BatchSize,
+        latent: tuple[int, ...] = (),
+        ranks: Ranks = ALONE,
     ):
         """Serve `data`; `latent` is the shape CFHW of samples that are drawn without data."""
         self._data, self.schedule, self._size, self.latent = data, schedule, size, latent
+        self._ranks = ranks
 
     def noised(self, update: int, micro: int) -> Batch:
         """Return cached latents with noise added, all of one expert, which is equal on all ranks."""
@@ -47,8 +53,8 @@ class MicroBatches:
 
         Ranks that share a sequence have the same.
         """
-        size = self._size
-        first = update * size.total + (micro * sequence.replicas() + sequence.replica()) * size.micro
+        size, ranks = self._size, self._ranks
+        first = update * size.total + (micro * ranks.replicas + ranks.replica) * size.micro
         return list(range(first, first + size.micro))
 
     def items(self, update: int, micro: int) -> list[PromptItem]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import Ranks
 from wandistiller.distributed.shutdown import stopping
 
 T = TypeVar("T")
@@ -27,18 +28,17 @@ def until_stopped(batches: Iterable[T]) -> Iterator[T]:
         yield batch
 
 
-def number_of_rounds(batches: Sequence[T]) -> int:
+def number_of_rounds(batches: Sequence[T], ranks: Ranks) -> int:
     """Return how many of the batches each rank takes at most."""
-    return -(-len(batches) // sequence.replicas())
+    return -(-len(batches) // ranks.replicas)
 
 
-def round_robin(batches: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
+def round_robin(batches: Sequence[T], ranks: Ranks) -> Iterator[tuple[int, T, bool]]:
     """Yield round, batch, and whether it counts, equally often on every rank, so that collectives match.
 
     A rank without work repeats the last batch, which does not count. Ranks that share a sequence have the
     same batch, which counts on the first of them.
     """
-    world, first = sequence.replicas(), sequence.place() == 0
-    for number in range(number_of_rounds(batches)):
-        place = number * world + sequence.replica()
-        yield number, batches[min(place, len(batches) - 1)], first and place < len(batches)
+    for number in range(number_of_rounds(batches, ranks)):
+        at = number * ranks.replicas + ranks.replica
+        yield number, batches[min(at, len(batches) - 1)], ranks.place == 0 and at < len(batches)

@@ -5,9 +5,9 @@ so the transfers here have exact adjoints: the average is then the gradient of t
 Attention divides its heads instead of its tokens. Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,108 +16,91 @@ from torch.distributed import _functional_collectives as funcol
 
 from wandistiller.distributed import collectives
 
-_degree = 1
-_groups: dict[str, dist.ProcessGroup] = {}
-"""This rank's group by the type of device that it exchanges tensors of."""
-_imagined = False
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a run as replicas of data parallelism, each of `degree` consecutive ones."""
+
+    degree: int = 1
+    """Ranks that share a sequence."""
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Those that share this rank's, by the type of device that they exchange tensors of."""
+
+    @classmethod
+    def in_groups_of(cls, degree: int) -> Self:
+        """Return the ranks of which each `degree` consecutive ones share their samples. Collective."""
+        if degree == 1:
+            return cls()
+        first = collectives.rank() // degree * degree
+        own = collectives.group(list(range(first, first + degree)))
+        groups = dict.fromkeys(("cpu", collectives.device().type), own)
+        if dist.get_backend(own) == "nccl":  # which takes no tensors in CPU memory
+            by_replica = [list(range(i, i + degree)) for i in range(0, collectives.world_size(), degree)]
+            timeout = collectives.COLLECTIVE_TIMEOUT
+            groups["cpu"], _ = dist.new_subgroups_by_enumeration(by_replica, timeout, backend="gloo")
+        return cls(degree, groups)
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those of its sequence."""
+        return collectives.rank() % self.degree
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return self.replica_of(collectives.rank())
+
+    @property
+    def replicas(self) -> int:
+        """Number of all replicas: what counts ranks in data parallelism."""
+        return collectives.world_size() // self.degree
+
+    def replica_of(self, rank: int) -> int:
+        """Return the number of a rank's replica."""
+        return rank // self.degree
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of the tokens."""
+        return x if self.degree == 1 else x.chunk(self.degree, dim)[self.place]
+
+    def whole(self, x_BSD: Tensor) -> Tensor:
+        """Join the tokens of all ranks of the sequence, on each of them. Collective."""
+        if self.degree == 1:
+            return x_BSD
+        parts_NBSD = self._exchanged(funcol.all_gather_single, x_BSD[None], 0)
+        return parts_NBSD.transpose(0, 1).flatten(1, 2)
+
+    def to_heads(self, x_BSHD: Tensor) -> Tensor:
+        """Exchange all heads of this rank's tokens for its share of the heads of all tokens. Collective."""
+        parts_NBSHD = x_BSHD.unflatten(2, (self.degree, -1)).permute(2, 0, 1, 3, 4)
+        exchanged_NBSHD = self._exchanged(funcol.all_to_all_single, parts_NBSHD, None, None)
+        return exchanged_NBSHD.transpose(0, 1).flatten(1, 2)
+
+    def to_tokens(self, x_BSHD: Tensor) -> Tensor:
+        """Undo `to_heads`. Collective."""
+        parts_NBSHD = x_BSHD.unflatten(1, (self.degree, -1)).transpose(0, 1)
+        exchanged_NBSHD = self._exchanged(funcol.all_to_all_single, parts_NBSHD, None, None)
+        return exchanged_NBSHD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Average over the ranks of the sequence, on each of them. Collective."""
+        return x if self.degree == 1 else self._exchanged(funcol.all_reduce, x, "sum") / self.degree
+
+    def of_each_replica(self, x_B: Tensor) -> Tensor:
+        """Concatenate equal-shaped tensors of all replicas, in their order, on every rank. Collective."""
+        of_ranks = collectives.gather_tensor(x_B).unflatten(0, (collectives.world_size(), -1))
+        return of_ranks[:: self.degree].flatten(0, 1)
+
+    def _exchanged(self, collective: Callable[..., Tensor], x: Tensor, *settings: Any) -> Tensor:
+        return funcol.wait_tensor(collective(x.contiguous(), *settings, self.groups[x.device.type]))
 
 
-def share(ranks: int) -> None:
-    """Let each `ranks` consecutive ranks share their samples from now on. Collective."""
-    global _degree
-    _degree, world = ranks, collectives.world_size()
-    _groups.clear()
-    if ranks == 1:
-        return
-    first = collectives.rank() // ranks * ranks
-    own = collectives.group(list(range(first, first + ranks)))
-    _groups.update(dict.fromkeys(("cpu", collectives.device().type), own))
-    if dist.get_backend(own) == "nccl":  # which takes no tensors in CPU memory
-        by_place = [list(range(i, i + ranks)) for i in range(0, world, ranks)]
-        timeout = collectives.COLLECTIVE_TIMEOUT
-        _groups["cpu"], _ = dist.new_subgroups_by_enumeration(by_place, timeout, backend="gloo")
+class ImaginedRanks(Ranks):
+    """Ranks whose exchanges take the memory but move nothing: to plan."""
+
+    def _exchanged(self, collective: Callable[..., Tensor], x: Tensor, *_: Any) -> Tensor:
+        return torch.cat([x.contiguous()] * (self.degree if collective is funcol.all_gather_single else 1))
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let this rank compute whole sequences within."""
-    global _degree
-    before, _degree = _degree, 1
-    try:
-        yield
-    finally:
-        _degree = before
-
-
-@contextmanager
-def imagined(ranks: int) -> Iterator[None]:
-    """Let `ranks` ranks share sequences within, whose exchanges take the memory but move nothing: to plan."""
-    global _degree, _imagined
-    before, _degree, _imagined = (_degree, _imagined), ranks, True
-    try:
-        yield
-    finally:
-        _degree, _imagined = before
-
-
-def degree() -> int:
-    """Return the number of ranks that share a sequence."""
-    return _degree
-
-
-def place() -> int:
-    """Return this rank's number among those of its sequence."""
-    return collectives.rank() % _degree
-
-
-def replica(rank: int | None = None) -> int:
-    """Return the number of a rank's group, by default this one's: what counts ranks in data parallelism."""
-    return (collectives.rank() if rank is None else rank) // _degree
-
-
-def replicas() -> int:
-    """Return the number of groups that share a sequence."""
-    return collectives.world_size() // _degree
-
-
-def part(x: Tensor, dim: int = 1) -> Tensor:
-    """Return this rank's part of the tokens."""
-    return x if _degree == 1 else x.chunk(_degree, dim)[place()]
-
-
-def whole(x_BSD: Tensor) -> Tensor:
-    """Join the tokens of all ranks of the sequence, on each of them. Collective."""
-    if _degree == 1:
-        return x_BSD
-    parts_NBSD = _exchanged(funcol.all_gather_single, x_BSD[None], 0)
-    return parts_NBSD.transpose(0, 1).flatten(1, 2)
-
-
-def to_heads(x_BSHD: Tensor) -> Tensor:
-    """Exchange all heads of this rank's tokens for its share of the heads of all tokens. Collective."""
-    parts_NBSHD = x_BSHD.unflatten(2, (_degree, -1)).permute(2, 0, 1, 3, 4)
-    return _exchanged(funcol.all_to_all_single, parts_NBSHD, None, None).transpose(0, 1).flatten(1, 2)
-
-
-def to_tokens(x_BSHD: Tensor) -> Tensor:
-    """Undo `to_heads`. Collective."""
-    parts_NBSHD = x_BSHD.unflatten(1, (_degree, -1)).transpose(0, 1)
-    return _exchanged(funcol.all_to_all_single, parts_NBSHD, None, None).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def mean(x: Tensor) -> Tensor:
-    """Average over the ranks of the sequence, on each of them. Collective."""
-    return x if _degree == 1 else _exchanged(funcol.all_reduce, x, "sum") / _degree
-
-
-def of_each_replica(x_B: Tensor) -> Tensor:
-    """Concatenate equal-shaped tensors of all groups, in their order, on every rank. Collective."""
-    of_ranks = collectives.gather_tensor(x_B).unflatten(0, (collectives.world_size(), -1))
-    return of_ranks[::_degree].flatten(0, 1)
-
-
-def _exchanged(collective: Callable[..., Tensor], x: Tensor, *settings: Any) -> Tensor:
-    x = x.contiguous()
-    if _imagined:
-        return torch.cat([x] * (_degree if collective is funcol.all_gather_single else 1))
-    return funcol.wait_tensor(collective(x, *settings, _groups[x.device.type]))
+ALONE = Ranks()
+"""Each rank computes whole sequences, of samples of its own."""

@@ -21,6 +21,7 @@ from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.export.source import few_step_facts
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
@@ -78,7 +79,7 @@ def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -
     return [] if number_problems("", sizes) else folder.size_problems(**sizes)
 
 
-def open_pipeline(folder: Path, dtype: torch.dtype) -> Pipeline:
+def open_pipeline(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE) -> Pipeline:
     """Load a WanPipeline, its VAE in float32, to the GPU if there is one; ranks may share its sequences.
 
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
@@ -87,7 +88,7 @@ def open_pipeline(folder: Path, dtype: torch.dtype) -> Pipeline:
     pipeline = load_pipeline(folder, dtype)
     pipeline.set_progress_bar_config(disable=True)
     for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
-        share_sequences(network)
+        share_sequences(network, ranks)
     if device().type == "cpu":
         return pipeline
     parts = (part for part in pipeline.components.values() if isinstance(part, nn.Module))
@@ -168,7 +169,13 @@ def draw(
 
 
 def sample(
-    model: str, prompts: list[str], output: Path, sampling: Sampling, seed: int, dtype: torch.dtype
+    model: str,
+    prompts: list[str],
+    output: Path,
+    sampling: Sampling,
+    seed: int,
+    dtype: torch.dtype,
+    ranks: Ranks = ALONE,
 ) -> list[Path]:
     """Write one PNG or MP4 per prompt, sampled from seed, seed + 1, ..., and grid.png. Collective.
 
@@ -181,12 +188,12 @@ def sample(
     if problems := sampling_problems(folder, sampling):
         raise ConfigError(*problems)
     require_weights(folder)
-    pipeline = open_pipeline(folder.path, dtype)
+    pipeline = open_pipeline(folder.path, dtype, ranks)
     set_steps(pipeline, few_step_facts(folder.path), sampling.steps, folder.boundary)
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(prompts)))
-    progress = Progress("samples", number_of_rounds(numbers) * sampling.steps)
-    for _, i, counts in round_robin(numbers):
+    progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)
+    for _, i, counts in round_robin(numbers, ranks):
         video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling, progress)[0]
         if counts:
             file = _write(video_CFHW, output / f"{i:04d}", folder.fps)

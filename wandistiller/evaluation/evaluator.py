@@ -15,6 +15,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
@@ -118,8 +119,8 @@ class CandidateResult:
 class Evaluator:
     """Runs one candidate after the other. Every method is collective."""
 
-    def __init__(self, settings: Evaluation):
-        self._settings, self._device = settings, collectives.device()
+    def __init__(self, settings: Evaluation, ranks: Ranks = ALONE):
+        self._settings, self._ranks, self._device = settings, ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
         self._text = TextCache(settings.output / "cache", settings.teacher.path, self._device)
         self._text.fill([*settings.prompts, negative])
@@ -137,12 +138,14 @@ class Evaluator:
         s, memory = self._settings, PeakMemory()
         with memory.running():
             if s.placement is None:
-                candidate = DiffusersPipeline(s.teacher, s.teacher_sampling, self._null_LD, s.dtype)
+                given = s.teacher, s.teacher_sampling, self._null_LD, s.dtype
+                candidate = DiffusersPipeline(*given, ranks=self._ranks)
             else:
-                candidate = PlacedTeacher(s.teacher, s.teacher_sampling, self._text, s.placement, self._vae)
+                given = s.teacher, s.teacher_sampling, self._text, s.placement, self._vae
+                candidate = PlacedTeacher(*given, ranks=self._ranks)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
-        for index, chunk, _ in round_robin(self._batches):
+        for index, chunk, _ in round_robin(self._batches, self._ranks):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
         error = self._weights_error(candidate) if s.placement and s.placement.weights else None
@@ -160,12 +163,11 @@ class Evaluator:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
-            candidate = DiffusersPipeline(
-                s.student, s.student_sampling, self._null_LD, s.dtype, s.trained, s.teacher.boundary
-            )
+            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.trained, s.teacher.boundary
+            candidate = DiffusersPipeline(*given, ranks=self._ranks)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
-        for index, chunk, counts in round_robin(self._batches):
+        for index, chunk, counts in round_robin(self._batches, self._ranks):
             squares = []
             for band in self._bands:
                 state = replace(self._state(index, chunk, band), expert=band.student_expert)
@@ -179,7 +181,7 @@ class Evaluator:
 
     def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[State], Tensor]:
         """Return the candidate's velocity, whose calls on the samples of all batches a bar counts."""
-        calls = number_of_rounds(self._batches) * len(self._bands)
+        calls = number_of_rounds(self._batches, self._ranks) * len(self._bands)
         return Progress(name, calls).counting(candidate.velocity)
 
     def _draw(
@@ -203,8 +205,8 @@ class Evaluator:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
         s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
         seeds = (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]
-        progress = Progress(what, number_of_rounds(self._batches) * len(seeds) * steps)
-        for _, chunk, counts in round_robin(self._batches):
+        progress = Progress(what, number_of_rounds(self._batches, self._ranks) * len(seeds) * steps)
+        for _, chunk, counts in round_robin(self._batches, self._ranks):
             prompts, pixels, x0 = [s.prompts[i] for i in chunk], [], []
             for first in seeds:
                 start = time.monotonic()

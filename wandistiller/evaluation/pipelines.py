@@ -16,6 +16,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
 from wandistiller.evaluation.quantization_error import quantization_error
@@ -40,6 +41,8 @@ class DiffusersPipeline:
         dtype: torch.dtype,
         trained: Facts | None = None,
         handover: float | None = None,
+        *,
+        ranks: Ranks = ALONE,
     ):
         """Load it.
 
@@ -47,7 +50,7 @@ class DiffusersPipeline:
             trained: of a student of few steps, the sampling that it is trained for.
             handover: noise level at which the experts of a two-expert student change.
         """
-        self._pipeline, self._sampling = open_pipeline(folder.path, dtype), sampling
+        self._pipeline, self._sampling = open_pipeline(folder.path, dtype, ranks), sampling
         self._trained, self._handover = trained, handover if folder.boundary is not None else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = Stopwatch()
@@ -111,7 +114,14 @@ class PlacedTeacher:
     """A teacher placed by its DeepSpeed JSON, with the same methods, all collective."""
 
     def __init__(
-        self, folder: WanFolder, sampling: Sampling, text: TextCache, placement: Placement, vae: Vae
+        self,
+        folder: WanFolder,
+        sampling: Sampling,
+        text: TextCache,
+        placement: Placement,
+        vae: Vae,
+        *,
+        ranks: Ranks = ALONE,
     ):
         """`text` has the prompts and the negative prompt."""
         self._folder, self._sampling, self._text, self._vae = folder, sampling, text, vae
@@ -119,7 +129,7 @@ class PlacedTeacher:
             Guidance(text[sampling.negative_prompt or ""], scales(sampling)),
             placement,
         )
-        self._network = build_teacher(folder, placement, self._guidance)
+        self._network = build_teacher(folder, placement, self._guidance, ranks=ranks)
         self.velocity = self._network.velocity
         self.denoising = 0.0
 

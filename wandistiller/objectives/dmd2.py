@@ -11,7 +11,6 @@ from torch.nn.functional import softplus
 
 from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed import sequence
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import (
     SATURATION,
@@ -165,7 +164,7 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
 def realism(prediction: Prediction) -> Tensor:
     """Return the mean logit_B of a critic's heads that a sample is real."""
     heads = [logit_BS1.float().flatten(1).mean(1) for logit_BS1 in prediction.features.values()]
-    return sequence.mean(torch.stack(heads).mean(0))  # of this rank's patches, where several share a sample
+    return prediction.mean(torch.stack(heads).mean(0))  # of this rank's patches, where several share a sample
 
 
 def heads_loss(fake: Prediction, real: Prediction) -> Tensor:

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
-from wandistiller.distributed import sequence
 from wandistiller.objectives.base import Term, mean_square
 from wandistiller.utils.errors import problem
 
@@ -57,5 +56,5 @@ class FeatureMatching(Term):
         pairs = [(prediction.features[k], target.features[m]) for k, m in self.matched_blocks]
         # of this rank's patches, where several share a sample
         means = [(mean_square(h_S.float() - h_T.float()), mean_square(h_T)) for h_S, h_T in pairs]
-        shares = [sequence.mean(error_B) / sequence.mean(norm_B) for error_B, norm_B in means]
+        shares = [prediction.mean(error_B) / prediction.mean(norm_B) for error_B, norm_B in means]
         return torch.stack(shares).mean(0)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Expert, Prediction, State, concat_batches, split_prediction
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine import nvme
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import pace_fetches
@@ -51,6 +52,7 @@ class Learner:
         role: str = STUDENT,
         frozen: dict[Expert, nn.Module] | None = None,
         merges_padding: bool = False,
+        ranks: Ranks = ALONE,
     ):
         """Put each model into an engine. Collective.
 
@@ -61,17 +63,18 @@ class Learner:
             role: only the student has the run's monitors.
             frozen: networks of other experts, which do not learn, on the device that they compute on.
             merges_padding: compute cross-attention to a prompt's padding once.
+            ranks: those that share its samples.
         """
         # DeepSpeed multiplies the batch up itself, from ranks, of which several may share a sample
         config = config.without("train_batch_size")
         policy, copies, kernels = config.recompute, config.empties_inputs, config.kernels
         if policy:  # global to the process
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
-        rates, self._frozen = learning_rates or {}, frozen or {}
+        rates, self._frozen, self.ranks = learning_rates or {}, frozen or {}, ranks
         for model in (*models.values(), *self._frozen.values()):
             if merges_padding:
                 merge_text_padding(model)
-            share_sequences(model)
+            share_sequences(model, ranks)
             use_kernels(model, kernels)
         self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
         self.engines = {}
@@ -184,8 +187,10 @@ class Learner:
             network = self.engine(batch.expert).module
             v_BCFHW = transformer.velocity(network, replace(batch, x_t_BCFHW=x_t_BCFHW))
             features, blocks.features = blocks.features, {}
-            slope_BCFHW, *_ = torch.autograd.grad(value(Prediction(v_BCFHW, features)), x_t_BCFHW)
-        return sequence.mean(slope_BCFHW)
+            slope_BCFHW, *_ = torch.autograd.grad(
+                value(Prediction(v_BCFHW, features, self.ranks.mean)), x_t_BCFHW
+            )
+        return self.ranks.mean(slope_BCFHW)
 
     def _blocks_of(self, engine: Any) -> Blocks:
         return next(blocks for expert, blocks in self._blocks.items() if self.engines[expert] is engine)
@@ -201,7 +206,7 @@ class Learner:
         v_BCFHW = transformer.velocity(network, batch)
         blocks = self._blocks_of(engine)
         features, blocks.features = blocks.features, {}
-        return Prediction(v_BCFHW, features)
+        return Prediction(v_BCFHW, features, self.ranks.mean)
 
 
 def _engine(

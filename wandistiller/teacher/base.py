@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert, Prediction, State, concat_batches, split_prediction
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.teacher.sweep import block_by_block, in_turn, only_here
 from wandistiller.wan import transformer
 from wandistiller.wan.text_padding import padded
@@ -145,6 +146,7 @@ class OwnerTeacher(Teacher):
     """Rank that computes on this node."""
     peers: list[int]
     """The ranks of this node."""
+    ranks: Ranks = ALONE
 
     def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
         """The prediction for this rank's batch. Collective; the ranks' batches may differ in length."""
@@ -154,9 +156,9 @@ class OwnerTeacher(Teacher):
             return [prediction.v_BCFHW, *(prediction.features[k] for k in blocks)]
 
         v_BCFHW, *features = collectives.call_owner(
-            self.owner, self.peers, batch.tensors(), predict_for, sequence.replica
+            self.owner, self.peers, batch.tensors(), predict_for, self.ranks.replica_of
         )
-        return Prediction(v_BCFHW, dict(zip(blocks, map(sequence.part, features), strict=True)))
+        return Prediction(v_BCFHW, dict(zip(blocks, map(self.ranks.part, features), strict=True)))
 
 
 def without_guidance(teacher: Teacher) -> Teacher:

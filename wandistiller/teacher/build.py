@@ -9,6 +9,7 @@ from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
@@ -27,11 +28,13 @@ def build_teacher(
     guidance: Guidance | None = None,
     *,
     merges_padding: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Teacher:
     """Load every expert of `folder` to its placement. Collective.
 
     Args:
         merges_padding: compute cross-attention to a prompt's padding once.
+        ranks: those that share its samples.
 
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.
@@ -53,8 +56,9 @@ def build_teacher(
         raise ConfigError(*problems)
     teacher = None
     if here:
-        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding, owner is None)
-    return teacher if owner is None else OwnerTeacher(teacher, owner, peers)
+        own = ranks if owner is None else ALONE
+        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding, own)
+    return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
 def _zero_problems(readers: list[WeightReader]) -> list[str]:
@@ -89,7 +93,7 @@ def unquantized_teacher(
         expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
         for expert, reader in readers.items()
     }
-    return _around(experts, placement, guidance, True, merges_padding, False), [*readers.values()]
+    return _around(experts, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
 
 
 def _around(
@@ -98,18 +102,13 @@ def _around(
     guidance: Guidance | None,
     sweeps: bool,
     merges_padding: bool,
-    shares: bool,
+    ranks: Ranks,
 ) -> Teacher:
-    """Make the teacher that these loaded modules are on this rank.
-
-    Args:
-        shares: compute samples together with the ranks that have the same.
-    """
+    """Make the teacher that these loaded modules are on this rank."""
     for model in experts.values():
         if merges_padding:
             merge_text_padding(model)
-        if shares:
-            share_sequences(model)
+        share_sequences(model, ranks)
         use_kernels(model, placement)
     one, *_ = experts.values()
     of_expert = {e: experts.get(e, one).eval() for e in Expert}

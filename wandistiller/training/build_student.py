@@ -16,7 +16,8 @@ from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
@@ -38,22 +39,25 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
+from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.transformer import count_parameters
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
-def initial_learners(job: Job, data: CachedData, teacher: Teacher | None) -> tuple[Job, dict[str, Learner]]:
+def initial_learners(
+    job: Job, data: CachedData, teacher: Teacher | None, ranks: Ranks = ALONE
+) -> tuple[Job, dict[str, Learner]]:
     """Return the run with its pruning chosen, and its networks by role, blank if it resumes. Collective."""
     if job.resume_from:
-        return job, {STUDENT: build_student(job)} | build_others(job)
+        return job, {STUDENT: build_student(job, ranks=ranks)} | build_others(job, ranks=ranks)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
-    student = build_student(job, cuts)
+    student = build_student(job, cuts, ranks)
     measure_start(job, data, teacher if data.has_latents else None, student)
-    return job, {STUDENT: student} | build_others(job, cuts)
+    return job, {STUDENT: student} | build_others(job, cuts, ranks)
 
 
-def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Learner:
+def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None, ranks: Ranks = ALONE) -> Learner:
     """Build the student in its engines: with initial weights, or blank if the run resumes. Collective.
 
     Args:
@@ -73,6 +77,7 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> Le
         ema_start=run.ema_start,
         frozen={expert: _placed(model, job.student_engine.dtype) for expert, model in asked.items()},
         merges_padding=run.merge_text_padding,
+        ranks=ranks,
     )
 
 
@@ -126,7 +131,9 @@ def _network(job: Job, expert: Expert, cut: WidthSlicer | None) -> nn.Module:
     return source.finished(expert.value, torch.float32).requires_grad_(True)
 
 
-def build_others(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dict[str, Learner]:
+def build_others(
+    job: Job, cuts: dict[Expert, WidthSlicer] | None = None, ranks: Ranks = ALONE
+) -> dict[str, Learner]:
     """Build what the objective trains beside the student, by role; blank if the run resumes. Collective.
 
     Args:
@@ -140,7 +147,8 @@ def build_others(job: Job, cuts: dict[Expert, WidthSlicer] | None = None) -> dic
         for model in models.values() if role.has_heads else ():
             layers = len(model.blocks)
             add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
-        learners[name] = Learner(models, engine, role=name, merges_padding=job.run.merge_text_padding)
+        merges = job.run.merge_text_padding
+        learners[name] = Learner(models, engine, role=name, merges_padding=merges, ranks=ranks)
     return learners
 
 
@@ -171,7 +179,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         collectives.log0("measuring the teacher's activations: %d samples", samples)
         modules = {module for e, module in local_modules(teacher).items() if e in served}
         calls, owner = [partial(teacher.velocity, b) for b in used], owner_rank(teacher)
-        with sequence.alone():  # statistics of all patches
+        with whole_sequences(modules):  # statistics of all patches
             measured = measure(
                 modules, calls, data.measured, digest("activations", batches_digest(used)), owner
             )

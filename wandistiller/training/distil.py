@@ -24,7 +24,7 @@ from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.training.build_student import initial_learners
-from wandistiller.training.prepare import guided_teacher, prepare
+from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
@@ -117,11 +117,12 @@ def _distil(job: Job) -> None:
     with collectives.raise_on_all_ranks():
         extensions.build("deepspeed_config", job.student_engine)
         extensions.build("teacher_deepspeed_config", job.teacher.engine)
-    data, text, teacher = prepare(job)
+    ranks = ranks_of(job)
+    data, text, teacher = prepare(job, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring:
-        teacher = teacher or guided_teacher(job, text, data.sample_prompts)
-    job, learners = initial_learners(job, data, teacher)
+        teacher = teacher or guided_teacher(job, text, data.sample_prompts, ranks)
+    job, learners = initial_learners(job, data, teacher, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
         release_module_references(local_modules(without_guidance(teacher)).values())

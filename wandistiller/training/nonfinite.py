@@ -10,7 +10,7 @@ from torch import Tensor
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.training.step_result import MicroStepResult
 from wandistiller.training.update import Update
@@ -124,7 +124,7 @@ class NonFiniteHandler:
         run, output = self._job.run, self._job.output
         update.learner.forget_skipped_step(micro_steps[-1].expert)
         own = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
-        own = own if sequence.place() == 0 else []
+        own = own if update.learner.ranks.place == 0 else []
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
         begun = number % len(self._job.objective.updates) > 0

@@ -12,7 +12,7 @@ from wandistiller.batch import State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.text_cache import TextCache
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
 from wandistiller.distributed.round_robin import batched
 from wandistiller.flow import FewSteps
@@ -126,10 +126,10 @@ class PictureDrawer:
             calls: of a network, that `make` counts in the progress called `name`.
             seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
         """
-        world, prompts, micro = sequence.replicas(), self.data.sample_prompts, self.job.batch.micro
+        ranks, prompts, micro = self.student.ranks, self.data.sample_prompts, self.job.batch.micro
         # equal for all ranks, so that collectives match; the surplus is cut
-        share = -(-len(prompts) // world)
-        first = sequence.replica() * share
+        share = -(-len(prompts) // ranks.replicas)
+        first = ranks.replica * share
         own = [prompts[i % len(prompts)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
         looks, stats, parts = [], [], batched(own, micro)
@@ -141,7 +141,7 @@ class PictureDrawer:
                 collectives.raise_if_stop_requested()
                 looks.append(self._look(vae.decode(x0_CFHW[None])[0]))
         *row, stats_PK = (
-            sequence.of_each_replica(own)[: len(prompts)].cpu()
+            ranks.of_each_replica(own)[: len(prompts)].cpu()
             for own in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
         )
         return Row(*row), SampleStats(*stats_PK.mean(0).tolist())
@@ -171,7 +171,7 @@ class PictureDrawer:
             progress.skip(run.sample_steps)
             return torch.stack([tensors["x0"] for tensors in kept]).to(collectives.device())
         x0_BCFHW = self._sampled(progress.counting(self.teacher.velocity), prompts, seed)
-        if sequence.place() == 0:
+        if self.student.ranks.place == 0:
             for name, x0_CFHW in zip(names, x0_BCFHW, strict=True):
                 self.data.measured.write(name, {"x0": x0_CFHW})
         return x0_BCFHW

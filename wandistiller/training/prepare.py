@@ -17,16 +17,18 @@ from wandistiller.data.lines import caption
 from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
-from wandistiller.distributed import collectives, sequence
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.teacher.base import Guidance, Teacher
+from wandistiller.teacher.base import Guidance, Teacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
+from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.sampling import denoise
 
@@ -38,15 +40,11 @@ NAMED = 3
 """Greatest number of skipped media that are named in the log."""
 
 
-@within("prepare")
-def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
-    """Complete the cache for the run, whose ranks from now on share sequences as it says. Collective.
-
-    Returns:
-        The training data, the text by prompt, and the teacher if it was loaded, so as not to load it twice.
+def ranks_of(job: Job) -> Ranks:
+    """Return the ranks of a run, which share sequences as it says. Collective.
 
     Raises:
-        ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
+        ConfigError: on all ranks; they did not all read the same run.
     """
     own = identity(job)
     if any(other != own for other in collectives.gather_objects(own)):
@@ -54,7 +52,19 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
             "The ranks read different settings or data: a file changed while the run started, or the nodes "
             "do not see the same files. Start again."
         )
-    sequence.share(job.run.context_parallel)
+    return Ranks.in_groups_of(job.run.context_parallel)
+
+
+@within("prepare")
+def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, TextCache, Teacher | None]:
+    """Complete the cache for the run. Collective.
+
+    Returns:
+        The training data, the text by prompt, and the teacher if it was loaded, so as not to load it twice.
+
+    Raises:
+        ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
+    """
     set_activity("checking the VAE")
     with collectives.raise_on_all_ranks():
         if collectives.rank() == 0:  # pictures need it after hours
@@ -83,9 +93,9 @@ def prepare(job: Job) -> tuple[CachedData, TextCache, Teacher | None]:
     made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
     teacher = None
     if latents.lacks_rollouts(made):
-        teacher = guided_teacher(job, text, sample_prompts)
+        teacher = guided_teacher(job, text, sample_prompts, ranks)
         set_activity("the teacher's rollouts")
-        latents.fill_rollouts(made, teacher.velocity, text.of)
+        latents.fill_rollouts(made, teacher.velocity, text.of, ranks)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     data = CachedData(
         selection,
@@ -175,7 +185,7 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
     return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
 
 
-def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
+def guided_teacher(job: Job, text: TextCache, prompts: list[str], ranks: Ranks = ALONE) -> Teacher:
     """Load the run's teacher, placed by its JSON, with guidance. Collective.
 
     Args:
@@ -183,11 +193,11 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str]) -> Teacher:
     """
     set_activity("loading the teacher")
     guidance = Guidance(text[job.run.negative_prompt], job.guidance)
-    merges = job.run.merge_text_padding
-    teacher = build_teacher(job.teachers_folder, job.teacher, guidance, merges_padding=merges)
+    how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
+    teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
         conditioning = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
-        with sequence.alone():  # on single frames
+        with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
             errors = _quantization_error(job, teacher, guidance, conditioning)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
@@ -225,5 +235,5 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     """
     for job in (job for job in stages if not job.is_spent):
         begin(job)
-        prepare(job)
+        prepare(job, ranks_of(job))
     collectives.destroy()

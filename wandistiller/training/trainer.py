@@ -58,7 +58,7 @@ class Trainer:
         self.job, self.data, self.teacher, self.student = job, data, teacher, learners[STUDENT]
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
-        self.batches = MicroBatches(data, job.schedule, job.batch, latent)
+        self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
         by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
         self.updates = [by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""

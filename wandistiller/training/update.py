@@ -11,7 +11,6 @@ from torch import Tensor
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed import sequence
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.objectives.base import Networks
 from wandistiller.student.learner import Learner
@@ -127,7 +126,7 @@ class Update:
         """
         if self.role != STUDENT or not self.objective.asks_at_noised or self.objective.rolls_out(STUDENT):
             return False
-        return sequence.degree() == 1 and self.job.teacher.works_ahead(on_gpu=on_accelerator())
+        return self.student.ranks.degree == 1 and self.job.teacher.works_ahead(on_gpu=on_accelerator())
 
     def _begin(self, update: int, reads: Reads) -> None:
         """Read an update's samples, and ask the teacher about them, in a thread.

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wandistiller.distributed import sequence
+from wandistiller.distributed.sequence import ImaginedRanks
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.memoize import once_for_each
@@ -257,14 +257,8 @@ def _transformer(
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     state = blank_state(config, latent, samples, text_tokens)
-    with sequence.imagined(sharers):
-        share_sequences(model)
-
-    def call() -> Tensor:
-        with sequence.imagined(sharers):
-            return velocity(model, state)
-
-    return model, call
+    share_sequences(model, ImaginedRanks(sharers))
+    return model, lambda: velocity(model, state)
 
 
 def _own_copy(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

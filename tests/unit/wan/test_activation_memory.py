@@ -21,7 +21,7 @@ from slow_cases import slow_but
 from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
-from wandistiller.distributed import sequence
+from wandistiller.distributed.sequence import ImaginedRanks
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks
@@ -138,9 +138,8 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
     engine, layers = student_engine(dtype, **block), 6
     model, _ = network(layers, engine)
     planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False, sharers=sharers)
-    with sequence.imagined(sharers):
-        share_sequences(model)
-        measured = peak_bytes(lambda: predict(model).square().mean().backward())
+    share_sequences(model, ImaginedRanks(sharers))
+    measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
 
