@@ -106,12 +106,9 @@ class JsonLines(TextLines):
             entry = json.loads(line, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-        row = (
-            [(key.strip().lower(), value) for key, value in entry.items()] if isinstance(entry, dict) else []
-        )
-        return _item(
-            row, 'no prompt. Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
-        )
+        pairs = entry.items() if isinstance(entry, dict) else ()
+        remedy = 'Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
+        return _item([(key.strip().lower(), value) for key, value in pairs], f"no prompt. {remedy}")
 
 
 class Table:
@@ -206,6 +203,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 LINES = {".txt": TextLines(), ".jsonl": JsonLines()}
+"""Readers of lists without a header, by the file's ending."""
 
 
 def beside(media: Path) -> Path:

@@ -6,6 +6,7 @@ Nothing else of a folder is loaded, run or copied.
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -175,31 +176,27 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str, *, padded: bool = 
     return tokenizer([prompt], **cut, return_attention_mask=True, return_tensors="pt")
 
 
-def known_text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keys of UMT5, without the path of the machine that wrote the file."""
-    known = {*UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
+def known_config(file: Path) -> dict[str, Any]:
+    """Return a pipeline's JSON file, in its place, with the keys that the class behind it knows."""
+    config, part, name = read_json(file), file.parent.name, file.name
+    kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
+    kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
+    known: Iterable[str] = config
+    if name == "model_index.json":
+        known = [*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS]
+    elif part == "text_encoder" and name == "config.json":
+        known = text_encoder_keys()
+    elif part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
+        known = TOKENIZER_KEYS
+    elif name in ("config.json", "scheduler_config.json") and (kind := kinds.get(part)):
+        known = [*inspect.signature(kind.__init__).parameters, *VERSIONS]
     return {key: value for key, value in config.items() if key in known}
 
 
-def known_config(file: Path) -> dict[str, Any]:
-    """Return a component's JSON file, named FOLDER/NAME.json, with the keys that its class knows."""
-    config, part, name = read_json(file), file.parent.name, file.name
-    if part == "text_encoder" and name == "config.json":
-        return known_text_config(config)
-    if part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
-        return {key: value for key, value in config.items() if key in TOKENIZER_KEYS}
-    kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
-    kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
-    if kind := kinds.get(part) if name in ("config.json", "scheduler_config.json") else None:
-        known = [*inspect.signature(kind.__init__).parameters, *VERSIONS]
-        return {key: value for key, value in config.items() if key in known}
-    return config
-
-
-def known_index(index: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keys of model_index.json that a WanPipeline has."""
-    known = {*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS}
-    return {key: value for key, value in index.items() if key in known}
+@cache
+def text_encoder_keys() -> set[str]:
+    """Return the keys of UMT5, without the path of the machine that wrote the file."""
+    return {*UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
 
 
 def text_config(folder: Path) -> dict[str, Any]:
@@ -213,9 +210,14 @@ def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:
     return AutoencoderKLWan.from_config(config).eval()
 
 
+def umt5_config(config: dict[str, Any]) -> UMT5Config:
+    """Return the settings of the text encoder that `config` describes."""
+    return UMT5Config.from_dict({key: value for key, value in config.items() if key in text_encoder_keys()})
+
+
 def text_encoder_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> UMT5EncoderModel:
     """Make the text encoder that `config` describes, untrained, on the current default device."""
-    return UMT5EncoderModel._from_config(UMT5Config.from_dict(known_text_config(config)), dtype=dtype).eval()
+    return UMT5EncoderModel._from_config(umt5_config(config), dtype=dtype).eval()
 
 
 def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -16,12 +16,12 @@ from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.components import (
     decoded,
     encoded,
-    known_text_config,
     load_tokenizer,
     scheduler_class,
     states,
     text_encoder_of,
     tokenize,
+    umt5_config,
     unused,
 )
 from wandistiller.wan.pipeline import WanFolder
@@ -40,7 +40,7 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5Enco
     Raises:
         ConfigError: weights that cannot be right.
     """
-    config = UMT5Config.from_dict(known_text_config(read_json(folder / "config.json")))
+    config = umt5_config(read_json(folder / "config.json"))
     more |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
     model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **more).eval()
     require_sound(model, folder)

@@ -24,12 +24,12 @@ def packed(header: bytes, data: bytes = b"") -> bytes:
 
 
 def entry(**changes: Any) -> Callable[[bytes], bytes]:
-    """A file whose header says something else of its first tensor; None: nothing of that."""
+    """A file whose header says something else of its first tensor."""
 
     def change(raw: bytes) -> bytes:
         header, data = header_of(raw)
         name = min(header.keys() - {"__metadata__"})
-        header[name] = {key: value for key, value in (header[name] | changes).items() if value is not None}
+        header[name] |= changes
         return packed(json.dumps(header).encode(), data)
 
     return change
@@ -57,20 +57,11 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("header cut off", lambda raw: raw[:50], NOT_WHOLE),
     ("cut off", lambda raw: raw[:-100], NOT_WHOLE),
     ("too long", lambda raw: raw + b"x", NOT_WHOLE),
-    ("absurd length", lambda raw: b"\xff" * 8 + raw[8:], NOT_WHOLE),
-    ("header of no bytes", lambda raw: bytes(8) + raw[8:], NOT_WHOLE),
-    ("header a list", lambda raw: packed(b"[]"), NOT_WHOLE),
     ("header of brackets", lambda raw: packed(b"[" * 100_000), NOT_WHOLE),
     ("a web page", lambda raw: b"<!DOCTYPE html>" + raw, "it is a web page...Fetch this file again"),
     ("integers", entry(dtype="I32"), "it holds numbers of type I32; known are F64"),
     ("unknown kind", entry(dtype="F7"), "unknown variant `F7`...Fetch this file again"),
-    ("no kind", entry(dtype=None), NOT_WHOLE),
-    ("shape below zero", entry(shape=[-1]), NOT_WHOLE),
-    ("shape text", entry(shape="64"), NOT_WHOLE),
-    ("no place", entry(data_offsets=None), NOT_WHOLE),
-    ("one offset", entry(data_offsets=[0]), NOT_WHOLE),
     ("huge shape", entry(shape=[10**18]), NOT_WHOLE),
-    ("half precision", entry(dtype="F16"), NOT_WHOLE),
     ("overlapping", lambda raw: overlapping(raw), NOT_WHOLE),
 ]
 TENSORS: list[tuple[str, Callable[[State, str], Any], str]] = [

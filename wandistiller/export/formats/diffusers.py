@@ -14,7 +14,7 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
-from wandistiller.wan.components import known_config, known_index
+from wandistiller.wan.components import known_config
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config
@@ -90,7 +90,7 @@ def _scheduler(teacher: WanFolder, facts: Facts) -> dict[str, Any]:
 
 
 def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
-    index = known_index(read_json(teacher.path / "model_index.json"))
+    index = known_config(teacher.path / "model_index.json")
     index["scheduler"] = ["diffusers", scheduler]
     if len(source.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
