@@ -4,19 +4,17 @@ python tests/bench/checkpoint.py            # two ranks, about 3 minutes on two 
 python tests/bench/checkpoint.py --millions 400
 """
 
-import argparse
 import math
-import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
+from common import head, on_cpu, parser, row
+
+on_cpu()
 
 from new_processes import in_new_processes
 
@@ -80,18 +78,18 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made = parser(__doc__)
     made.add_argument("--millions", type=int, default=200, help="parameters of the student, about")
     args = made.parse_args()
-    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
+    head(*HEAD)
     for case, stage, zero in CASES:
         for writer in WRITERS:
             with tempfile.TemporaryDirectory() as folder:
                 found = in_new_processes(measure, stage, zero, writer, args.millions, Path(folder), ranks=2)
             worst = {key: max(of_rank[key] for of_rank in found) for key in found[0]}
-            times = f"{worst['waited']:.2f} s | {worst['behind']:.2f} s"
-            sizes = f"{worst['size']:.0f} MiB | {worst['peak']:.0f} MiB"
-            print(f"| {worst['parameters']:.0f}M, {case} | {writer} | {times} | {sizes} |", flush=True)
+            times = (f"{worst[key]:.2f} s" for key in ("waited", "behind"))
+            sizes = (f"{worst[key]:.0f} MiB" for key in ("size", "peak"))
+            row(f"{worst['parameters']:.0f}M, {case}", writer, *times, *sizes)
 
 
 if __name__ == "__main__":

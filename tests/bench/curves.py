@@ -6,14 +6,12 @@
 Prints the greatest relative difference from the plain loop in the same precision, and between any two rows.
 """
 
-import argparse
-import os
-import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
+from common import head, on_cpu, parser, row
+
+on_cpu()
 
 import torch
 from on_ranks import runs
@@ -35,7 +33,7 @@ def greatest(ours: list[float], theirs: list[float]) -> float:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("names", nargs="*", default=[*filter(runs_here, STUDENTS)])
     made.add_argument("--steps", type=int, default=20)
     given = made.parse_args()
@@ -49,13 +47,11 @@ def main() -> None:
     job = read_job(RunConfig(**recipe(folder, wan, output_dir=str(folder / "plain"))), world=1)
     plain = {name: plain_losses(job, given.steps, dtype) for name, dtype in PRECISIONS.items()}
     collectives.destroy()
-    print(
-        f"| student JSON | ranks | {' | '.join(f'{p}, off plain' for p in PRECISIONS)} |\n|---|---|---|---|"
-    )
+    head("student JSON", "ranks", *(f"{p}, off plain" for p in PRECISIONS))
     for name in given.names:
         for ranks in (1, 2):
             cells = [f"{greatest(curves[f'{name} {p}', ranks], plain[p]):.1e}" for p in PRECISIONS]
-            print(f"| {name} | {ranks} | {' | '.join(cells)} |")
+            row(name, ranks, *cells)
     for p in PRECISIONS:
         ours = [c for (key, _), c in curves.items() if key.endswith(p)]
         between = max(greatest(a, b) for a in ours for b in ours)

@@ -3,14 +3,11 @@
 python tests/bench/emulation.py
 """
 
-import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-for name, value in {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}.items():
-    os.environ.setdefault(name, value)
+from common import head, on_cpu, row
+
+on_cpu()
 
 import torch
 
@@ -30,13 +27,13 @@ def milliseconds(size: int, dtype: torch.dtype, *, transposed: bool) -> float:
 
 def main() -> None:
     print(f"bf16 is {'emulated' if emulates_bf16() else 'computed by instructions'} here\n")
-    print("| size, product | float32 ms | bf16 ms | ratio |\n|---|---|---|---|")
+    head("size, product", "float32 ms", "bf16 ms", "ratio")
     for size in (256, 512, 1024):
         for product, transposed in (("a b", False), ("a b^T", True)):
             one, other = (
                 milliseconds(size, dtype, transposed=transposed) for dtype in (torch.float32, torch.bfloat16)
             )
-            print(f"| {size}, {product} | {one:.1f} | {other:.1f} | {other / one:.0f} |")
+            row(f"{size}, {product}", f"{one:.1f}", f"{other:.1f}", f"{other / one:.0f}")
 
 
 if __name__ == "__main__":

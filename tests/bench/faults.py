@@ -9,10 +9,8 @@ their launcher. Every byte of its output must be that of the undisturbed run, ex
 Prints a line for each launch, then a table.
 """
 
-import argparse
 import itertools
 import json
-import os
 import random
 import shutil
 import statistics
@@ -20,8 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
+from common import head, on_cpu, parser, row
+
+on_cpu()
 
 from faults import Campaign, Outcome
 from killed import PHASES, RESUMING
@@ -34,7 +33,7 @@ CUT = "drawing"
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--runs", type=int, default=50)
     made.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     made.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
@@ -47,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         found = campaign(folder, args.runs, args.ranks, args.precision, args.seed, staged=args.staged)
-    print(table(found), flush=True)
+    print_table(found)
     return int(any(row["wrong"] for row in found))
 
 
@@ -93,11 +92,10 @@ def one(small: Campaign, name: str, phase: str, draw: random.Random) -> Outcome:
     return outcome
 
 
-def table(found: list[dict]) -> str:
-    """Format by phase: kills, runs that ended equal among those hit, most steps lost, seconds to resume."""
+def print_table(found: list[dict]) -> None:
+    """Print by phase: kills, runs that ended equal among those hit, most steps lost, seconds to resume."""
     heads = ["killed in", "faults", "runs hit", "of them equal", "most steps lost"]
-    heads += ["s to first new step, median (worst)"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    head(*heads, "s to first new step, median (worst)")
     for phase in [*PHASES, RESUMING, "all"]:
         hits = [(run, kill) for run in found for kill in run["kills"] if phase in (kill[0], "all")]
         if not hits:
@@ -106,9 +104,7 @@ def table(found: list[dict]) -> str:
         seconds = [kill[2] for _, kill in hits if kill[2] is not None]
         times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "-"
         equal = sum(not run["wrong"] for run in runs)
-        lost = max(kill[1] for _, kill in hits)
-        lines.append(f"| {phase} | {len(hits)} | {len(runs)} | {equal} | {lost} | {times} |")
-    return "\n".join(lines)
+        row(phase, len(hits), len(runs), equal, max(kill[1] for _, kill in hits), times)
 
 
 if __name__ == "__main__":

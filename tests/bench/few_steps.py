@@ -7,14 +7,19 @@ Prints a Markdown table: held-out prompts fully right of 112, squared error to t
 of two seeds (as `evaluate` has them, by diffusers), what is watched in the last 20 updates, and seconds.
 """
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from ablation import ROOT, run  # beside this file; it sets the environment too
+from common import ROOT, head, on_cpu, parser, row
+
+on_cpu()
+
+from ranks import metrics
 from seeds import scores
+from toy_students import run
+
+from wandistiller.utils.files import read_json
 
 STEPS = 2
 CONSISTENCY = {"name": "consistency", "edges": STEPS}
@@ -35,7 +40,7 @@ SHOWN = ("critic_share", "gradient", "deviation")
 
 def train(name: str, start: Path, updates: int, folder: Path) -> Path:
     """Train one variant; return its output folder."""
-    recipe = json.loads((ROOT / "ds_configs" / "recipes" / "two_steps.json").read_text())
+    recipe = read_json("ds_configs/recipes/two_steps.json")
     recipe.pop("stages", None)
     output = folder / f"{name.replace(' ', '_').replace(',', '').replace(':', '')}_{updates}"
     recipe |= {
@@ -53,38 +58,29 @@ def train(name: str, start: Path, updates: int, folder: Path) -> Path:
     return run(recipe, output)
 
 
-def row(name: str, student: Path, lines: list[dict[str, Any]], steps: int) -> str:
+def figures(student: Path, lines: list[dict[str, Any]], steps: int) -> list[str]:
     """Draw the held-out prompts twice and count; `lines` are those of metrics.jsonl."""
     found = scores(student, steps)
     last = [line["watched"] for line in lines[-20:] if "watched" in line]
     watched = [f"{statistics.mean(each[key] for each in last):.2f}" if last else "-" for key in SHOWN]
     seconds = f"{statistics.median(line['seconds'] for line in lines):.2f}" if lines else "-"
-    figures = f"{found.right} | {found.error:.4f} | {found.apart:.3f}"
-    return f"| {name} | {figures} | {' | '.join(watched)} | {seconds} |"
+    return [str(found.right), f"{found.error:.4f}", f"{found.apart:.3f}", *watched, seconds]
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("start", type=Path, help="the output folder of the quick start")
     made.add_argument("names", nargs="*", default=list(VARIANTS))
     made.add_argument("--updates", type=int, default=100)
     made.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_few_steps")
     given = made.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    heads = [
-        "right, of 112",
-        "error",
-        "two seeds' pictures differ by",
-        "critic's share",
-        "gradient",
-        "deviation",
-    ]
-    print(f"| {given.updates} updates | {' | '.join(heads)} | seconds an update |\n{'|---' * 8}|", flush=True)
-    print(row("none", given.start / "student", [], STEPS), flush=True)
+    heads = ["right, of 112", "error", "two seeds' pictures differ by", "critic's share", "gradient"]
+    head(f"{given.updates} updates", *heads, "deviation", "seconds an update")
+    row("none", *figures(given.start / "student", [], STEPS))
     for name in given.names:
         output = train(name, given.start, given.updates, given.folder)
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        print(row(name, output / "student", lines, STEPS), flush=True)
+        row(name, *figures(output / "student", metrics(output), STEPS))
 
 
 if __name__ == "__main__":

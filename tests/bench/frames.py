@@ -6,12 +6,10 @@ A cell has GiB of a GPU at the most, the simplest shipped JSONs that fit at a mi
 that compute each sample together if those are several. All of it is arithmetic.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
+from common import head, row
 from planned import gpus, published_job
 from published_wan import write_wans
 
@@ -42,14 +40,13 @@ def cell(folder: Path, machine: Machine, height: int, width: int, frames: int) -
 
 
 def main() -> None:
-    print(f"| pixels, frames | {' | '.join(MACHINES)} |")
-    print("|---" * (len(MACHINES) + 1) + "|")
+    head("pixels, frames", *MACHINES)
     with tempfile.TemporaryDirectory() as made:
         folder = write_wans(Path(made))
         for height, width in SIZES:
             for frames in FRAMES:
                 cells = [cell(folder, machine, height, width, frames) for machine in MACHINES.values()]
-                print(f"| {height}x{width}, {frames} | {' | '.join(cells)} |", flush=True)
+                row(f"{height}x{width}, {frames}", *cells)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ loss, a gradient norm or a file differs in one bit. Messages may be reworded on 
 are printed, not judged.
 """
 
-import argparse
 import difflib
 import hashlib
 import json
@@ -22,9 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
-
+from common import ROOT, parser
 from published_wan import write_wans
 
 HOST = {"1": 192, "4": 512, "8": 1000}
@@ -258,7 +255,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     commands = made.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
     recording.add_argument("file", type=Path)

@@ -5,14 +5,11 @@ A level is the mean of 50 steps: blocks that the C library caches vary by MiB wi
     python tests/bench/leak.py              # 2,000 steps on two ranks, about 10 minutes on two cores
 """
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
+from common import head, parser, row
 from ranks import metrics, run, train_words
 from recipes import recipe_file
 from small_wan import make_wan
@@ -28,16 +25,15 @@ def held(folder: Path, steps: int, ranks: int) -> list[list[float]]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--steps", type=int, default=2000)
     made.add_argument("--ranks", type=int, default=2)
     args = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = held(Path(folder), args.steps, args.ranks)
-    print(f"| step | {' | '.join(f'rank {rank}, MiB' for rank in range(args.ranks))} |")
-    print("|---" * (args.ranks + 1) + "|")
+    head("step", *(f"rank {rank}, MiB" for rank in range(args.ranks)))
     for step in sorted({1, 10, *range(100, args.steps, max(100, args.steps // 8)), args.steps}):
-        print(f"| {step} | {' | '.join(f'{1024 * gib:.1f}' for gib in found[step - 1])} |")
+        row(step, *(f"{1024 * gib:.1f}" for gib in found[step - 1]))
     levels = (
         [mean(of_rank) for of_rank in zip(*found[some], strict=True)]
         for some in (slice(50, 100), slice(-50, None))

@@ -8,17 +8,14 @@ arithmetic, `bar` 1.15 x kept + the largest tensor. `node` is the memory of all 
 shared pages once. The file is in the page cache for all of them.
 """
 
-import argparse
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+from common import head, on_cpu, parser, row
+
+on_cpu()
 
 import torch
 from new_processes import in_new_processes
@@ -122,7 +119,7 @@ def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_load"))
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
@@ -134,17 +131,15 @@ def main() -> None:
     for file in folder.rglob("*.safetensors"):
         file.read_bytes()
     print(f"{args.layers} layers stored in {args.stored}, loaded in {args.dtype}, {args.ranks} ranks\n")
-    print(f"| placement | kept | bar | peak | peak / kept | node | seconds |\n|{'---|' * 7}")
+    head("placement", "kept", "bar", "peak", "peak / kept", "node", "seconds")
     for name in ["from_pretrained", *args.placements]:
         ranks = 1 if name == "from_pretrained" else args.ranks
         found = in_new_processes(measure, folder, name, args.dtype, ranks=ranks)
         peak, seconds = (max(of_rank[key] for of_rank in found) for key in ("peak", "seconds"))
         keeps, largest = kept(folder, name, args.dtype, ranks)
-        print(
-            f"| {name} | {keeps:.0f} | {1.15 * keeps + largest:.0f} | {peak:.0f} | {peak / keeps:.2f} "
-            f"| {sum(of_rank['after'] for of_rank in found):.0f} | {seconds:.1f} |",
-            flush=True,
-        )
+        node = sum(of_rank["after"] for of_rank in found)
+        sizes = (f"{mib:.0f}" for mib in (keeps, 1.15 * keeps + largest, peak))
+        row(name, *sizes, f"{peak / keeps:.2f}", f"{node:.0f}", f"{seconds:.1f}")
 
 
 if __name__ == "__main__":

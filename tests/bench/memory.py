@@ -12,13 +12,11 @@ largest rank in each phase: resident memory, or on a GPU torch's allocator's. En
 FOLDER and not repeated. Ends with 1 if a run's peak is not within -5 and +10 % of the plan.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
+from common import head, parser, row
 from planned import measured, pipeline, predicted, recipe
 from ranks import STUDENTS
 from ranks import TEACHERS as PLACEMENTS
@@ -42,7 +40,7 @@ def shortened(given: dict) -> dict:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_memory"))
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--width", type=int, default=512)
@@ -74,10 +72,9 @@ def main() -> None:
             phases = [phase for phase in expected if phase in actual]
             ratios.append(max(expected[p] for p in phases) / max(actual[p] for p in phases))
             if len(ratios) == 1:
-                print(f"| student | teacher | {' | '.join(phases)} | planned / measured at the highest |")
-                print("|---" * (len(phases) + 3) + "|")
-            each = " | ".join(f"{expected[phase]} / {actual[phase]}" for phase in phases)
-            print(f"| {student} | {teacher} | {each} | {ratios[-1]:.3f} |", flush=True)
+                head("student", "teacher", *phases, "planned / measured at the highest")
+            each = (f"{expected[phase]} / {actual[phase]}" for phase in phases)
+            row(student, teacher, *each, f"{ratios[-1]:.3f}")
     print(f"planned / measured: {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} runs")
     sys.exit(not all(0.95 <= ratio <= 1.1 for ratio in ratios))
 

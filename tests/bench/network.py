@@ -9,7 +9,6 @@ node. A rank sends the first number, a node the second. DeepSpeed's comms logger
 collective, without those that bypass it (an owner's, and a few numbers of each step for logs).
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,8 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
+from common import head, parser, row
 from planned import pipeline, recipe
 from ranks import ROOT, STUDENTS, TEACHERS, environment, free_port, write_json
 
@@ -89,7 +87,7 @@ def planned(given: dict, nodes: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_network"))
     made.add_argument("--students", nargs="*", default=STUDENTS)
     placed = [name for name in TEACHERS if not name.startswith("device_map")]
@@ -101,8 +99,8 @@ def main() -> None:
     wan = pipeline(folder, 512, 2)
     students = [*args.students, *[NEAR] * ("zero3" in args.students)]
     pairs = [(s, "replicated") for s in students] + [("zero2", t) for t in args.teachers if t != "replicated"]
-    heads = "one node: a rank sends, MiB, planned / counted | two: a node sends | comms logger, two nodes"
-    print(f"| student, teacher | {heads} |\n|---|---|---|---|")
+    heads = "one node: a rank sends, MiB, planned / counted", "two: a node sends", "comms logger, two nodes"
+    head("student, teacher", *heads)
     with two_nodes():
         for student, teacher in pairs:
             shipped, steps = student.partition(",")[0], {"max_steps": 3, "sample_every": 9, "save_every": 9}
@@ -119,7 +117,7 @@ def main() -> None:
                 cells.append(f"{plan:.1f} / {count / MIB:.1f}")
             large = {name: size for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20}
             ops = ", ".join(f"{name} {size / MIB:.1f}" for name, size in large.items())
-            print(f"| {student}, {teacher} | {cells[0]} | {cells[1]} | {ops} |", flush=True)
+            row(f"{student}, {teacher}", *cells, ops)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ memory, as the plain loop has it; `streamed` copies the teacher's blocks from CP
 `quickstart` offloads ZeRO-2's optimizer and has the teacher under ZeRO-Inference.
 """
 
-import argparse
-import os
 import shutil
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,12 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
-for name, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
-    os.environ.setdefault(name, value)
+from common import ROOT, Row, head, on_cpu, parser, row
 
-from states import state
+on_cpu()
 
 from wandistiller.utils import allocators
 
@@ -37,6 +31,7 @@ allocators.set_defaults()
 
 import torch
 from diffusers import WanTransformer3DModel
+from states import state
 from torch import Tensor
 from trainers import job_of, parts_of, trainer_of
 
@@ -50,7 +45,7 @@ from wandistiller.wan.pipeline import TINY
 from wandistiller.wan.text_padding import merge_text_padding, padded
 from wandistiller.wan.transformer import velocity
 
-CONFIGS = TESTS.parent / "ds_configs"
+CONFIGS = ROOT / "ds_configs"
 SETTINGS = {
     "same": ("zero0", "replicated"),
     "streamed": ("zero0", "streamed"),
@@ -182,7 +177,7 @@ def train(trainer: Trainer, steps: range) -> list[float]:
     return losses
 
 
-def compare(folder: Path, teacher_path: Path, setting: str, batch: int, steps: int) -> tuple[str, list[str]]:
+def compare(folder: Path, teacher_path: Path, setting: str, batch: int, steps: int) -> tuple[Row, list[Row]]:
     """Train both; return a row of the table, and the rows of its parts."""
     given = recipe(folder, teacher_path, setting, batch)
     trainer, timers = trainer_of(given, parts_of(job_of(given))), (Timer(), Timer())
@@ -203,15 +198,12 @@ def compare(folder: Path, teacher_path: Path, setting: str, batch: int, steps: i
     ratio = statistics.median(a / b for a, b in turns[1:])
     apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
     ms = [{part: t / (steps - TURN) for part, t in timer.ms.items()} for timer in timers]
-    row = (
-        f"| {setting} | {batch} | {ms[0]['in all']:.0f} | {ms[1]['in all']:.0f} | {ratio:.3f} | {apart:.0e} |"
-    )
-    parts = [f"| {setting} | {batch} | {p} | {ms[0].get(p, 0):.1f} | {ms[1][p]:.1f} |" for p in ms[1]]
-    return row, parts
+    cells = setting, batch, *(f"{of['in all']:.0f}" for of in ms), f"{ratio:.3f}", f"{apart:.0e}"
+    return cells, [(setting, batch, p, f"{ms[0].get(p, 0):.1f}", f"{ms[1][p]:.1f}") for p in ms[1]]
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_overhead"))
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     made.add_argument("--batch", nargs="+", type=int, default=[4, 16])
@@ -223,12 +215,14 @@ def main() -> None:
     pairs = [(setting, batch) for setting in args.settings for batch in args.batch]
     teacher = wider(args.folder, args.wider)
     rows, parts = zip(*(compare(args.folder, teacher, *pair, args.steps) for pair in pairs), strict=True)
-    print(
-        "| setting | batch | plain, CPU ms a step | trainer | samples a CPU second / plain | losses apart |"
-    )
-    print("|---" * 6 + "|", *rows, sep="\n")
-    print("\n| setting | batch | part | plain, CPU ms a step | trainer |")
-    print("|---" * 5 + "|", *(row for some in parts for row in some), sep="\n")
+    heads = "plain, CPU ms a step", "trainer", "samples a CPU second / plain", "losses apart"
+    head("setting", "batch", *heads)
+    for cells in rows:
+        row(*cells)
+    print()
+    head("setting", "batch", "part", *heads[:2])
+    for cells in (cells for some in parts for cells in some):
+        row(*cells)
 
 
 if __name__ == "__main__":

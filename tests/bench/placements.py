@@ -4,15 +4,13 @@ python tests/bench/placements.py                  # 40 steps each, two ranks, ab
 python tests/bench/placements.py --max_steps 700  # the whole quick start, under each of them
 """
 
-import argparse
 import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
+from common import head, parser, row
 from ranks import ROOT, TEACHERS, launcher, metrics, run
 
 
@@ -35,7 +33,7 @@ def trained(name: str, folder: Path, steps: int, ranks: int) -> list[dict[str, A
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_placements"))
     made.add_argument("--max_steps", type=int, default=40)
     made.add_argument("--ranks", type=int, default=2)
@@ -45,13 +43,11 @@ def main() -> None:
     losses = {name: [line["loss"] for line in entries] for name, entries in lines.items()}
     first = losses[args.placements[0]]
     shown = sorted({0, 1, *range(0, args.max_steps, max(1, args.max_steps // 10)), args.max_steps - 1})
-    print(f"| placement | {' | '.join(f'step {i + 1}' for i in shown)} | same losses | seconds a step |")
-    print("|---" * (len(shown) + 3) + "|")
+    head("placement", *(f"step {i + 1}" for i in shown), "same losses", "seconds a step")
     for name, values in losses.items():
         same = sum(a == b for a, b in zip(values, first, strict=True))
         seconds = statistics.median(line["seconds"] for line in lines[name])
-        cells = " | ".join(f"{values[i]:.9f}" for i in shown)
-        print(f"| {name} | {cells} | {same} of {len(first)} | {seconds:.2f} |")
+        row(name, *(f"{values[i]:.9f}" for i in shown), f"{same} of {len(first)}", f"{seconds:.2f}")
 
 
 if __name__ == "__main__":

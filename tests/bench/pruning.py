@@ -5,9 +5,10 @@
 FOLDER takes the cache of 63 prompts (under a minute to make), which a second run uses again.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
+
+from common import head, parser, row
 
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import read_run_config
@@ -42,12 +43,9 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
         "teacher_deepspeed_config": "ds_configs/teacher/replicated.json",
         "teacher_dtype": "float32",
     }
-    values = {
-        k: v
-        for k, v in read_json("ds_configs/recipes/quickstart.json").items()
-        if k != "teacher_device_strategy"
-    }
-    return read_job(read_run_config(values | changes, {}), 1)
+    quick = read_json("ds_configs/recipes/quickstart.json") | changes
+    del quick["teacher_device_strategy"]
+    return read_job(read_run_config(quick, {}), 1)
 
 
 def main(folder: Path) -> None:
@@ -58,10 +56,7 @@ def main(folder: Path) -> None:
     data, text, teacher = prepare(first)
     teacher = teacher or guided_teacher(first, text, data.sample_prompts)
     batches = calibration_of(first, data)
-    print(
-        "| student | parameters of the teacher's | relative velocity error | by sigma |\n|---|---|---|---|",
-        flush=True,
-    )
+    head("student", "parameters of the teacher's", "relative velocity error", "by sigma")
     unguided = without_guidance(teacher)
     targets = [unguided.velocity(batch) for batch in batches]
     whole = sum(p.numel() for m in local_modules(unguided).values() for p in m.parameters())
@@ -81,15 +76,12 @@ def main(folder: Path) -> None:
         share = sum(p.numel() for m in models.values() for p in m.parameters()) / whole
         bands = ", ".join(f"{band}: {value:.3f}" for band, value in error.by_sigma().items())
         title = ", ".join(f"{k} {v}" for k, v in student.items() if k != "init")
-        print(
-            f"| {title} {job.student.keep_layers if 'keep_layers' in student else ''} | {share:.0%} | "
-            f"{error.relative():.4f} | {bands} |",
-            flush=True,
-        )
+        kept = job.student.keep_layers if "keep_layers" in student else ""
+        row(f"{title} {kept}", f"{share:.0%}", f"{error.relative():.4f}", bands)
     collectives.destroy()
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = parser(__doc__)
     options.add_argument("folder", type=Path)
     main(options.parse_args().folder)

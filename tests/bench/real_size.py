@@ -13,7 +13,6 @@ which is measured before and after the run.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -23,14 +22,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
-
 import torch
+from common import ROOT, head, parser, row
 from diffusers import AutoencoderKLWan
 from planned import predicted
 from published_wan import LARGE, SMALL, VAE21
-from ranks import environment, write_json
+from ranks import environment, metrics, write_json
 from safetensors.torch import save_file
 from small_wan import WORDS, make_wan
 from transformers import UMT5Config, UMT5EncoderModel
@@ -111,7 +108,7 @@ def pipeline(folder: Path, size: str) -> Path:
 def timed(words: list[str], code: int = 0, stop: Path | None = None) -> Used:
     """Run a command to its exit code; touch `stop` when the first step of the run beside it is written."""
     began, use = time.perf_counter(), None
-    process = subprocess.Popen(words, cwd=TESTS.parent, env=environment(OMP_NUM_THREADS=str(os.cpu_count())))
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(OMP_NUM_THREADS=str(os.cpu_count())))
     while not use:
         time.sleep(1)
         if stop and (lines := stop.with_name("metrics.jsonl")).is_file() and lines.stat().st_size:
@@ -142,8 +139,7 @@ def size_of(folder: Path) -> float:
 
 def shipped(name: str) -> dict[str, Any]:
     """A shipped JSON in float32, which CPUs compute fastest."""
-    ds = json.loads((TESTS.parent / f"ds_configs/{name}.json").read_text())
-    return ds | {"bf16": {"enabled": False}}
+    return read_json(f"ds_configs/{name}.json") | {"bf16": {"enabled": False}}
 
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -172,18 +168,18 @@ def report(output: Path, used: dict[str, Used], job: Job, rate: float) -> None:
     Args:
         rate: 10^12 operations a second of a core.
     """
-    print("\n| command | s | CPU s | MiB at most, with mapped files |\n|---|---|---|---|")
+    head("command", "s", "CPU s", "MiB at most, with mapped files")
     for name, one in used.items():
-        print(f"| {name} | {one.seconds:.0f} | {one.cpu:.0f} | {one.peak} |")
-    print("\n| phase | planned MiB | measured MiB | ratio |\n|---|---|---|---|")
+        row(name, f"{one.seconds:.0f}", f"{one.cpu:.0f}", one.peak)
+    print()
+    head("phase", "planned MiB", "measured MiB", "ratio")
     memory, planned = read_json(output / "memory.json"), predicted(asdict(job.run), 1)
     for phase in (p for p in planned if p in memory and p != "prepare"):  # `train` found a full cache
         measured = round(1024 * max(memory[phase]["host_peak"]))
-        print(f"| {phase} | {planned[phase]} | {measured} | {planned[phase] / measured:.2f} |")
+        row(phase, planned[phase], measured, f"{planned[phase] / measured:.2f}")
     disk = written(job, accelerator=False).whole / GIB
     print(f"\ndisk: run and cache {size_of(output):.2f} GiB; planned {disk:.2f}")
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    seconds = min(line["seconds"] for line in steps)
+    seconds = min(line["seconds"] for line in metrics(output))
     instant = {key: 1e8 for key in ("pcie", "link", "network", "memory", "disk")}
     rates = Rates(tflops=rate * os.cpu_count(), cpu_tflops=1e8, **instant)
     products = StepTime(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).floor()
@@ -192,7 +188,7 @@ def report(output: Path, used: dict[str, Used], job: Job, rate: float) -> None:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_real_size"))
     made.add_argument("--size", choices=SIZES, default="1.3B")
     made.add_argument("--student_layers", type=int, default=15)

@@ -7,15 +7,10 @@ Prints for each scheduler the distance of its latents from Euler's method in 100
 method in as many steps, which students of few steps are trained for, as shares of their norm: 16 prompts.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
 import torch
+from common import head, parser, row
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from torch import Tensor
-
-sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import STEPS
@@ -31,7 +26,7 @@ FINE = 1000
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("student")
     made.add_argument("--steps", type=int, nargs="+", default=[4, 8, 20, STEPS])
     made.add_argument("--shift", type=float, default=3.0)
@@ -55,8 +50,7 @@ def main() -> None:
         return pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=steps, **size).frames
 
     fine = euler(FINE)
-    print(f"| steps | scheduler | off {FINE} steps | off Euler in as many |")
-    print("|---|---|---|---|")
+    head("steps", "scheduler", f"off {FINE} steps", "off Euler in as many")
     for steps in args.steps:
         exact, shift = euler(steps), {"flow_shift": args.shift, "use_flow_sigmas": True}
         stretched = {k: v for k, v in few_step_config(args.shift, steps).items() if k != "_class_name"}
@@ -67,8 +61,8 @@ def main() -> None:
         }
         for name, scheduler in schedulers.items():
             x0 = stock(scheduler, steps)
-            off = (torch.dist(x0, other) / other.norm() for other in (fine, exact))
-            print(f"| {steps} | {name} | {' | '.join(f'{100 * share:.2f} %' for share in off)} |", flush=True)
+            off = (100 * torch.dist(x0, other) / other.norm() for other in (fine, exact))
+            row(steps, name, *(f"{share:.2f} %" for share in off))
 
 
 if __name__ == "__main__":

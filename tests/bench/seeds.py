@@ -7,14 +7,20 @@
 Draws all 112 held-out prompts twice from the exported folders, by diffusers, in the trained number of steps.
 """
 
-import argparse
-import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ablation import ROOT, run  # beside this file; it sets the environment too
+from common import ROOT, head, on_cpu, parser, row
+
+on_cpu()
+
+from ranks import metrics
+from toy_students import PROMPTS, pictures, run
+
+from wandistiller.tiny import shapes
+from wandistiller.utils.files import read_json
 
 RECIPES = [
     ROOT / "ds_configs" / "recipes" / f"{name}.json" for name in ("four_steps", "two_steps", "one_step")
@@ -36,64 +42,43 @@ class Scores(NamedTuple):
 
 def scores(student: Path, steps: int) -> Scores:
     """Draw the held-out prompts from two seeds each; the first is scored."""
-    import torch
-
-    from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
-    from wandistiller.tiny import shapes
-
-    torch.set_num_threads(1)
-    pipeline, prompts = open_pipeline(student, torch.float32), shapes.HELD_OUT
-    how, right, errors, apart = Sampling(height=64, width=64, steps=steps), 0, [], []
-    for i in range(0, len(prompts), 8):
-        part = prompts[i : i + 8]
-        one, two = (
-            draw(pipeline, part, [seed + i + k for k in range(len(part))], how)[:, :, 0] for seed in (0, 112)
-        )
-        right += sum(shapes.fully_right(one, part))
-        errors += shapes.mse_to_prompts(one, part).tolist()
-        apart += (one - two).square().flatten(1).mean(1).sqrt().tolist()
-    return Scores(right, statistics.mean(errors), statistics.mean(apart))
+    one, two = (pictures(student, seed, steps=steps) for seed in (0, len(PROMPTS)))
+    errors, apart = shapes.mse_to_prompts(one, PROMPTS), (one - two).square().flatten(1).mean(1).sqrt()
+    return Scores(sum(shapes.fully_right(one, PROMPTS)), errors.mean().item(), apart.mean().item())
 
 
 def train(file: Path, seed: int, folder: Path) -> tuple[Path, float]:
     """Train by a recipe with a seed and a cache for it; return its output folder and minutes of steps."""
     output = folder / f"{file.stem}_{seed}"
-    recipe = json.loads(file.read_text()) | {"seed": seed, "output_dir": str(output)}
+    recipe = read_json(file) | {"seed": seed, "output_dir": str(output)}
     run(recipe | {"cache_dir": str(folder / f"cache_{seed}")}, output)
-    logs = sorted(output.rglob("metrics.jsonl"))
-    seconds = (json.loads(line)["seconds"] for log in logs for line in log.read_text().splitlines())
-    return output, sum(seconds) / 60
-
-
-def steps_of(output: Path) -> int:
-    """Return the number of steps that a student was trained for."""
-    facts = json.loads((output / "student" / "wandistiller.json").read_text())
-    return facts["steps"]
+    stages = [log.parent for log in output.rglob("metrics.jsonl")]
+    return output, sum(line["seconds"] for stage in stages for line in metrics(stage)) / 60
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("recipes", nargs="*", type=Path, default=RECIPES)
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_seeds")
     made.add_argument("--at_a_time", type=int, default=2)
     given = made.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    heads = "right, of 112 | of the teacher's | squared error | two seeds' pictures differ by | minutes"
-    print(f"| recipe | seed | steps | {heads} |\n{'|---' * 8}|", flush=True)
+    heads = ("right, of 112", "of the teacher's", "squared error", "two seeds' pictures differ by", "minutes")
+    head("recipe", "seed", "steps", *heads)
     with ThreadPoolExecutor(given.at_a_time) as pool:
         for file in given.recipes:
             runs = list(pool.map(lambda seed, file=file: train(file, seed, given.folder), given.seeds))
             found = []
             for seed, (output, minutes) in zip(given.seeds, runs, strict=True):
-                steps = steps_of(output)
+                steps = read_json(output / "student" / "wandistiller.json")["steps"]
                 found.append(scores(output / "student", steps))
-                print(row(file.stem, str(seed), steps, found[-1], f"{minutes:.1f}"), flush=True)
+                row(file.stem, seed, steps, *figures(found[-1]), f"{minutes:.1f}")
             means, spreads = (
                 [f(column) for column in zip(*found, strict=True)] for f in (statistics.mean, spread)
             )
-            print(row(file.stem, "mean", steps, Scores(*means), ""), flush=True)
-            print(row(file.stem, "spread", steps, Scores(*spreads), ""), flush=True)
+            row(file.stem, "mean", steps, *figures(Scores(*means)), "")
+            row(file.stem, "spread", steps, *figures(Scores(*spreads)), "")
 
 
 def spread(values: tuple[float, ...]) -> float:
@@ -101,9 +86,8 @@ def spread(values: tuple[float, ...]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def row(name: str, seed: str, steps: int, s: Scores, minutes: str) -> str:
-    figures = f"{s.right:.1f} | {s.right / TEACHER:.3f} | {s.error:.4f} | {s.apart:.3f}"
-    return f"| {name} | {seed} | {steps} | {figures} | {minutes} |"
+def figures(s: Scores) -> tuple[str, ...]:
+    return f"{s.right:.1f}", f"{s.right / TEACHER:.3f}", f"{s.error:.4f}", f"{s.apart:.3f}"
 
 
 if __name__ == "__main__":

@@ -8,16 +8,11 @@ time that their operations (products and attention) take at the rate of one larg
 between them. Then the share of each kind of operation in the forward pass, by torch's profiler.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
+from common import head, parser, row
 from published_wan import SMALL
 from states import state
 from torch.profiler import ProfilerActivity, profile
@@ -65,7 +60,7 @@ def shares(call: Callable[[], object]) -> dict[str, float]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--pixels", type=int, nargs=2, default=(480, 832))
     height, width = made.parse_args().pixels
     config, latent = usual_config(**SMALL | {"num_layers": LAYERS}), (16, 1, height // 8, width // 8)
@@ -90,15 +85,16 @@ def main() -> None:
     fastest = max(before, between, rate())
     policy = CheckpointPolicy()
     ideal = forward_flops(config, latent), step_flops(meta_transformer(config), latent, policy)
-    print(f"{height}x{width}, {LAYERS} layers, {fastest / 1e9:.0f} GFLOP a CPU second in a large product")
-    print("\n| | CPU s | times its operations at that rate |\n|---|---|---|")
+    print(f"{height}x{width}, {LAYERS} layers, {fastest / 1e9:.0f} GFLOP a CPU second in a large product\n")
+    head("", "CPU s", "times its operations at that rate")
     for name, took, operations in zip(
         ("forward", "forward, recomputed, backward"), (forward_seconds, step_seconds), ideal, strict=True
     ):
-        print(f"| {name} | {took:.2f} | {took * fastest / operations:.2f} |")
-    print("\n| in the forward pass | share |\n|---|---|")
+        row(name, f"{took:.2f}", f"{took * fastest / operations:.2f}")
+    print()
+    head("in the forward pass", "share")
     for kind, share in shares(forward).items():
-        print(f"| {kind} | {100 * share:.1f} % |")
+        row(kind, f"{100 * share:.1f} %")
 
 
 if __name__ == "__main__":

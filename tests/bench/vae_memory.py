@@ -7,13 +7,8 @@ Every row is a process of its own: the real classes with random weights, `Vae`'s
 Measured is the kernel's peak of resident memory during the call, less that before; planned: the forecast.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
-
 import torch
+from common import head, parser, row
 from new_processes import in_new_processes
 from published_wan import VAE21, VAE22
 
@@ -49,43 +44,43 @@ def shape(name: str, what: str, samples: int, frames: int, height: int, width: i
     return (samples, 3, frames, height, width) if what.startswith("encode") else latents
 
 
-def planned(row: tuple) -> int:
-    if row[0] == "text":
+def planned(case: tuple) -> int:
+    if case[0] == "text":
         return text_encoding(TEXT, "float32", accelerator=False).work
-    call, _, tiles = row[1].partition(" ")
-    return PARTS[call](VAES[row[0]], shape(*row), accelerator=False, tiles=bool(tiles)).work
+    call, _, tiles = case[1].partition(" ")
+    return PARTS[call](VAES[case[0]], shape(*case), accelerator=False, tiles=bool(tiles)).work
 
 
 @torch.no_grad()
-def measured(row: tuple) -> int:
+def measured(case: tuple) -> int:
     """In this process, which must be fresh."""
-    call, _, tiles = row[1].partition(" ")
-    model = text_encoder_of(TEXT) if row[0] == "text" else FittingVae.from_config(VAES[row[0]]).eval()
-    if row[0] != "text":
-        model.chosen[call, torch.Size(shape(*row))] = bool(tiles)
+    call, _, tiles = case[1].partition(" ")
+    model = text_encoder_of(TEXT) if case[0] == "text" else FittingVae.from_config(VAES[case[0]]).eval()
+    if case[0] != "text":
+        model.chosen[call, torch.Size(shape(*case))] = bool(tiles)
     with memory_usage.within("before"):
         pass
     before = memory_usage.read().host
-    if row[0] == "text":
+    if case[0] == "text":
         token_BL = torch.zeros(1, 512, dtype=torch.long)
         states(model, token_BL, torch.ones_like(token_BL))
     else:
-        (encoded if call == "encode" else decoded)(model, torch.randn(shape(*row)))
+        (encoded if call == "encode" else decoded)(model, torch.randn(shape(*case)))
     return memory_usage.read().host_peak - before
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--only", default="")
     args = made.parse_args()
-    print("| model | call | samples x frames x height x width | planned MiB | measured MiB | ratio |")
-    print("|---|---|---|---|---|---|")
-    for row in ROWS:
-        if args.only in row[0]:
-            expected, (actual,) = planned(row), in_new_processes(measured, row)
-            size, ratio = "x".join(map(str, row[2:])), expected / actual
-            cells = f"{size} | {expected // MIB} | {actual // MIB} | {ratio:.3f}"
-            print(f"| {row[0]} | {row[1]} | {cells} |", flush=True)
+    sizes = "samples x frames x height x width"
+    head("model", "call", sizes, "planned MiB", "measured MiB", "ratio")
+    for name, what, *size in ROWS:
+        if args.only in name:
+            case = (name, what, *size)
+            expected, (actual,) = planned(case), in_new_processes(measured, case)
+            mib = expected // MIB, actual // MIB
+            row(name, what, "x".join(map(str, size)), *mib, f"{expected / actual:.3f}")
 
 
 if __name__ == "__main__":
