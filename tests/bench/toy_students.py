@@ -13,7 +13,7 @@ from ranks import environment
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
 from wandistiller.tiny import shapes
 
-PROMPTS = shapes.held_out_prompts()
+PROMPTS = shapes.HELD_OUT
 
 
 def run(recipe: dict[str, Any], output: Path) -> Path:

@@ -59,6 +59,7 @@ def test_a_relative_path_into_the_data_is_found_too(here: Path, monkeypatch: pyt
 
 def test_samples_of_a_run_may_not_become_its_data(here: Path) -> None:
     (here / "outer/samples").mkdir(parents=True)
+    (here / "outer/samples/prompts.txt").write_text("a red circle\n")
     (found,) = problems(here, output_dir=str(here / "outer"), data_path=str(here / "outer/samples"))
     assert "outer/samples, which is `data_path`" in found
 
