@@ -47,7 +47,6 @@ def train(name: str, steps: int, folder: Path) -> Path:
         "deepspeed_config": ds,
         "max_steps": steps,
         "save_every": steps,
-        "rollout_path": True,
         "teacher_deepspeed_config": "ds_configs/teacher/replicated.json",
         "sample_every": steps,
         "sample_steps": 2,

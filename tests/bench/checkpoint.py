@@ -49,7 +49,7 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from wandistiller.batch import STUDENT, Expert
     from wandistiller.checkpoint.checkpointer import Checkpointer
     from wandistiller.distributed import collectives
-    from wandistiller.engine import ds_config
+    from wandistiller.engine.ds_config import load, student_engine
     from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.student.learner import Learner
 
@@ -59,8 +59,7 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     model = small_transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
     ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "bf16": {"enabled": True}}
     ds["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
-    ds, *_ = ds_config.student_engine("here", ds, collectives.world_size())
-    student = Learner({Expert.HIGH_NOISE: model}, ds)
+    student = Learner({Expert.HIGH_NOISE: model}, student_engine(load(ds), collectives.world_size()))
     (trained,) = student.trained.values()
     for flat in trained.flats:
         trained.make_state(flat, ["exp_avg", "exp_avg_sq"], 1)

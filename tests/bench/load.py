@@ -64,26 +64,22 @@ class Peak(threading.Thread):
 def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
     """On this rank: load the teacher as `name` says, or with from_pretrained."""
     from diffusers import WanTransformer3DModel
+    from shipped import placement
 
     from wandistiller.distributed import collectives
-    from wandistiller.engine import ds_config
     from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.teacher.build import build_teacher
-    from wandistiller.teacher.teacher_json import teacher_engine
-    from wandistiller.utils.files import read_json
     from wandistiller.wan import pipeline
 
     patch_deepspeed()
     collectives.init("warning")
     teacher = pipeline.open_wan(str(folder))
     if name != "from_pretrained":
-        ds = ds_config.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-        if ds_config.offload_device(ds) == "nvme":
-            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(folder.parent / "swap")
+        placed = placement(name, dtype, swap=folder.parent / "swap")
+        if placed.engine.on_nvme:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
             AsyncIOBuilder().load(verbose=False)  # its build is no part of loading
-        ds = teacher_engine(name, ds, collectives.world_size())
     collectives.barrier()
     peak = Peak()
     peak.start()
@@ -91,7 +87,7 @@ def measure(folder: Path, name: str, dtype: str) -> dict[str, float]:
     if name == "from_pretrained":
         made = WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=getattr(torch, dtype))
     else:
-        made = build_teacher(teacher, ds)
+        made = build_teacher(teacher, placed)
     seconds = time.perf_counter() - start
     found = {"peak": peak.stop(), "seconds": seconds, "after": resident()["pss"] - peak.base["pss"]}
     collectives.barrier()  # pages that ranks share count by their share as long as all are there

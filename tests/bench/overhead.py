@@ -117,7 +117,7 @@ class PlainLoop:
     def __init__(self, trainer: Trainer, timer: Timer):
         job, self._timer = trainer.job, timer
         self._scales, self._null_1LD = job.guidance, trainer.teacher.guidance.null_text_LD[None]
-        self._student = WanTransformer3DModel.from_config(job.student_transformer).train()
+        self._student = WanTransformer3DModel.from_config(job.student_transformer.raw).train()
         self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
         self._student.enable_gradient_checkpointing()
         self._teachers = {
@@ -125,9 +125,9 @@ class PlainLoop:
         }
         for model in (self._student, *self._teachers.values()) if job.run.merge_text_padding else ():
             merge_text_padding(model)
-        params = job.student_ds["optimizer"]["params"]
+        params = job.student_engine.section("optimizer.params")
         self._optimizer = torch.optim.AdamW(self._student.parameters(), fused=True, **params)
-        self._clip = job.student_ds["gradient_clipping"]
+        self._clip = job.student_engine.raw["gradient_clipping"]
 
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the loss."""

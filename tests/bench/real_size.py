@@ -45,6 +45,7 @@ from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = {"1.3B": SMALL, "14B": LARGE}
 SHARD = 2 * GIB
@@ -75,7 +76,7 @@ def write_shards(folder: Path, config: dict[str, Any]) -> None:
         old.unlink()
     shards: list[dict[str, torch.Size]] = [{}]
     nbytes = 0
-    for name, tensor in meta_transformer(config).state_dict().items():
+    for name, tensor in meta_transformer(TransformerConfig.of(config)).state_dict().items():
         if nbytes > SHARD:
             shards, nbytes = [*shards, {}], 0
         shards[-1][name], nbytes = tensor.shape, nbytes + 2 * tensor.numel()

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.wan.flops import forward_flops, step_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import meta_transformer, velocity
+from wandistiller.wan.transformer import meta_transformer, usual_config, velocity
 
 LAYERS = 2
 KINDS = {
@@ -68,13 +68,13 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pixels", type=int, nargs=2, default=(480, 832))
     height, width = made.parse_args().pixels
-    config, latent = SMALL | {"num_layers": LAYERS}, (16, 1, height // 8, width // 8)
+    config, latent = usual_config(**SMALL | {"num_layers": LAYERS}), (16, 1, height // 8, width // 8)
     model = meta_transformer(config).to_empty(device="cpu")
     model.rope = type(model)(**SMALL | {"num_layers": 0}).rope
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
-    inputs = torch.randn(1, *latent), torch.rand(1), torch.randn(1, TEXT_TOKENS, config["text_dim"])
+    inputs = torch.randn(1, *latent), torch.rand(1), torch.randn(1, TEXT_TOKENS, config.text_dim)
 
     def forward() -> None:
         with torch.no_grad():

@@ -29,6 +29,7 @@ from new_processes import in_new_processes
 from published_wan import SMALL, VAE21, VAE22
 from ranks import STUDENTS, has_async_io, metrics, wandistiller
 from recipes import recipe_file
+from shipped import placement
 from small_wan import make_wan, small_transformer
 from states import state
 from stream_14b import CONFIG, seconds
@@ -36,21 +37,21 @@ from stream_14b import CONFIG, seconds
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import decoding, encoding, text_encoding
-from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer import meta_transformer, set_parameter, usual_config
+from wandistiller.wan.transformer_config import TransformerConfig
 
 MIB = 2**20
 BACKENDS = ["native", "_native_cudnn", "flash", "_flash_3"]
 
 
-def random_wan(config: dict[str, Any], layers: int) -> torch.nn.Module:
+def random_wan(config: TransformerConfig, layers: int) -> torch.nn.Module:
     """A random transformer in bf16 on the device."""
-    model = meta_transformer(config | {"num_layers": layers})
+    model = meta_transformer(config.replaced(num_layers=layers))
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.randn(p.shape, device=KIND, dtype=torch.bfloat16) * 0.02)
     model.rope.to(KIND)
@@ -59,7 +60,7 @@ def random_wan(config: dict[str, Any], layers: int) -> torch.nn.Module:
 
 def kernels(small: bool) -> Iterator[str]:
     """Time four layers of a 14B at one frame and at 81, forward alone and with backward."""
-    config = CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {})
+    config = usual_config(**CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {}))
     size, best = (8, 8) if small else (60, 104), {}
     can_compile = KIND == "cpu" or find_spec("triton")
     yield "| frames | attention | compiled | forward ms | forward and backward ms |\n|---|---|---|---|---|"
@@ -116,11 +117,11 @@ def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, 
     patch_deepspeed()
     collectives.init("warning")
     device, wan = collectives.device(), pipeline.open_wan(str(folder))
-    made = build_teacher(wan, teacher_engine("x", read_json(f"ds_configs/teacher/{name}.json")))
+    made = build_teacher(wan, placement(name))
     found = {}
     for micro_steps in (1, 16):
         x_t = keyed_normal((1, 16, 1, size, size), "x").to(device)
-        text = keyed_normal((1, 512, wan.config["text_dim"]), "text").to(device)
+        text = keyed_normal((1, 512, wan.config.text_dim), "text").to(device)
         batch = state(x_t, torch.full((1,), 0.5, device=device), text)
         took = timed(lambda batch=batch: made.predict_all([batch] * micro_steps, ()))  # noqa: B023
         with torch.profiler.profile() as profile:

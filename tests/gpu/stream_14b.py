@@ -79,21 +79,21 @@ def machine_rates(device: torch.device, small: bool) -> tuple[float, float]:
     return len(host) / copying, 2 * n**3 / multiplying
 
 
-def operations(config: dict[str, Any], tokens: int, text: int = 512) -> float:
+def operations(config: Any, tokens: int, text: int = 512) -> float:
     """Return the multiplications and additions of one sample: weights, then the two attentions."""
-    width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    per_token = 6 * width**2 + 2 * width * config["ffn_dim"]
+    width, layers = config.width, config.num_layers
+    per_token = 6 * width**2 + 2 * width * config.ffn_dim
     attention = 2 * width * tokens * (tokens + text)
     return 2 * layers * (tokens * per_token + text * 2 * width**2 + attention)
 
 
 def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: bool) -> dict[str, Any]:
     """In a process of its own: load, then time an update's calls for each batch, a row of the table."""
+    from shipped import placement
+
     from wandistiller.distributed import collectives
     from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.teacher.build import build_teacher
-    from wandistiller.teacher.teacher_json import teacher_engine
-    from wandistiller.utils.files import read_json
     from wandistiller.utils.keyed_random import keyed_normal
     from wandistiller.wan import pipeline, transformer
 
@@ -102,10 +102,9 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: b
     device, teacher = collectives.device(), pipeline.open_wan(str(folder))
     bandwidth, rate = machine_rates(device, small)
     name = STREAMED if setting == STREAMED else "zero_inference_cpu"
-    ds = read_json(f"ds_configs/teacher/{name}.json")
-    ds["zero_optimization"] = ds.get("zero_optimization", {}) | SETTINGS[setting]
+    placed = placement(name, zero=SETTINGS[setting])
     start = time.perf_counter()
-    made = build_teacher(teacher, teacher_engine("x", ds))
+    made = build_teacher(teacher, placed)
     load = time.perf_counter() - start
     nbytes = sum(
         p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize

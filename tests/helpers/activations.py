@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import Ranks
-from wandistiller.engine.activation_checkpointing import empties_inputs, read_recompute
-from wandistiller.engine.ds_schema import without_block
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.blocks import Blocks, add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.transformer import renew_rope, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
 SIDE, TEXT = 48, 64  # latent pixels, text tokens
@@ -27,26 +27,25 @@ TOKENS, LATENT = (SIDE // 2) ** 2, (16, 1, SIDE, SIDE)
 MICRO = 2
 
 
-def student_json(dtype: str, **block: Any) -> dict[str, Any]:
-    ds: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
-    ds |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
-    return ds | (
-        {"activation_checkpointing": {"partition_activations": False}, "wandistiller": block} if block else {}
-    )
+def student_engine(dtype: str, **block: Any) -> EngineConfig:
+    ds = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2}}
+    engine = EngineConfig("student", ds).in_precision(dtype)
+    section = {"partition_activations": False}
+    return engine.replaced(activation_checkpointing=section, wandistiller=block) if block else engine
 
 
-def network(layers: int, ds: dict[str, Any], dtype: str, matched_width: int | None = None) -> tuple[Any, Any]:
+def network(layers: int, engine: EngineConfig, matched_width: int | None = None) -> tuple[Any, Any]:
     """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
     model = small_transformer(0, layers, **SIZES)
     if matched_width:
         add_projections(model, range(layers), matched_width)
-    model = model.to(getattr(torch, dtype))
+    model = model.to(engine.dtype)
     renew_rope(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    if "wandistiller" in ds:
-        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=without_block(ds))
-    return model, Blocks(model, read_recompute(ds), copies=empties_inputs(ds))
+    if engine.recompute:
+        deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=engine.for_deepspeed)
+    return model, Blocks(model, engine.recompute, copies=engine.empties_inputs)
 
 
 def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
@@ -63,14 +62,14 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
-def config(layers: int) -> dict[str, Any]:
-    return dict(small_transformer(0, 1, **SIZES).config) | {"num_layers": layers}
+def config(layers: int) -> TransformerConfig:
+    return TransformerConfig.of(small_transformer(0, 1, **SIZES).config).replaced(num_layers=layers)
 
 
-def shared_peaks(layers: int, ds: dict[str, Any], dtype: str) -> tuple[int, int]:
+def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:
     """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
     text_padding.TEXT_TOKENS = TEXT
-    model, _ = network(layers, ds, dtype)
+    model, _ = network(layers, engine)
     share_sequences(model, Ranks.in_groups_of(collectives.world_size()))
     with PausedExchanges():
         passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())

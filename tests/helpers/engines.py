@@ -1,4 +1,4 @@
-"""A teacher, a batch and an engine's JSON for a student beside it, in this process."""
+"""A teacher, a batch and an engine for a student beside it, in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from diffusers import WanTransformer3DModel
 from states import state
 
 from wandistiller.batch import Batch, Expert
-from wandistiller.engine.ds_config import student_engine
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 
@@ -30,7 +31,7 @@ def batch_for(model: WanTransformer3DModel) -> Batch:
     return state(x_t, torch.tensor([0.95, 0.2]), text)
 
 
-def engine(**more: Any) -> dict[str, Any]:
+def engine(**more: Any) -> EngineConfig:
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     ds = {"train_batch_size": 2, "optimizer": adam, "gradient_clipping": 0.0, **more}
-    return student_engine("x.json", ds, 1)[0]
+    return student_engine(load(ds), 1)

@@ -1,9 +1,11 @@
 """Videos whose frames are numbered by their grey."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import imageio_ffmpeg
@@ -30,29 +32,32 @@ def grey_HWC(number: int) -> np.ndarray:
 def timed_video(file: Path, seconds: Sequence[Fraction | float]) -> Path:
     """Write such a video whose frame i is shown from `seconds[i]` on; return `file`."""
     codec, tick = ("ffv1", Fraction(1, 30)) if file.suffix == ".avi" else ("libx264", TICK)
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream(codec, rate=30, options={} if codec == "ffv1" else {"g": "5"})
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+    options = {} if codec == "ffv1" else {"g": "5"}
+    with encoder(file, codec, (32, 32), rate=30, options=options) as (stream, write):
         stream.time_base = stream.codec_context.time_base = tick
         for number, second in enumerate(seconds):
             frame = av.VideoFrame.from_ndarray(grey_HWC(number))
             frame.pts, frame.time_base = round(Fraction(second) / tick), tick
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+            write(frame)
     return file
+
+
+@contextmanager
+def encoder(
+    file: Path, codec: str, size: tuple[int, int], pixels: str = "yuv420p", rate: int = 16, **more: Any
+) -> Iterator[tuple[Any, Callable[[av.VideoFrame], None]]]:
+    """Write a video, `size` its width and height; yields its stream, and what writes a frame."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=rate, **more)
+        (stream.width, stream.height), stream.pix_fmt = size, pixels
+        yield stream, lambda frame: container.mux(stream.encode(frame))
+        container.mux(stream.encode())
 
 
 def by_ffmpeg(file: Path, fps: float) -> list[int]:
     """Return the numbers of the frames that ffmpeg's own filter gives."""
-    given = [
-        "-i",
-        str(file),
-        "-vf",
-        f"fps={fps},scale=1:1:flags=area,format=gray",
-        "-fps_mode",
-        "passthrough",
-    ]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *given, "-f", "rawvideo", "-"]
+    grey = f"-vf fps={fps},scale=1:1:flags=area,format=gray -fps_mode passthrough -f rawvideo -"
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(file), *grey.split()]
     return [round(grey / 4) for grey in subprocess.run(command, capture_output=True, check=True).stdout]
 
 

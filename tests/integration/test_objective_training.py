@@ -15,7 +15,7 @@ from states import state
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import set_steps
-from wandistiller.export.source import trained_steps
+from wandistiller.export.source import few_step_facts
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
@@ -149,30 +149,6 @@ def test_a_student_of_few_steps_says_how_to_sample_it_and_sample_does(few: Path,
     assert usual == two
 
 
-def test_too_few_steps_for_two_experts_are_refused_with_the_level_that_is_missing(
-    folder: Path, wan2: Path
-) -> None:
-    file = recipe_file(folder, wan2, "one_level", **FEW | {"objective": CONSISTENCY | {"edges": 1}})
-    done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
-    assert (
-        "`objective` is for 1 sampling step(s), whose last noise level at shift 7.0 is 1.000." in done.stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("objective", "shift", "message"),
-    [
-        (CONSISTENCY | {"edges": 4}, 5.0, "Write one of the shifts 2.33, 7, 21."),
-        ({"name": "consistency", "steps": 4}, 7.0, "Write `edges`."),
-    ],
-)
-def test_consistency_of_two_experts_needs_a_level_at_their_hand_over(
-    objective: dict, shift: float, message: str, folder: Path, wan2: Path
-) -> None:
-    file = recipe_file(folder, wan2, "handover", **FEW | {"objective": objective, "shift": shift})
-    assert message in wandistiller("train", "--recipe", file, "--dry_run", code=2).stderr
-
-
 def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refused(
     folder: Path, wan2: Path, few: Path
 ) -> None:
@@ -184,7 +160,7 @@ def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refuse
 
 
 def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -> None:
-    pipe, trained_for = WanPipeline.from_pretrained(few / "student"), trained_steps(few / "student")
+    pipe, trained_for = WanPipeline.from_pretrained(few / "student"), few_step_facts(few / "student")
     for number in (1, 4):
         set_steps(pipe, trained_for, number, 0.875)
         pipe.scheduler.set_timesteps(number)
@@ -211,7 +187,7 @@ def test_an_exported_student_has_no_projections_and_loads_in_diffusers(reference
 def spoilt(folder: Path) -> Path:
     """A teacher whose cache is complete and whose weights have since been filled with what is no number."""
     wan = make_wan(folder / "wan", experts=1, layers=2, heads=8)
-    wandistiller("prepare", "--recipe", recipe_file(folder, wan, "prepared", rollout_path=True))
+    wandistiller("prepare", "--recipe", recipe_file(folder, wan, "prepared", objective="trajectory"))
     (file,) = (wan / "transformer").glob("*.safetensors")
     content, ends = bytearray(file.read_bytes()), 1 << 20  # by which a cache knows its teacher
     assert len(content) > 4 * ends
@@ -230,10 +206,3 @@ def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_picture
         assert picture.height > 2 * 128  # two rows of tiles
     start = read_json(output / "student_start.json")
     assert start.keys() == {"parameters"} and 0 < start["parameters"]["student"]
-
-
-@pytest.mark.slow
-def test_a_run_that_needs_that_teacher_names_its_fault(folder: Path, spoilt: Path) -> None:
-    file = recipe_file(folder, spoilt, "velocity", student_config=NARROW)
-    done = wandistiller("train", "--recipe", file, code=2)
-    assert "holds numbers that are not finite" in done.stderr

@@ -18,6 +18,7 @@ from wandistiller.cli.main import main
 from wandistiller.export.formats.original import LARGEST, QUANTIZED, original_state, quantized
 from wandistiller.export.low_rank import extract
 from wandistiller.wan.original_names import FIXED, original_name, unlike_published
+from wandistiller.wan.transformer import usual_config
 
 PUBLISHED = """
 blocks.0.cross_attn.k.bias blocks.0.cross_attn.k.weight blocks.0.cross_attn.norm_k.weight
@@ -125,8 +126,8 @@ def test_the_layers_without_a_scale_are_the_six_that_the_text_calls_harmless() -
 
 
 def test_what_comfyui_cannot_open_is_reported() -> None:
-    assert unlike_published(FIXED) == []
-    message = unlike_published(FIXED | {"attention_head_dim": 12})[0]
+    assert unlike_published(usual_config(**FIXED)) == []
+    message = unlike_published(usual_config(**FIXED | {"attention_head_dim": 12}))[0]
     assert message.startswith("`attention_head_dim` is 12; ComfyUI reads every Wan with 128")
 
 

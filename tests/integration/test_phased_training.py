@@ -21,7 +21,6 @@ from wandistiller.wan.sampling import few_steps
 
 HIGH, LOW = Expert
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 1, "critic_lr": 2e-3}
-ONE = DMD2 | {"expert": "high_noise"}
 STAGES = [
     {"name": "match", "max_steps": 1, "student_config": {"num_layers": 2, "experts": "two"}},
     {"name": "high", "max_steps": 3, "objective": DMD2 | {"expert": "high_noise"}},
@@ -110,29 +109,3 @@ def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path
     teachers = [phase.kept["teacher's weights"].host for phase in phases]
     assert teachers[1] == teachers[2] < teachers[0]
     assert all(most(plan(job, this_machine(folder))).host > 0 for job in jobs)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"objective": ONE, "student_config": {"num_layers": 2}}, "is one network"),
-        ({"objective": [ONE, "velocity"]}, "with other terms"),
-        ({"objective": ONE | {"sampler": "renoise"}}, 'write "sampler" "euler"'),
-        ({"objective": DMD2}, "dmd2 trains one network in a run"),
-        (
-            {
-                "objective": DMD2 | {"expert": "low_noise"},
-                "student_config": {"experts": "two", "keep_layers": "importance", "num_layers": 2},
-            },
-            "making this student measures both",
-        ),
-    ],
-)
-def test_what_does_not_go_with_one_expert_is_refused(
-    folder: Path, wan2: Path, more: dict[str, Any], message: str
-) -> None:
-    usual = {"student_config": {"num_layers": 2, "experts": "two"}, "shift": SHIFT}
-    given = recipe(folder, wan2, output_dir=str(folder / "refused"), **usual | more)
-    file = write_json(folder / "refused.json", given)
-    done = wandistiller("train", "--recipe", file, "--dry_run", code=2)
-    assert message in " ".join(done.stderr.split())

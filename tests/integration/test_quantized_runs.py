@@ -8,13 +8,15 @@ import pytest
 import torch
 from ranks import wandistiller
 from recipes import recipe, recipe_file, train
+from shipped import placement
 
 pytest.importorskip("torchao")
 
-from on_ranks.quantized import FORMATS, PLACEMENTS, teacher_json
+from on_ranks.quantized import FORMATS, PLACEMENTS
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read
+from wandistiller.config.identity import identity
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import _teacher_fingerprint
@@ -45,7 +47,7 @@ def test_rollouts_of_each_format_have_a_cache_of_their_own(tmp_path: Path, wan1:
         block = {"wandistiller": {"weights": weights} if weights else {}}
         job = read_job(RunConfig(**recipe(tmp_path, wan1, teacher_deepspeed_config=block)), 1)
         keys.add(_teacher_fingerprint(job, "text"))
-        assert job.identity.get("teacher_weights") == weights
+        assert identity(job).get("teacher_weights") == weights
     assert len(keys) == 4
 
 
@@ -53,7 +55,7 @@ def test_rollouts_of_each_format_have_a_cache_of_their_own(tmp_path: Path, wan1:
 def test_a_run_ends_with_the_same_losses_in_every_placement(tmp_path: Path, wan2: Path) -> None:
     found = []
     for name in PLACEMENTS:
-        ds = teacher_json(name, "nf4")
+        ds = placement(name, "float32", weights="nf4").engine.raw
         output = train(tmp_path, wan2, name, max_steps=3, teacher_deepspeed_config=ds)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         found.append([json.loads(line)["loss"] for line in lines])
@@ -64,7 +66,7 @@ def test_a_run_ends_with_the_same_losses_in_every_placement(tmp_path: Path, wan2
 @pytest.mark.usefixtures("one_rank")
 def test_evaluate_reports_the_error_of_a_quantised_teacher(tmp_path: Path, wan2: Path) -> None:
     file = tmp_path / "teacher.json"
-    file.write_text(json.dumps(teacher_json("owner", "nf4")))
+    file.write_text(json.dumps(placement("owner", "float32", weights="nf4").engine.raw))
     words = "--height 32 --width 32 --steps 1 --quick --guidance_scale 1 --prompts a b".split()
     words += ["--student", wan2, "--teacher_path", wan2, "--output", tmp_path]
     words += ["--teacher_deepspeed_config", file]

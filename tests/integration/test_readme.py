@@ -114,6 +114,22 @@ def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
     assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - few - {*VIDEOS}) and few < recipes
 
 
+def machine_of(gpus: str, each: str, host: str) -> list[str]:
+    return f"--gpus {gpus} --gpu_memory {each} --host_memory {host} --disk 1800".split()
+
+
+def planned(recipe: str, machine: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The output of `plan` for a recipe."""
+    capsys.readouterr()
+    assert main(["plan", "--recipe", recipe, *machine]) == 0
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def many_prompts(folder: Path) -> None:
+    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
+
+
 def numbers_of(row: list[str]) -> list[str]:
     return re.findall(r"[\d.]+", " ".join([row[0], *row[2:]]).replace(",", ""))
 
@@ -130,21 +146,16 @@ def assert_row_is_printed(row: list[str], printed: str) -> None:
     assert hours == pytest.approx([int(train), int(prepare)], abs=0.5)
 
 
-@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.usefixtures("many_prompts", "quiet_logging")
 @pytest.mark.parametrize(
     "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
 )
-def test_a_row_of_the_readme_is_what_plan_prints(
-    row: list[str], folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
     count, each, _, _, _, of_host, *_ = numbers_of(row)
-    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
-    recipe = f"ds_configs/machines/{recipe_of(row)}.json"
-    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
+    recipe, machine = f"ds_configs/machines/{recipe_of(row)}.json", machine_of(count, each, of_host)
     shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
     assert shown in {c.ours for c in PLANS} or "A14B" in row[1]
-    assert main(["plan", "--recipe", recipe, *machine]) == 0
-    printed = capsys.readouterr().err
+    printed = planned(recipe, machine, capsys)
     assert_row_is_printed(row, printed)
     step = float(re.search(r"a step takes at least ([\d.]+) s", printed)[1])
     rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
@@ -152,49 +163,38 @@ def test_a_row_of_the_readme_is_what_plan_prints(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet_logging")
-def test_the_row_for_little_cpu_memory_is_what_plan_recommends(
-    folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+@pytest.mark.usefixtures("many_prompts", "quiet_logging")
+def test_the_row_for_little_cpu_memory_is_what_plan_recommends(capsys: pytest.CaptureFixture) -> None:
     (row,), (count, each, _, _, _, of_host, *_) = LEAST, numbers_of(LEAST[0])
-    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
-    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
     (command,) = [c for c in RECOMMENDING if c.value("--recommend") == "runs/least.json"]
+    machine = machine_of(count, each, of_host)
     assert command.ours[3:-2] == tuple(machine) and main([*command.ours]) == 0
-    capsys.readouterr()
-    assert main(["plan", "--recipe", "runs/least.json", *machine]) == 0
-    assert_row_is_printed(row, capsys.readouterr().err)
+    assert_row_is_printed(row, planned("runs/least.json", machine, capsys))
 
 
-@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.usefixtures("folder", "quiet_logging")
 @pytest.mark.parametrize(
     "command", slow_but([c for c in RECOMMENDING if "1.3B" in c.line], RECOMMENDING), ids=named
 )
-def test_what_plan_recommends_fits_the_same_machine(
-    command: Command, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_plan_recommends_fits_the_same_machine(command: Command, capsys: pytest.CaptureFixture) -> None:
     assert main([*command.ours]) == 0
-    capsys.readouterr()
     machine = [
         w for key in MACHINE for w in (f"--{key}", command.value(f"--{key}")) if command.value(f"--{key}")
     ]
-    assert main(["plan", "--recipe", command.value("--recommend"), *machine]) == 0
-    printed = capsys.readouterr().err
+    printed = planned(command.value("--recommend"), machine, capsys)
     assert "\nfits: " in printed and "NOT fit" not in printed
 
 
-@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.usefixtures("many_prompts", "quiet_logging")
 @pytest.mark.parametrize("row", slow_but([], FEW_STEPS), ids=lambda row: row[0])
 def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
-    row: list[str], folder: Path, capsys: pytest.CaptureFixture
+    row: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     numbers = re.findall(r"[\d.]+", " ".join([row[1].partition(",")[0], *row[2:]]))
     student, device, host, of_host, disk, prepare, *hours = numbers
-    (folder / "prompts.txt").write_text("\n".join(map(SIXTY_WORDS.format, range(10_000))))
     count, each = row[0].strip("`").partition("_")[0].split("x")
-    machine = f"--gpus {count} --gpu_memory {each} --host_memory {of_host} --disk 1800".split()
-    assert main(["plan", "--recipe", f"ds_configs/machines/{row[0].strip('`')}_few_step.json", *machine]) == 0
-    printed = capsys.readouterr().err
+    recipe = f"ds_configs/machines/{row[0].strip('`')}_few_step.json"
+    printed = planned(recipe, machine_of(count, each, of_host), capsys)
     *_, gpu, cpu, on_disk = map(float, re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE))
     assert "NOT fit" not in printed and [f"{gib:.0f}" for gib in (gpu, cpu)] == [device, host]
     assert on_disk == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
@@ -318,12 +318,9 @@ def test_the_guide_for_contributors_names_every_folder_of_the_package() -> None:
     assert all(f"`{name}/`" in text("CONTRIBUTING.md") for name in folders)
 
 
-def test_the_readme_has_at_most_150_lines() -> None:
-    assert len(text("README.md").splitlines()) <= 150
-
-
-def test_the_guide_to_the_jsons_has_at_most_180_lines() -> None:
-    assert len(text("ds_configs/README.md").splitlines()) <= 180
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 150), ("ds_configs/README.md", 180)])
+def test_a_first_page_is_short(page: str, lines: int) -> None:
+    assert len(text(page).splitlines()) <= lines
 
 
 def test_the_table_of_placements_has_a_row_for_every_teacher_json() -> None:

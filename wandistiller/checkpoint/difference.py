@@ -12,10 +12,7 @@ MADE_OF = {
     ),
 }
 """Keys of the identity that are hashes -> the settings behind them."""
-LISTED = {
-    "guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt"),
-    "critic": ("optimizer", "precision", "scheduler", "gradient_clipping"),
-}
+LISTED = {"guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt")}
 """Keys of the identity that are lists -> what is in them."""
 OTHERWISE = {
     "teacher": "its files are not as they were",

@@ -2,7 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import Count, NotNegative, types_of, value_problems
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,29 +18,29 @@ class Facts:
     teacher_path: str = ""
     teacher_revision: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
-    """The student's full config."""
+    """The student's config.json."""
     init: str | None = None
     """`teacher`, a pipeline's folder, or the name of the run that it starts from."""
     keep_layers: str | list[int] | None = None
-    shift: float | None = None
+    shift: NotNegative | None = None
     experts: list[str] = field(default_factory=list)
     """Folder names of the student's networks."""
     boundary: float | None = None
     """Noise level at which the experts change."""
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    steps: int | None = None
+    height: Count | None = None
+    width: Count | None = None
+    num_frames: Count | None = None
+    steps: Count | None = None
     few_steps: list[float] | None = None
-    """The noise levels of a few-step student."""
+    """The noise levels that a student of few steps is trained for."""
     sampler: str | None = None
-    """That of a few-step student."""
-    teacher_steps: int | None = None
-    guidance_scale: float | None = None
-    guidance_scale_2: float | None = None
+    """That of a student of few steps; None in files of versions that had one."""
+    teacher_steps: Count | None = None
+    guidance_scale: NotNegative | None = None
+    guidance_scale_2: NotNegative | None = None
     negative_prompt: str | None = None
     objective: str | None = None
-    max_steps: int | None = None
+    max_steps: Count | None = None
     before: list[str] | None = None
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
     teacher_weights: str | None = None
@@ -49,14 +55,31 @@ class Facts:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "Facts":
-        """Take the facts of a checkpoint or an export; keys of other versions are left out."""
+        """Take the facts of a checkpoint; keys of other versions are left out."""
         return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
+
+    @classmethod
+    def read(cls, file: Path) -> "Facts":
+        """Read the facts of an exported student; of another pipeline, which has no such file, the defaults.
+
+        Raises:
+            ConfigError: it has values of other types.
+        """
+        stored = read_json(file) if file.is_file() else {}
+        if problems := value_problems(file, stored, types_of(cls)):
+            raise ConfigError(*problems)
+        return cls.of(stored)
 
     def as_json(self) -> dict[str, Any]:
         """Return the facts as they are stored."""
         names = [f.name for f in fields(self)]
         always = names[: names.index("before")]
         return {key: value for key, value in vars(self).items() if key in always or value is not None}
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The config of each of the student's networks."""
+        return TransformerConfig.of(self.transformer)
 
     @property
     def has_boundary(self) -> bool:

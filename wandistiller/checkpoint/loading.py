@@ -37,8 +37,8 @@ def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozens
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
     for role, learner in learners.items():
-        # a critic's optimizer has its settings from these keys
-        renewed = role != STUDENT and changed & {"critic", "objective"}
+        # the objective has a critic's learning rate
+        renewed = role != STUDENT and "objective" in changed
         own = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
             _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), own)

@@ -11,7 +11,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 
 CHANGEABLE = """
-    optimizer scheduler gradient_clipping precision critic learning_rates ema ema_start
+    optimizer scheduler gradient_clipping precision learning_rates ema ema_start
     guidance objective data teacher teacher_weights seed shift train_batch_size expert_blocks
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""

@@ -1,5 +1,6 @@
 """`wandistiller evaluate`: compare a student with its teacher in scores, velocity error, speed and size."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from wandistiller.evaluation.draw_samples import (
 )
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
-from wandistiller.export.source import FACTS, trained_steps
+from wandistiller.export.source import FACTS
+from wandistiller.monitoring.evaluated import Evaluated
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.utils.files import read_json
-from wandistiller.utils.validation import Count, NotNegative, Text, of_type, value_problems
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import (
     TINY,
@@ -43,13 +44,6 @@ from wandistiller.wan.pipeline import (
 )
 from wandistiller.wan.transformer import top_modules
 
-FACT_TYPES = of_type(
-    (Count, "height width num_frames steps teacher_steps"),
-    (NotNegative, "guidance_scale guidance_scale_2 shift"),
-    (Text, "teacher_path teacher_revision sampler"),
-)
-"""Keys that are read of an exported student's facts, and their types."""
-
 
 def run(flags: EvaluateFlags) -> None:
     """Check everything on every rank, then compare."""
@@ -60,7 +54,7 @@ def run(flags: EvaluateFlags) -> None:
     collectives.destroy()
 
 
-def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> dict[str, Any]:
+def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     """Compare a student with its teacher; writes evaluation.json, .md and .png. Collective.
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
@@ -120,7 +114,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         teacher_sampling=for_teacher,
         student_sampling=for_student,
         clip=flags.clip_path,
-        trained=trained_steps(place),
+        trained=facts if facts.few_steps else None,
         seed=flags.seed,
         batch=flags.batch,
         quick=flags.quick,
@@ -141,22 +135,17 @@ def _facts(student: str, teacher: str | None) -> Facts:
             f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
             "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
         )
-    stored = read_json(file) if file.is_file() else {}
-    run = Path(student).absolute().parent / "resolved" / "run.json"
-    if "teacher_path" in stored and run.is_file():  # an export names only the last part of a folder
-        stored |= {k: v for k, v in read_json(run).items() if k == "teacher_path"}
-    problems = value_problems(file, {k: v for k, v in stored.items() if v is not None}, FACT_TYPES)
-    name = stored.get("teacher_path")
+    facts, run = Facts.read(file), file.absolute().parents[1] / "resolved" / "run.json"
+    if facts.teacher_path and run.is_file():  # an export names only the last part of a folder
+        facts = replace(facts, teacher_path=read_json(run).get("teacher_path", facts.teacher_path))
+    name = facts.teacher_path
     if not (name or teacher):
         remedy = "Say with --teacher_path what to compare it with."
-        problems.append(f"{file}: `teacher_path` is missing. {remedy}")
-    elif isinstance(name, str) and not teacher:
-        if "/" not in name and name not in TINY and not Path(name).exists():
-            remedy = "Exports have only the folder's name; say with --teacher_path where it is."
-            problems.append(problem(file, "teacher_path", name, remedy))
-    if problems:
-        raise ConfigError(*problems)
-    return Facts.of(stored)
+        raise ConfigError(f"{file}: `teacher_path` is missing. {remedy}")
+    if not teacher and "/" not in name and name not in TINY and not Path(name).exists():
+        remedy = "Exports have only the folder's name; say with --teacher_path where it is."
+        raise ConfigError(problem(file, "teacher_path", name, remedy))
+    return facts
 
 
 def _folder(name: str, revision: str | None = None) -> WanFolder:
@@ -227,6 +216,6 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
     folders = {"The student": student}
     if not (evaluation.placement and evaluation.placement.on_one_rank):
         folders["The teacher"] = teacher
-    heads = {name: folder.config["num_attention_heads"] for name, folder in folders.items()}
+    heads = {name: folder.config.num_attention_heads for name, folder in folders.items()}
     patches = {} if of_student else {size: student.tokens(*size)}
     return problems + division_problems("evaluate", sharers, world, heads, patches)

@@ -155,14 +155,6 @@ class DoctorFlags:
     )
 
 
-FLAGS: dict[str, type] = {
-    "prepare": RunFlags,
-    "train": RunFlags,
-    "export": ExportFlags,
-    "sample": SampleFlags,
-    "evaluate": EvaluateFlags,
-    "plan": PlanFlags,
-    "report": ReportFlags,
-    "doctor": DoctorFlags,
-}
-"""Command -> the type of its flags."""
+def of(command: str) -> type:
+    """Return the type of a command's flags, which is named after it."""
+    return globals().get(f"{command.title()}Flags", RunFlags)

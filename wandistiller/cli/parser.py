@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wandistiller import __version__
-from wandistiller.cli.flags import FLAGS, RunFlags
+from wandistiller.cli import flags
 from wandistiller.config.aliases import OlderSettings
 from wandistiller.config.run_config import RunConfig
 from wandistiller.utils.errors import nearest
@@ -50,11 +50,11 @@ def parser() -> argparse.ArgumentParser:
         how["usage"] = f"wandistiller {name} {USAGE[name]}" if name in USAGE else None
         command = commands.add_parser(name, allow_abbrev=False, **how)
         _ignore_local_rank(command)
-        if issubclass(FLAGS[name], RunFlags):
+        if issubclass(kind := flags.of(name), flags.RunFlags):
             _accept_older(command)
             _add_flags(command, RunConfig)
             _add_flags(command, OlderSettings)
-        _add_flags(command, FLAGS[name])
+        _add_flags(command, kind)
     return top
 
 
@@ -152,6 +152,6 @@ def read(argv: list[str] | None) -> tuple[str, Any]:
     """Return the command that a command line gives, and its flags."""
     given = at_home(vars(parser().parse_args(argv)))
     given.pop(IGNORED, None)
-    kind = FLAGS[command := given.pop("command")]
+    kind = flags.of(command := given.pop("command"))
     own = {f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given}
     return command, kind(**own, **({"settings": given} if given else {}))

@@ -14,7 +14,7 @@ from wandistiller.evaluation.draw_samples import (
     sample,
     sampling_problems,
 )
-from wandistiller.export.source import trained_steps
+from wandistiller.export.source import few_step_facts
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.pipeline import open_wan, student_of, usual_for
 
@@ -43,7 +43,7 @@ def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
         prompts = read_prompts(flags.prompts)
     with collecting(problems):
         folder = open_wan(student_of(flags.model))
-        trained, usual = trained_steps(folder.path), usual_for(folder)
+        trained, usual = few_step_facts(folder.path), usual_for(folder)
         settings = Sampling(
             height=flags.height or usual.height,
             width=flags.width or usual.width,
@@ -55,7 +55,7 @@ def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
         )
         problems += sampling_problems(folder, settings)
         size = settings.height, settings.width, settings.num_frames
-        heads = {"The pipeline": folder.config["num_attention_heads"]}
+        heads = {"The pipeline": folder.config.num_attention_heads}
         patches = {size: folder.tokens(*size)}
         problems += division_problems(
             "sample", flags.context_parallel, collectives.world_size(), heads, patches

@@ -11,12 +11,12 @@ from wandistiller.config.stages import placing, read_jobs, read_runs, whole_outp
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.planner.disk import fetch_problems, log_disk_use
 from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import HELPS, Shortages, shortages
-from wandistiller.utils.determinism import make_deterministic
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging

@@ -40,13 +40,14 @@ def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], 
     """
     older, types = fields(OlderSettings), types_of(OlderSettings)
     values = {key: value for key, value in given.items() if key not in types}
-    problems = value_problems(where, given, types)
+    if problems := value_problems(where, given, types):
+        return values, problems
     for name, key, means in ((f.name, f.metadata["key"], f.metadata["means"]) for f in older):
-        if problems or given.get(name) in (None, False):
+        if given.get(name) in (None, False):
             continue
         value = means or given[name]
         if not _same(values.setdefault(key, value), value):
-            remedy = f"`{key}` is {values[key]} and means another. Keep one."
+            remedy = f"It stands for `{key}` {value}, and that is {values[key]}. Keep one."
             problems.append(problem(where, name, given[name], remedy))
     return values, problems
 

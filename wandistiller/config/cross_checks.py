@@ -14,7 +14,7 @@ from wandistiller.objectives.base import Surroundings
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
-from wandistiller.wan.transformer import numels, top_modules, width
+from wandistiller.wan.transformer import numels, top_modules
 
 SHARED = "context_parallel"
 """Key of the ranks that compute each sample together."""
@@ -43,7 +43,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
 
 def objective_problems(job: Job) -> list[str]:
     """List what the objective needs and the run does not have."""
-    layers = job.student_transformer["num_layers"], job.folder.config["num_layers"]
+    layers = job.student_transformer.num_layers, job.folder.config.num_layers
     problems = job.objective.block_problems(*layers)
     for term in job.objective.terms:
         problems += term.combined_problems(_surroundings(job))
@@ -107,7 +107,7 @@ def _follow_problems(job: Job) -> list[str]:
     reasons = []
     if job.run.learning_rates:
         reasons.append("`learning_rates` sorts the student's weights into groups, which the critic has not")
-    if job.objective.student_blocks and width(job.student_transformer) != width(job.folder.config):
+    if job.objective.student_blocks and job.student_transformer.width != job.folder.config.width:
         reasons.append("`feature` gives the student projections, which the critic has not")
     if not reasons:
         return []
@@ -147,7 +147,7 @@ def sequence_problems(job: Job, world: int) -> list[str]:
     networks = {} if job.teacher.on_one_rank else {"The teacher": job.folder.config}
     networks["The student"] = job.student_transformer
     networks |= {f"The {name}": other.transformer for name, other in job.others.items()}
-    heads = {name: config["num_attention_heads"] for name, config in networks.items()}
+    heads = {name: config.num_attention_heads for name, config in networks.items()}
     sizes = {(s.height, s.width, s.num_frames): 0 for s in (job.size, *job.buckets)}
     sizes = {size: job.folder.tokens(*size) for size in sizes}
     return division_problems("recipe", job.run.context_parallel, world, heads, sizes)

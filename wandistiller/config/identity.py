@@ -39,7 +39,7 @@ def identity(job: Job) -> dict[str, Any]:
     return {
         # a hub id's weights may not be here yet, but its commit identifies them
         "teacher": job.folder.revision or fingerprint(_teacher_folders(job)),
-        "student": digest(student, job.student_transformer),
+        "student": digest(student, job.student_transformer.raw),
         "data": data_digest(job),
         "objective": str(job.objective),
         "guidance": [r.guidance_scale, r.guidance_scale_2, r.negative_prompt],
@@ -90,7 +90,7 @@ def provenance(job: Job) -> Facts:
     return Facts(
         teacher_path=r.teacher_path,
         teacher_revision=job.folder.revision,
-        transformer=job.student_transformer,
+        transformer=job.student_transformer.raw,
         init=job.start.name if job.start else job.student.init,
         keep_layers=job.student.keep_layers,
         shift=r.shift,

@@ -3,8 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from wandistiller.batch import Expert
 from wandistiller.config.run_config import RunConfig
@@ -23,13 +24,14 @@ from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, l
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_steps
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 class OtherNetwork(NamedTuple):
     """A network that is trained beside the student."""
 
     role: Role
-    transformer: dict[str, Any]
+    transformer: TransformerConfig
     """Config of the network."""
     engine: EngineConfig
 
@@ -52,7 +54,7 @@ class Job:
     folder: WanFolder
     items: PromptDataset
     student: StudentConfig
-    student_transformer: dict[str, Any]
+    student_transformer: TransformerConfig
     student_engine: EngineConfig
     teacher: Placement
     objective: Objective
@@ -117,10 +119,9 @@ class Job:
 
     @cached_property
     def schedule(self) -> FlowSchedule:
-        r, boundary = self.run, self.folder.boundary
+        r, boundary, objective = self.run, self.folder.boundary, self.objective
         handover = boundary if self.student.experts == "two" else None
-        number = self.objective.sampling_steps
-        objective = self.objective
+        number = objective.sampling_steps
         few = few_steps(r.shift, number, handover, objective.few_step_sampler) if number else None
         trained = objective.trained_expert
         return FlowSchedule(
@@ -139,14 +140,9 @@ class Job:
     @cached_property
     def others(self) -> dict[str, OtherNetwork]:
         """The networks that the objective trains beside the student, by role."""
-        return {
-            name: OtherNetwork(
-                role,
-                role.origin(self.student_transformer, self.folder.config),
-                _derived(self.student_engine, role),
-            )
-            for name, role in self.objective.others.items()
-        }
+        configs, engine = (self.student_transformer, self.folder.config), self.student_engine
+        roles = self.objective.others.items()
+        return {name: OtherNetwork(r, r.origin(*configs), _derived(engine, r)) for name, r in roles}
 
     @property
     def student_experts(self) -> list[Expert]:
@@ -168,8 +164,9 @@ class Job:
     @property
     def is_cut(self) -> bool:
         """True if the student is narrower than the teacher that it is made of."""
-        own, whole = self.student_transformer, self.folder.config
-        return self.student.init == "teacher" and any(own[key] != whole[key] for key in WIDTH_KEYS)
+        sizes = attrgetter(*WIDTH_KEYS)
+        is_smaller = sizes(self.student_transformer) != sizes(self.folder.config)
+        return self.student.init == "teacher" and is_smaller
 
     @property
     def needs_measuring(self) -> bool:

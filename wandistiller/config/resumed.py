@@ -1,7 +1,6 @@
 """A run beside its checkpoints: whether they are of this run, and the start of the run that follows it."""
 
 import json
-from typing import Any
 
 from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
@@ -13,6 +12,7 @@ from wandistiller.student.config import IMPORTANCE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.wan.transformer import shapes
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 def resumed(job: Job) -> Job:
@@ -49,7 +49,7 @@ def _network_problems(job: Job) -> list[str]:
     return problems
 
 
-def _differ(saved: dict[str, list[int]], config: dict[str, Any]) -> bool:
+def _differ(saved: dict[str, list[int]], config: TransformerConfig) -> bool:
     """Return whether a parameter that both have is of two shapes; adapters and heads are in one alone."""
     own = shapes(config)
     return any(own.get(name, shape) != shape for name, shape in saved.items())

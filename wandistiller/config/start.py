@@ -9,6 +9,7 @@ from wandistiller.checkpoint import manifest, resume
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.utils.files import digest, read_json
+from wandistiller.wan.transformer_config import TransformerConfig
 
 DONE = "DONE"
 """File in the output folder of a finished run, for programs that wait for it."""
@@ -20,7 +21,7 @@ class Start:
 
     folder: Path
     """The run's output folder, or one of its checkpoints."""
-    transformer: dict[str, Any]
+    transformer: TransformerConfig
     """The student's full config."""
     experts: str
     """`one` or `two`."""
@@ -39,7 +40,7 @@ class Start:
 
 
 def start_after(
-    folder: Path, transformer: dict[str, Any], experts: str, identity: dict, facts: Facts, steps: int
+    folder: Path, transformer: TransformerConfig, experts: str, identity: dict, facts: Facts, steps: int
 ) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
@@ -83,4 +84,4 @@ def read_start(init: Any) -> Start | None:
     state = read_state(found)
     facts = Facts.of(state["facts"])
     experts = "two" if len(facts.experts) > 1 else "one"
-    return start_after(folder, facts.transformer, experts, state["identity"], facts, state["step"])
+    return start_after(folder, facts.config, experts, state["identity"], facts, state["step"])

@@ -52,7 +52,7 @@ def precision_lines(job: Job) -> list[str]:
 
 def summary(job: Job) -> list[str]:
     """Describe the run in a few lines."""
-    f, r, layers = job.folder, job.run, job.student_transformer["num_layers"]
+    f, r, layers = job.folder, job.run, job.student_transformer.num_layers
     teacher = sum(count_parameters(c) for c in f.configs.values())
     student = count_parameters(job.student_transformer) * len(job.student_experts)
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
@@ -68,7 +68,7 @@ def summary(job: Job) -> list[str]:
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
-        f"{f.config['num_layers']} layers, {job.teacher.describe()}, "
+        f"{f.config.num_layers} layers, {job.teacher.describe()}, "
         f"{precision}, {_guidance(job)}",
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
@@ -25,9 +24,10 @@ from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
 from wandistiller.wan.structure import PARTS
-from wandistiller.wan.transformer import width
+from wandistiller.wan.transformer import usual_config
+from wandistiller.wan.transformer_config import TransformerConfig
 
-ANY_SIZE = {"num_attention_heads": 1, "attention_head_dim": 1, "num_layers": 1}
+ANY_SIZE = usual_config()
 """For a student that is not known yet."""
 
 
@@ -102,7 +102,7 @@ def read_job(
 
 def _read_student(
     run: RunConfig, folder: WanFolder, previous: Job | None
-) -> tuple[StudentConfig, dict[str, Any], Start | None]:
+) -> tuple[StudentConfig, TransformerConfig, Start | None]:
     """Read the student's settings, its transformer's config, and the run that it starts from."""
     json = load(run.student_config)
     start = end_of(previous) if previous else read_start(json.raw.get("init"))
@@ -117,7 +117,7 @@ def _read_student(
 
 
 def read_engine(
-    run: RunConfig, ranks: int, transformer: dict[str, Any], steps: int, *, here: bool
+    run: RunConfig, ranks: int, transformer: TransformerConfig, steps: int, *, here: bool
 ) -> EngineConfig:
     """Read the student's DeepSpeed JSON, with flags and "auto" resolved.
 
@@ -132,8 +132,8 @@ def read_engine(
     """
     json = load(DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config)
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
-    json = fill_steps(fill_auto(apply_overrides(json, overrides), width(transformer)), steps)
-    engine = student_engine(json, ranks).with_number_of_checkpoints(transformer["num_layers"], PARTS)
+    json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
+    engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
     return engine

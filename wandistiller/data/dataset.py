@@ -4,6 +4,7 @@ import hashlib
 import os
 import unicodedata
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +15,20 @@ import numpy as np
 
 from wandistiller.data.lines import (
     DIALECTS,
+    LINES,
     LISTS,
     LONGEST_LINE,
     NO_MEDIA,
-    PARTIAL,
     Table,
     beside,
     clean,
     has_prompt,
-    holds,
     in_any_form,
     is_data,
-    parse_json,
 )
 from wandistiller.tiny import clips, shapes
 from wandistiller.utils.errors import ConfigError, is_text, readable
+from wandistiller.utils.files import PARTIAL
 
 IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
@@ -193,14 +193,10 @@ class _Index:
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
             return PromptItem(clean(beside(path).read_text(encoding="utf-8-sig")), path)
+        lines = self._tables.get(number) or LINES[_ending(path.name)]
         with path.open("rb") as stream:
-            if table := self._tables.get(number):
-                _, _, fields = next(table.records(stream, self._offset[row]))
-                prompt, medium, _ = table.item(fields)
-            else:
-                stream.seek(self._offset[row])
-                line = stream.readline().decode("utf-8-sig").strip()
-                prompt, medium, _ = parse_json(line) if path.suffix.lower() == ".jsonl" else (line, None, ())
+            _, _, record = next(lines.records(stream, self._offset[row]))
+        prompt, medium, _ = lines.item(record)
         return PromptItem(clean(prompt), in_any_form(path.parent / medium) if medium else None)
 
     def add_folder(self) -> None:
@@ -242,7 +238,7 @@ class _Index:
                 else:
                     self._add_medium(whole)
             elif ending.lower() == ".txt" and not _has(composed, stem, media):
-                unused = [folder / f"{stem}{e}" for e in unknown if holds(composed, stem + e)]
+                unused = [folder / f"{stem}{e}" for e in unknown if _has(composed, stem, [e])]
                 unused += [folder / name] * (stem in unfinished and not unused)
                 self.unknown += unused
                 if not unused:
@@ -268,58 +264,32 @@ class _Index:
 
     def add_lines(self, name: str) -> None:
         """Add the items of one list of prompts."""
-        path, offset = self._root / name, 0
+        path, line = self._root / name, 1
         if not path.is_file():
             return self._add_problem(f"{path}: {_kind_of(path)}. Take it out, or mend it.")
         self._add_file(name)
-        if path.suffix.lower() in DIALECTS:
-            return self._add_table(path)
-        with path.open("rb") as stream:
-            # by b"\n": JSON strings may hold other characters that end a line for Python
-            for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
-                if len(raw) > LONGEST_LINE:
-                    return self._add_problem(
-                        f"{path}, line {number}: over {LONGEST_LINE} bytes. Write one prompt a line."
-                    )
-                try:
-                    line = raw.decode("utf-8-sig" if offset == 0 else "utf-8").strip()
-                    if line and line[0] != "#":
-                        self._add_line(offset, line, path)
-                except UnicodeDecodeError as error:
-                    return self._add_problem(f"{path}, line {number}: not UTF-8: {error}. Save it as UTF-8.")
-                except ValueError as error:
-                    self._add_problem(f"{path}, line {number}: {error}")
-                offset += len(raw)
-
-    def _add_table(self, path: Path) -> None:
-        line = 1
         with path.open("rb") as stream:
             try:
-                table = Table(stream, path.suffix.lower())
-                self._tables[len(self._ends) - 2] = table
-                line, offset = 1 + table.header_lines, table.start
-                for end, lines, fields in table.records(stream, offset):
+                if (ending := _ending(name)) in DIALECTS:
+                    self._tables[len(self._ends) - 2] = Table(stream, ending)
+                lines = self._tables.get(len(self._ends) - 2) or LINES[ending]
+                offset, line = lines.start, 1 + lines.header_lines
+                for end, number, record in lines.records(stream, offset):
                     try:
-                        if any(field.strip() for field in fields):
-                            self._add_checked(offset, *table.item(fields), path)
+                        if item := lines.item(record):
+                            self._add_checked(offset, *item, path)
                     except ValueError as error:
                         self._add_problem(f"{path}, line {line}: {error}")
-                    offset, line = end, line + lines
+                    offset, line = end, line + number
             except UnicodeDecodeError as error:
                 self._add_problem(f"{path}, line {line}: not UTF-8: {error}. Save it as UTF-8.")
             except ValueError as error:
                 self._add_problem(f"{path}, line {line}: {error}")
 
-    def _add_line(self, offset: int, line: str, path: Path) -> None:
-        if path.suffix.lower() == ".jsonl":
-            self._add_checked(offset, *parse_json(line), path)
-        elif has_prompt(line):
-            self._add(offset, line, None)
-
     def _add_checked(
         self, offset: int, prompt: str, medium: str | None, others: list[tuple[str, str]], path: Path
     ) -> None:
-        """Add an item of a table or of JSON lines. Raises ValueError with the reason.
+        """Add an item of a list. Raises ValueError with the reason.
 
         Args:
             others: texts of the row that are not used, with their columns.
@@ -361,7 +331,9 @@ class _Index:
 
 
 def _has(names: list[str], stem: str, endings: list[str]) -> bool:
-    return any(holds(names, stem + ending) for ending in endings)
+    """Return whether a sorted list has a name; a set would double the memory of a long list."""
+    places = ((stem + ending, bisect_left(names, stem + ending)) for ending in endings)
+    return any(place < len(names) and names[place] == name for name, place in places)
 
 
 def _tables_in(path: Path) -> str:

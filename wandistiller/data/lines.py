@@ -5,7 +5,6 @@ import html
 import json
 import re
 import unicodedata
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +31,7 @@ MEDIA_COLUMNS = (
     ),
 )
 """The same for media, of which a row has one."""
+USED_COLUMNS = {*PROMPT_COLUMNS, *MEDIA_COLUMNS}
 LEFT_OUT = set(
     """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
     Thumbs.db ehthumbs.db desktop.ini""".lower().split()
@@ -64,81 +64,75 @@ def is_data(name: str) -> bool:
     return not (name.startswith((".", "~$")) or small in LEFT_OUT or small.endswith(PARTIAL))
 
 
-def parse_json(line: str) -> tuple[str, str | None, list[tuple[str, str]]]:
-    """Return prompt, medium's name and other texts, with their keys, of one line of a .jsonl.
+Item = tuple[str, str | None, list[tuple[str, str]]]
+"""Prompt, medium's name if there is one, and other texts of a record, with their columns or keys."""
 
-    Raises:
-        ValueError: with the reason.
-    """
-    try:
-        entry = json.loads(line, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-    entry = {key.strip().lower(): value for key, value in entry.items()} if isinstance(entry, dict) else {}
-    prompts = [entry.get(key) for key in PROMPT_COLUMNS]
-    prompt = next((text for text in prompts if isinstance(text, str) and has_prompt(text)), None)
-    if prompt is None:
-        raise ValueError(
-            'no prompt. Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
+
+class TextLines:
+    """The lines of a .txt, each a prompt, but for blank ones and those that begin with #."""
+
+    start = header_lines = 0
+    """Bytes and lines before the first record."""
+
+    def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the byte after a record, its number of lines, and its content.
+
+        Raises:
+            ValueError: with the reason; a record is too long, or not UTF-8.
+        """
+        end = start
+        stream.seek(start)
+        # by b"\n": JSON strings may hold other characters that end a line for Python
+        for raw in iter(lambda: stream.readline(LONGEST_LINE + 1), b""):
+            if len(raw) > LONGEST_LINE:
+                raise ValueError(f"over {LONGEST_LINE} bytes. Write one prompt a line.")
+            line = raw.decode("utf-8" if end else "utf-8-sig").strip()
+            end += len(raw)
+            yield end, 1, "" if line.startswith("#") else line
+
+    def item(self, line: str) -> Item | None:
+        """Return what a record says; None if that is nothing. Raises ValueError with the reason."""
+        return (line, None, []) if has_prompt(line) else None
+
+
+class JsonLines(TextLines):
+    """The lines of a .jsonl, each an object."""
+
+    def item(self, line: str) -> Item | None:
+        """Return what a line says; None if it is blank. Raises ValueError with the reason."""
+        if not line:
+            return None
+        try:
+            entry = json.loads(line, object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
+        row = (
+            [(key.strip().lower(), value) for key, value in entry.items()] if isinstance(entry, dict) else []
         )
-    media = [(key, entry[key]) for key in MEDIA_COLUMNS if entry.get(key) not in (None, "")]
-    if wrong := [key for key, name in media if not isinstance(name, str)]:
-        raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
-    used = {*PROMPT_COLUMNS, *MEDIA_COLUMNS}
-    others = [(key, text) for key, value in entry.items() if key not in used for text in _texts(value)]
-    return prompt.strip(), _one_medium(media), others
-
-
-def _texts(value: Any) -> list[str]:
-    """List the texts in a JSON value."""
-    if isinstance(value, list | dict):
-        return [
-            text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)
-        ]
-    return [value] if isinstance(value, str) else []
-
-
-def _one_medium(media: list[tuple[str, str]]) -> str | None:
-    """Return the medium's name of a row, by column; None without any. Raises ValueError with the reason."""
-    if len({name for _, name in media}) > 1:
-        (one, first), (other, second) = media[0], next(m for m in media if m[1] != media[0][1])
-        raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
-    return media[0][1] if media else None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        raise ValueError("a key is given twice")
-    return entry
+        return _item(
+            row, 'no prompt. Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
+        )
 
 
 class Table:
-    """A .csv or .tsv: which of its columns have the prompt and the medium's name."""
+    """The records of a .csv or .tsv after its header; a field may have several lines."""
 
     def __init__(self, stream: BinaryIO, ending: str):
         """Read the header. Raises ValueError with the reason."""
         self._dialect = DIALECTS[ending]
-        self.start, self.header_lines, header = next(self.records(stream, 0, "utf-8-sig"), (0, 0, []))
+        self.start, self.header_lines, header = next(self.records(stream, 0), (0, 0, []))
         self._names = [name.strip().lower() for name in header]
-        self._prompts, self._media = (
-            [self._names.index(n) for n in columns if n in self._names]
-            for columns in (PROMPT_COLUMNS, MEDIA_COLUMNS)
-        )
-        self._others = sorted(set(range(len(header))) - {*self._prompts, *self._media})
-        if not self._prompts:
+        used = [name for name in self._names if name in USED_COLUMNS]
+        if not {*PROMPT_COLUMNS} & {*used}:
             raise ValueError(
                 f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header "
                 "such as prompt,file, or write one prompt a line into a .txt."
             )
-        used = [name for name in self._names if name in (*PROMPT_COLUMNS, *MEDIA_COLUMNS)]
         if twice := [name for name in used if used.count(name) > 1]:
             raise ValueError(f"two columns `{twice[0]}`. Keep one.")
 
-    def records(
-        self, stream: BinaryIO, start: int, encoding: str = "utf-8"
-    ) -> Iterator[tuple[int, int, list[str]]]:
-        """Yield the byte after a record, its number of lines, and its fields; a field may have several lines.
+    def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, list[str]]]:
+        """Yield the byte after a record, its number of lines, and its fields.
 
         Raises:
             ValueError: with the reason; a record is too long, not UTF-8, or its quotes do not match.
@@ -149,12 +143,13 @@ class Table:
         def numbered() -> Iterator[str]:
             nonlocal end, lines
             for raw in iter(lambda: stream.readline(LONGEST_LINE + 1), b""):
+                encoding = "utf-8" if end else "utf-8-sig"
                 end, lines = end + len(raw), lines + 1
                 if end - begun > LONGEST_LINE:
                     raise ValueError(
                         f"over {LONGEST_LINE} bytes. Write one prompt a record; close its quotes."
                     )
-                yield raw.decode(encoding if end == len(raw) else "utf-8")
+                yield raw.decode(encoding)
 
         stream.seek(start)
         try:
@@ -164,24 +159,53 @@ class Table:
         except csv.Error as error:
             raise ValueError(f"not valid CSV: {error}. Close quotes, and double those within.") from None
 
-    def item(self, fields: list[str]) -> tuple[str, str | None, list[tuple[str, str]]]:
-        """Return prompt, medium's name and other texts, with their columns, of a record.
-
-        Raises:
-            ValueError: with the reason.
-        """
+    def item(self, fields: list[str]) -> Item | None:
+        """Return what a record says; None if it is blank. Raises ValueError with the reason."""
         number, columns = len(fields), len(self._names)
-        if number > columns and any(field.strip() for field in fields[columns:]):
+        texts = [field.strip() for field in fields]
+        if any(texts[columns:]):
             raise ValueError(
                 f"{number} fields, but the header has {columns}. Put a text with commas or tabs in double "
                 "quotes, or add the column's name."
             )
-        prompts = (fields[i].strip() for i in self._prompts if i < number)
-        if (prompt := next(filter(has_prompt, prompts), None)) is None:
-            raise ValueError("no prompt. Fill its column, or take the line out.")
-        names = [(self._names[i], fields[i].strip()) for i in self._media if i < number]
-        others = [(self._names[i], fields[i].strip()) for i in self._others if i < number and fields[i]]
-        return prompt, _one_medium([named for named in names if named[1]]), others
+        row = list(zip(self._names, texts, strict=False))
+        return _item(row, "no prompt. Fill its column, or take the line out.") if any(texts) else None
+
+
+def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
+    """Return what a row says, by column; ValueError with the reason, which may be `without_prompt`."""
+    values = dict(row)
+    prompts = (values.get(key) for key in PROMPT_COLUMNS)
+    prompt = next((text for text in prompts if isinstance(text, str) and has_prompt(text)), None)
+    if prompt is None:
+        raise ValueError(without_prompt)
+    media = [(key, name) for key, name in values.items() if key in MEDIA_COLUMNS and name not in (None, "")]
+    media.sort(key=lambda named: MEDIA_COLUMNS.index(named[0]))
+    if wrong := [key for key, name in media if not isinstance(name, str)]:
+        raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
+    if another := next((named for named in media if named[1] != media[0][1]), None):
+        (one, first), (other, second) = media[0], another
+        raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
+    others = [(key, text) for key, value in row if key not in USED_COLUMNS for text in _texts(value)]
+    return prompt.strip(), media[0][1] if media else None, others
+
+
+def _texts(value: Any) -> list[str]:
+    """List the texts in a JSON value."""
+    if isinstance(value, list | dict):
+        inner = value.values() if isinstance(value, dict) else value
+        return [text for one in inner for text in _texts(one)]
+    return [value] if isinstance(value, str) else []
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        raise ValueError("a key is given twice")
+    return entry
+
+
+LINES = {".txt": TextLines(), ".jsonl": JsonLines()}
 
 
 def beside(media: Path) -> Path:
@@ -213,9 +237,3 @@ def caption(media: Path) -> str:
         return clean(beside(media).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def holds(names: list[str], name: str) -> bool:
-    """Return whether a sorted list holds `name`; a set would double the memory of a long list."""
-    place = bisect_left(names, name)
-    return place < len(names) and names[place] == name

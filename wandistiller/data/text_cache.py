@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from wandistiller.batch import Conditioning
-from wandistiller.data.dataset import clean
+from wandistiller.data.lines import clean
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress

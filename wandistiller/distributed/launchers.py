@@ -25,7 +25,6 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 """Variables that are whole numbers from 0 on."""
 COUNTED = {"LOCAL_SIZE", "MPI_LOCALNRANKS", *(name for names in LAUNCHERS.values() for name in names)}
 """Variables that begin with one."""
-SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 LAST_PORT = 65_535
 
 

@@ -51,7 +51,7 @@ class ShutdownListener:
         self._launchers = _launchers()
         pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
         # deepspeed has two, of which the first starts the second
-        lost = "deepspeed.launcher.launch" in command and process_stat(pid)[1] == 1
+        lost = "deepspeed.launcher.launch" in command and interrupts.process_stat(pid)[1] == 1
         if lost or not self._launchers and STARTED_BY & os.environ.keys():
             self.request_stop("the end of its launcher")
 
@@ -167,17 +167,8 @@ def _launchers() -> list[tuple[int, str]]:
         # not a shell whose command line names a launcher
         if program.startswith(("python", *LAUNCHERS)) and any(name in command for name in LAUNCHERS):
             launchers.append((pid, command))
-        _, pid = process_stat(pid)
+        _, pid = interrupts.process_stat(pid)
     return launchers
-
-
-def process_stat(pid: int) -> tuple[str, int]:
-    """Return the state and the parent's id of a process of this machine; Z and 0 if it has ended."""
-    try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return state, int(parent)
-    except OSError:
-        return "Z", 0
 
 
 def _command_line(pid: int) -> str:

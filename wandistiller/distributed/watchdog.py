@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
-from wandistiller.distributed.shutdown import process_stat, stopping
+from wandistiller.distributed.shutdown import stopping
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import current, log, log_to_file, set_activity
 
@@ -118,7 +118,7 @@ class Watchdog:
                 return self._lost(0)
             for rank, beat in self._beats.items():
                 here = rank != self.rank and beat["host"] == platform.node()
-                if here and process_stat(beat["pid"])[0] == "Z":
+                if here and interrupts.process_stat(beat["pid"])[0] == "Z":
                     return self._publish(self._lost(rank)) if self.rank == 0 else self._lost(rank)
             time.sleep(0.2)
         return None

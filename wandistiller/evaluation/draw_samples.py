@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.cross_checks import SHARED
 from wandistiller.data.dataset import EMBEDDED, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
@@ -21,8 +22,8 @@ from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence import ALONE, Ranks
-from wandistiller.export.source import TrainedSteps, trained_steps
-from wandistiller.flow import TRAIN_TIMESTEPS
+from wandistiller.export.source import few_step_facts
+from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
@@ -121,14 +122,14 @@ def _names_a_file(word: str) -> bool:
     return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
 
 
-def set_steps(pipeline: Pipeline, trained: TrainedSteps | None, steps: int, handover: float | None) -> None:
+def set_steps(pipeline: Pipeline, trained: Facts | None, steps: int, handover: float | None) -> None:
     """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
 
     Args:
         handover: noise level at which the experts of a two-expert student change.
     """
     if trained and steps != trained.steps:
-        pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler)
+        pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler or EULER)
         boundary = few_steps(trained.shift, steps, handover).boundary
         pipeline.register_to_config(boundary_ratio=boundary)
 
@@ -188,7 +189,7 @@ def sample(
         raise ConfigError(*problems)
     require_weights(folder)
     pipeline = open_pipeline(folder.path, dtype, ranks)
-    set_steps(pipeline, trained_steps(folder.path), sampling.steps, folder.boundary)
+    set_steps(pipeline, few_step_facts(folder.path), sampling.steps, folder.boundary)
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(prompts)))
     progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)

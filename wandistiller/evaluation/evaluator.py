@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch, State
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
@@ -21,7 +22,6 @@ from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Featu
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.evaluation.sigma_bands import Band, bands, states_in
-from wandistiller.export.source import TrainedSteps
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, shapes
 from wandistiller.wan.loaded_components import Vae
@@ -52,8 +52,8 @@ class Evaluation:
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
-    trained: TrainedSteps | None = None
-    """The sampling that a few-step student is trained for; it has noise levels for other numbers too."""
+    trained: Facts | None = None
+    """Of a student of few steps, which has noise levels for other numbers than its own too."""
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""

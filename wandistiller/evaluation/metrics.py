@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
+from wandistiller.monitoring.evaluated import Estimated
 from wandistiller.tiny import shapes, video_scores
 from wandistiller.utils.images import MOST_FRAMES, evenly
 from wandistiller.utils.keyed_random import keyed_generator
@@ -30,7 +31,7 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    def as_dict(self) -> dict[str, float | None]:
+    def as_dict(self) -> Estimated:
         """Round to six digits, for JSON."""
         values = asdict(self).items()
         return {k: None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for k, v in values}
@@ -95,12 +96,12 @@ class DrawnBatch:
         return torch.stack([self._clip.embed(clip[:, places].unbind(1)) for clip in self.pixels_BCFHW])
 
 
-def _mean(value_N: Tensor, seed: int) -> dict[str, float | None]:
+def _mean(value_N: Tensor, seed: int) -> Estimated:
     value_N = value_N[~value_N.isnan()]
     return ratio_of_sums(value_N, torch.ones_like(value_N), seed).as_dict()
 
 
-def _share(value_N: Tensor, seed: int) -> dict[str, float | None]:
+def _share(value_N: Tensor, seed: int) -> Estimated:
     """Share of hits; value_N is 1.0 for a hit and 0.0 for a miss."""
     hits = round(value_N.sum().item())
     return {"count": hits} | wilson(hits, len(value_N)).as_dict()
@@ -119,10 +120,10 @@ class Metric:
     needs: str = ""
     """`shapes`, `moving shapes`: prompts of an embedded teacher; `frames`: several frames; `clip`: a CLIP
     folder; `frames, clip`: both; `twice`: two samples of each prompt; empty for any evaluation."""
-    summary: Callable[[Tensor, int], dict[str, float | None]] = _mean
+    summary: Callable[[Tensor, int], Estimated] = _mean
     """value_N and seed -> figure and interval."""
 
-    def ratio(self, student_N: Tensor, teacher_N: Tensor, seed: int) -> dict[str, float | None] | None:
+    def ratio(self, student_N: Tensor, teacher_N: Tensor, seed: int) -> Estimated | None:
         """Ratio of student to teacher on the same prompts; None if the teacher's sum is 0."""
         both = ~(student_N.isnan() | teacher_N.isnan())
         student_N, teacher_N = student_N[both], teacher_N[both]

@@ -2,12 +2,12 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from wandistiller.evaluation.evaluator import Evaluation
 from wandistiller.monitoring.charts import Chart, Line, svg
+from wandistiller.monitoring.evaluated import Figures
 from wandistiller.monitoring.headline import SCORES
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
 
@@ -30,7 +30,7 @@ def write_pictures(settings: Evaluation, file: Path, rows: dict[str, list[Tensor
     return files
 
 
-def quality_chart(by_steps: dict[str, Any]) -> bytes | None:
+def quality_chart(by_steps: dict[str, dict[str, Figures]]) -> bytes | None:
     """Draw quality against seconds, SVG; None without matplotlib or a score."""
     has = next(iter(by_steps["teacher"].values()))
     name = next((name for name in SCORES if name in has), None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, Expert, State
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
@@ -19,7 +20,6 @@ from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
 from wandistiller.evaluation.quantization_error import quantization_error
-from wandistiller.export.source import TrainedSteps
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
@@ -39,7 +39,7 @@ class DiffusersPipeline:
         sampling: Sampling,
         null_text_LD: Tensor,
         dtype: torch.dtype,
-        trained: TrainedSteps | None = None,
+        trained: Facts | None = None,
         handover: float | None = None,
         *,
         ranks: Ranks = ALONE,
@@ -47,7 +47,7 @@ class DiffusersPipeline:
         """Load it.
 
         Args:
-            trained: the sampling that a few-step student is trained for.
+            trained: of a student of few steps, the sampling that it is trained for.
             handover: noise level at which the experts of a two-expert student change.
         """
         self._pipeline, self._sampling = open_pipeline(folder.path, dtype, ranks), sampling

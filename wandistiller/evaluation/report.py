@@ -14,6 +14,7 @@ from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, ratio_of_
 from wandistiller.evaluation.pictures import quality_chart, write_pictures
 from wandistiller.evaluation.sigma_bands import Band, bands
 from wandistiller.flow import band_name
+from wandistiller.monitoring.evaluated import Estimated, Evaluated, Figures, VelocityError
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.templates import render
@@ -27,13 +28,13 @@ COSTS = {"parameters": "parameters"} | TIMES
 PAGE = Path(__file__).with_name("report.md.jinja")
 
 
-def summary(settings: Evaluation, shares: Shares) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, list[Tensor]]]:
     """Merge the ranks' shares into the figures and the picture's rows."""
     sides = {"teacher": [t for t, _, _ in shares], "student": [s for _, s, _ in shares]}
     samples = {name: _in_order([r.own.samples for r in ranks]) for name, ranks in sides.items()}
     second = _in_order([r.own.second_draw for r in sides["teacher"]])
     squares_NS2 = torch.stack(_in_order([errors for _, _, errors in shares]))
-    result: dict[str, Any] = {
+    result: Evaluated = {
         "prompts": len(settings.prompts),
         "steps": settings.student_sampling.steps,
         "teacher_steps": settings.teacher_sampling.steps,
@@ -67,7 +68,7 @@ def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(whole), torch.tensor(denoising), torch.tensor(length)
 
 
-def _figures(settings: Evaluation, ranks: list[Drawn]) -> dict[str, Any]:
+def _figures(settings: Evaluation, ranks: list[Drawn]) -> Figures:
     """Return seconds and scores of one candidate in one number of steps."""
     seconds, denoising, length = _seconds(ranks)
     figures = {
@@ -82,7 +83,7 @@ def _figures(settings: Evaluation, ranks: list[Drawn]) -> dict[str, Any]:
 
 def _columns(
     settings: Evaluation, sides: dict[str, list[CandidateResult]], samples: dict[str, list[ScoredSample]]
-) -> dict[str, Any]:
+) -> Evaluated:
     """Columns of the table: both sides, and the ratio of student to teacher, paired by prompt or batch."""
     columns: dict[str, dict[str, Any]] = {}
     folders, seed = {"teacher": settings.teacher, "student": settings.student}, settings.seed
@@ -106,14 +107,14 @@ def _columns(
     return columns
 
 
-def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, Any]:
+def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, Figures]:
     """Return the figures of a candidate by its number of steps, the smallest first."""
     numbers = sorted(ranks[0].by_steps)
     return {str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in numbers}
 
 
 def _rows_by_steps(
-    settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, Any]
+    settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, dict[str, Figures]]
 ) -> dict[str, list[Tensor]]:
     """Return the picture's rows: the teacher in its own steps, the student in its own and in fewer."""
     own = settings.teacher_sampling.steps
@@ -128,11 +129,11 @@ def _rows_by_steps(
     }
 
 
-def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any]:
+def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> VelocityError:
     """Relative velocity errors per band, per expert of the teacher, and over all."""
     cut = bands(settings.teacher.boundary, settings.student.boundary)
 
-    def over(which: Callable[[Band], bool]) -> dict[str, float | None]:
+    def over(which: Callable[[Band], bool]) -> Estimated:
         squares_N2 = squares_NS2[:, [which(band) for band in cut]].sum(1)
         return ratio_of_sums(squares_N2[:, 0], squares_N2[:, 1], settings.seed).as_dict()
 
@@ -144,7 +145,7 @@ def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> dict[str, Any
 
 def _frechet(
     teacher: list[ScoredSample], student: list[ScoredSample], second: list[ScoredSample]
-) -> dict[str, Any]:
+) -> dict[str, dict[str, int | Estimated]]:
     """Fréchet distances by kind of feature; empty for one sample, which has no covariance.
 
     Of student and teacher at the same seeds; of both from the teacher's second samples, if there are any.
@@ -152,7 +153,7 @@ def _frechet(
     pairs = {"same_seeds": (student, teacher)}
     if second:
         pairs |= {"student": (student, second), "floor": (teacher, second)}
-    result: dict[str, Any] = {}
+    result: dict[str, dict[str, int | Estimated]] = {}
     for kind, feature in teacher[0].features.items() if len(teacher) > 1 else ():
         result[kind] = {"features": feature.shape[-1]}
         for name, pair in pairs.items():
@@ -161,7 +162,7 @@ def _frechet(
     return result
 
 
-def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Tensor]]) -> list[str]:
+def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]) -> list[str]:
     """Write evaluation.json, .md and .png; return the lines to log. On one rank."""
     names = {"figures": "evaluation.json", "report": "evaluation.md", "picture": "evaluation.png"}
     files = {what: settings.output / name for what, name in names.items()}
@@ -185,7 +186,7 @@ def write(settings: Evaluation, result: dict[str, Any], rows: dict[str, list[Ten
     return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
 
 
-def slow_motion(result: dict[str, Any]) -> list[str]:
+def slow_motion(result: Evaluated) -> list[str]:
     """Return a warning if the student moves less than SLOW of what its teacher does."""
     ratio = result["ratio"].get(MOTION)
     if not ratio or ratio["value"] is None or ratio["value"] >= SLOW:
@@ -196,7 +197,7 @@ def slow_motion(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Evaluated) -> str:
     """Tables of a summary: both sides, the velocity error, and the Fréchet distances if there are any."""
     teacher, student, ratio = result["teacher"], result["student"], result["ratio"]
     steps = (("teacher", result["teacher_steps"]), ("student", result["steps"]))
@@ -226,7 +227,7 @@ def markdown(result: dict[str, Any]) -> str:
     )
 
 
-def _steps(result: dict[str, Any]) -> list[list[str]]:
+def _steps(result: Evaluated) -> list[list[str]]:
     """Rows of the table by steps: of both, how many times faster than the teacher in its own steps."""
     by_steps = result.get("by_steps", {})
     labels = {m.name: m.label for m in METRICS if by_steps and m.name in result["teacher"]}
@@ -241,7 +242,7 @@ def _steps(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def cell(value: int | dict[str, Any]) -> str:
+def cell(value: int | Estimated) -> str:
     """Format a number, an estimate with its interval, or a share as hits."""
     if isinstance(value, int):
         return f"{value:,}"

@@ -34,9 +34,7 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
     Args:
         loader: the node whose model is shifted.
     """
-    latent = (
-        "EmptyHunyuanLatentVideo" if facts.transformer["in_channels"] == 16 else "Wan22ImageToVideoLatent"
-    )
+    latent = "EmptyHunyuanLatentVideo" if facts.config.in_channels == 16 else "Wan22ImageToVideoLatent"
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:

@@ -68,8 +68,8 @@ above before you publish it.
 
 def student_sentence(facts: Facts) -> str:
     """Describe the student in one sentence."""
-    layers, n_experts = facts.transformer["num_layers"], len(facts.experts)
-    parameters = transformer.count_parameters(facts.transformer) * n_experts / 1e6
+    layers, n_experts = facts.config.num_layers, len(facts.experts)
+    parameters = transformer.count_parameters(facts.config) * n_experts / 1e6
     text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * facts.has_boundary
     counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
     return text.format(**vars(facts), **counts, clip=clip(facts))

@@ -14,11 +14,10 @@ from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
-from wandistiller.flow import EULER, RENOISE
+from wandistiller.flow import RENOISE
 from wandistiller.student.blocks import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
-from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
@@ -49,16 +48,13 @@ class Source(NamedTuple):
         return self.facts.experts
 
     @property
-    def _sampler(self) -> str:
-        return f" {sampler_in_words(self.facts)}" if self.facts.few_steps else ""
-
-    @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
         facts = self.published
+        how = f" {sampler_in_words(facts)}" if facts.few_steps else ""
         return (
             f"Distilled from {facts.teacher_path} with wandistiller. Guidance is folded in: "
-            f"sample with CFG 1, shift {facts.shift}, {facts.steps} steps{self._sampler}, "
+            f"sample with CFG 1, shift {facts.shift}, {facts.steps} steps{how}, "
             f"{clip(facts)} of {facts.width}x{facts.height}."
         )
 
@@ -77,7 +73,7 @@ class Source(NamedTuple):
         Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
         file is closed.
         """
-        model = transformer.meta_transformer(self.facts.transformer)
+        model = transformer.meta_transformer(self.facts.config)
         if self.facts.lora:
             add_lora(model, Lora(**self.facts.lora), seed=0)
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
@@ -123,22 +119,10 @@ def read_source(
     return Source(folder, replace(facts, averaged=averaged), recipe)
 
 
-class TrainedSteps(NamedTuple):
-    """The sampling that a few-step student is trained for."""
-
-    steps: int
-    shift: float
-    sampler: str
-
-
-def trained_steps(folder: Path) -> TrainedSteps | None:
-    """Return the sampling that the student exported to `folder` is trained for; None: any number of steps."""
-    file = folder / FACTS
-    facts = Facts.of(read_json(file) if file.is_file() else {})
-    levels, shift = facts.few_steps, facts.shift
-    if not (isinstance(levels, list) and levels and isinstance(shift, int | float) and shift > 0):
-        return None
-    return TrainedSteps(len(levels), shift, RENOISE if facts.sampler == RENOISE else EULER)
+def few_step_facts(folder: Path) -> Facts | None:
+    """Return the facts of a student of few steps that was exported to `folder`; None: it takes any number."""
+    facts = Facts.read(folder / FACTS)
+    return facts if facts.few_steps else None
 
 
 def sampler_in_words(facts: Facts) -> str:

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
 from wandistiller.monitoring.health_checks import HealthChecks, SampleStats
-from wandistiller.monitoring.metrics import append_line, keep_lines, read_lines
+from wandistiller.monitoring.metrics import MetricsLine, append_line, keep_lines, read_lines
 from wandistiller.objectives.base import Limit
 
 SHORT_WINDOW = 10
@@ -79,7 +79,7 @@ class Alarms:
         self._raised: dict[str, int] = {}
         self._checks = HealthChecks(limits)
 
-    def go_on_from(self, start: int, lines: list[dict[str, Any]]) -> None:
+    def go_on_from(self, start: int, lines: list[MetricsLine]) -> None:
         """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
 
         Args:

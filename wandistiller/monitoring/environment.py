@@ -5,7 +5,7 @@ import platform
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -14,6 +14,26 @@ from wandistiller.distributed import collectives, device, launchers
 from wandistiller.utils.system_memory import GIB
 
 PACKAGES = "torch deepspeed diffusers transformers safetensors huggingface_hub numpy pillow".split()
+
+
+class Node(TypedDict):
+    """A node and what its ranks run on."""
+
+    host: str
+    cpu: str
+    cores: int
+    memory_gib: float
+    ranks: int
+    gpus: list[str]
+    """Names, one for each rank that has one."""
+
+
+class Environment(TypedDict):
+    """The contents of OUTPUT/resolved/machine.json."""
+
+    launcher: str
+    versions: dict[str, str]
+    nodes: list[Node]
 
 
 def version(package: str) -> str:
@@ -37,7 +57,7 @@ def cpu_model(root: Path = Path("/")) -> str:
     return next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())
 
 
-def collect() -> dict[str, Any]:
+def collect() -> Environment:
     """Collect launcher, versions on rank 0, and nodes for OUTPUT/resolved/machine.json. Collective."""
     gpu, node = device.name(), collectives.node_peers()[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -52,7 +72,7 @@ def collect() -> dict[str, Any]:
     return {"launcher": launcher, "versions": {"wandistiller": __version__} | versions(), "nodes": nodes}
 
 
-def rows(collected: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(collected: Environment) -> list[tuple[str, str]]:
     """Format the result of `collect`: each node by its host, then launcher and versions."""
     nodes = []
     for node in collected["nodes"]:

@@ -1,11 +1,13 @@
 """The three figures above a run's report: how right the student is, how small and how fast."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from wandistiller.monitoring.evaluated import Evaluated
+from wandistiller.monitoring.metrics import MetricsLine
 from wandistiller.utils.files import read_json
 
 SCORES = {"fully_right": "prompts fully right", "clip_score": "CLIP score"}
@@ -23,7 +25,7 @@ class Figure(NamedTuple):
     detail: str
 
 
-def headline(output: Path, run: Path, lines: Sequence[dict[str, Any]]) -> list[Figure]:
+def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figure]:
     """Return the student's score, parameters and seconds as shares of the teacher's.
 
     What was not evaluated is replaced by what the run knows: its loss, and the command that measures.
@@ -46,13 +48,13 @@ def read_if_exists(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _value(side: dict[str, Any], key: str) -> float | None:
+def _value(side: Mapping[str, object], key: str) -> float | None:
     """Return a figure, whether it is a number or an estimate."""
     found = side.get(key)
     return found.get("value") if isinstance(found, dict) else found
 
 
-def _sides(known: dict[str, Any], key: str) -> tuple[float, float] | None:
+def _sides(known: Evaluated, key: str) -> tuple[float, float] | None:
     """Return a figure of student and teacher; None if either lacks it, or the teacher's is 0."""
     student, teacher = (_value(known.get(side, {}), key) for side in SIDES)
     return (student, teacher) if student is not None and teacher else None
@@ -62,7 +64,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _score(evaluated: dict[str, Any]) -> Figure | None:
+def _score(evaluated: Evaluated) -> Figure | None:
     for key, name in SCORES.items():
         if both := _sides(evaluated, key):
             its, theirs = (
@@ -73,13 +75,13 @@ def _score(evaluated: dict[str, Any]) -> Figure | None:
     return None
 
 
-def _error(evaluated: dict[str, Any]) -> Figure | None:
+def _error(evaluated: Evaluated) -> Figure | None:
     error = _value(evaluated.get("relative_velocity_error", {}), "all")
     detail = "squared, over the teacher's squared: 0 is the teacher, 100 % an output of zeros"
     return None if error is None else Figure(_percent(error), "velocity error", detail)
 
 
-def _loss(lines: Sequence[dict[str, Any]]) -> Figure:
+def _loss(lines: Sequence[MetricsLine]) -> Figure:
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     part = -(-len(losses) // SHARE_OF_LOSS)
     if not losses:
@@ -90,7 +92,7 @@ def _loss(lines: Sequence[dict[str, Any]]) -> Figure:
     return Figure(f"{last:.3g}", "loss, not evaluated", detail)
 
 
-def _small(known: dict[str, Any]) -> list[Figure]:
+def _small(known: Evaluated) -> list[Figure]:
     if not (both := _sides(known, "parameters")):
         return []
     unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
@@ -98,7 +100,7 @@ def _small(known: dict[str, Any]) -> list[Figure]:
     return [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
 
 
-def _seconds(evaluated: dict[str, Any]) -> Figure | None:
+def _seconds(evaluated: Evaluated) -> Figure | None:
     if not (both := _sides(evaluated, "seconds_per_sample")):
         return None
     # .get: files of versions without students of few steps have one number for both

@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wandistiller.monitoring.metrics import read_lines, write_lines
+from wandistiller.monitoring.metrics import MetricsLine, read_lines, write_lines
 from wandistiller.objectives.base import SATURATION, Limit
 
 WINDOW = 20
@@ -74,7 +74,7 @@ class HealthChecks:
         self._largest: dict[str, float] = {}
         """Of the numbers within which others are compared."""
 
-    def go_on_from(self, lines: list[dict[str, Any]]) -> None:
+    def go_on_from(self, lines: list[MetricsLine]) -> None:
         """Take the start of the run from its lines of metrics.jsonl."""
         for line in lines[:WINDOW]:
             self._add(line.get("watched", {}))

@@ -3,8 +3,9 @@
 import json
 import math
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from wandistiller.distributed.collectives import log0, rank
 from wandistiller.distributed.progress import bar, clock, speed
@@ -32,6 +33,19 @@ def scalars(value: Any, name: str = "") -> dict[str, float]:
     return {n: number for key, v in inner.items() for n, number in scalars(v, key).items()}
 
 
+class MetricsLine(TypedDict, total=False):
+    """A line of metrics.jsonl; all fields of StepResult are in it by name, these ones are read again."""
+
+    step: int
+    loss: float | None
+    lr: float
+    skipped: bool
+    watched: dict[str, float | None]
+    seconds: float
+    memory_gib: dict[str, dict[str, list[float]]]
+    """Phase -> kind of memory -> that of each rank."""
+
+
 def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
     """Read a file of JSON lines up to step `last`; an incomplete line is left out."""
     entries = []
@@ -43,20 +57,20 @@ def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["step"] <= last]
 
 
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+def _text(entries: Iterable[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
-def append_line(file: Path, entry: dict[str, Any]) -> None:
+def append_line(file: Path, entry: Mapping[str, object]) -> None:
     """Append an entry to a file of JSON lines."""
     with file.open("a", encoding="utf-8") as out:
-        out.write(_line(entry))
+        out.write(_text([entry]))
 
 
-def write_lines(file: Path, entries: list[dict[str, Any]]) -> None:
+def write_lines(file: Path, entries: Iterable[Mapping[str, object]]) -> None:
     """Write a file of JSON lines, atomically."""
     with atomic(file) as temporary:
-        temporary.write_text("".join(map(_line, entries)), encoding="utf-8")
+        temporary.write_text(_text(entries), encoding="utf-8")
 
 
 def keep_lines(file: Path, last: int) -> None:
@@ -84,8 +98,8 @@ class Metrics:
             write_lines(file, read_lines(file, start) if start else [])
 
     def step(
-        self, step: int, values: dict[str, Any], memory: dict[str, list[Usage]], seconds: float
-    ) -> dict[str, Any]:
+        self, step: int, values: MetricsLine, memory: dict[str, list[Usage]], seconds: float
+    ) -> MetricsLine:
         """Record a finished optimizer step, counted from 1; return its line, non-finite numbers as null.
 
         Args:
@@ -109,7 +123,7 @@ class Metrics:
         return entry
 
     def _show(
-        self, step: int, values: dict[str, Any], rate: str, worst_rank: tuple[int, int], left: float
+        self, step: int, values: MetricsLine, rate: str, worst_rank: tuple[int, int], left: float
     ) -> None:
         """Advance the bar; log the step if it is due, to the file alone where the bar is shown."""
         skipped = "SKIPPED  " if values.get("skipped") else ""

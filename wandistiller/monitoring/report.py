@@ -13,7 +13,7 @@ from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
 from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
-from wandistiller.monitoring.metrics import SAMPLES, read_lines
+from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
@@ -82,20 +82,23 @@ def report(output: Path) -> Path:
     return file
 
 
-def _of_run(output: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
     """Return the parts about one run, or one stage."""
-    alarms = read_lines(output / FILE)
+    alarms: list[tuple[str, str]] = []
+    hints: list[tuple[str, str]] = []
+    for entry in read_lines(output / FILE):
+        (hints if entry["kind"] in HINTS else alarms).append((f"step {entry['step']}", entry["alarm"]))
     return {
         "stage": output.name.partition("_"),
         "summary": _summary(output, lines),
-        "alarms": _steps([entry for entry in alarms if entry["kind"] not in HINTS]),
+        "alarms": alarms,
         "samples": _samples(output),
         "evaluation": _evaluation(output),
         "charts": [
             (chart.title, _address(svg(chart), "image/svg+xml"))
             for chart in run_charts(output, lines).values()
         ],
-        "hints": _steps([entry for entry in alarms if entry["kind"] in HINTS]),
+        "hints": hints,
         "memory": _memory_by_phase(output),
     } | _of_start(output)
 
@@ -110,7 +113,7 @@ def _of_start(output: Path) -> dict[str, Any]:
     }
 
 
-def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
+def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
     """Chart the numbers in `lines` of metrics.jsonl by key, memory, velocity errors by sigma, importance."""
     window = max(1, len(lines) // 50)
     charts: dict[str, Chart] = {}
@@ -139,7 +142,7 @@ def run_charts(output: Path, lines: list[dict[str, Any]]) -> dict[str, Chart]:
     return {name: chart for name, chart in charts.items() if chart.lines}
 
 
-def _memory_lines(values: list[tuple[int, dict[str, Any]]]) -> list[Line]:
+def _memory_lines(values: list[tuple[int, dict[str, dict[str, list[float]]]]]) -> list[Line]:
     """Return a line for each kind of memory: the largest of all ranks while they train."""
     used = [(step, phases["train"]) for step, phases in values if "train" in phases]
     return [
@@ -173,7 +176,7 @@ def _importance(output: Path) -> list[Line]:
     return [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
 
 
-def _metrics(output: Path) -> list[dict[str, Any]]:
+def _metrics(output: Path) -> list[MetricsLine]:
     """Read the entries of all steps; an incomplete last line is left out."""
     file = output / "metrics.jsonl"
     if not file.is_file():
@@ -186,7 +189,7 @@ def _metrics(output: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _summary(output: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
+def _summary(output: Path, lines: list[MetricsLine]) -> dict[str, str]:
     last, run = lines[-1], read_if_exists(output / "resolved" / "run.json")
     done = "done" if (output / "DONE").is_file() else f"of {run.get('max_steps', '?')}"
     return {
@@ -196,10 +199,6 @@ def _summary(output: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
         "teacher": run.get("teacher_path", "?"),
         "objective": json.dumps(run.get("objective", "velocity")).strip('"'),
     }
-
-
-def _steps(alarms: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(f"step {entry['step']}", entry["alarm"]) for entry in alarms]
 
 
 def _samples(output: Path) -> dict[int, Picture]:

@@ -163,9 +163,9 @@ class Objective:
         """
         with torch.no_grad():
             sampled = self.sampled(predictions, batches)
-            answers = zip(sampled, teacher(sampled) if sampled else [], strict=True)
+            at_samples = zip(sampled, teacher(sampled) if sampled else [], strict=True)
             targets = [
-                term.target_of_samples(*next(answers), networks) if term.samples else target
+                term.target_of_samples(*next(at_samples), networks) if term.samples else target
                 for term, target in zip(self.terms, targets, strict=True)
             ]
         losses, numbers = [], {}

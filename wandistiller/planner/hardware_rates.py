@@ -24,6 +24,7 @@ from wandistiller.wan.transformer import (
     meta_transformer,
     parameter_dtype,
     set_parameter,
+    usual_config,
     velocity,
 )
 
@@ -168,7 +169,8 @@ def _blocks(device: torch.device, dtype: torch.dtype) -> float:
     """
     text_dim, took, call = 64, 0.0, None
     for heads, samples, side in SIZES:
-        config = {"num_attention_heads": heads, "ffn_dim": 346 * heads, "text_dim": text_dim, "num_layers": 1}
+        sizes = {"num_attention_heads": heads, "ffn_dim": 346 * heads, "text_dim": text_dim}
+        config = usual_config(num_layers=1, **sizes)
         model, latent = meta_transformer(config, device), (16, 1, side, side)
         for name, p in list(model.named_parameters()):
             own = parameter_dtype(name, dtype)
@@ -182,7 +184,7 @@ def _blocks(device: torch.device, dtype: torch.dtype) -> float:
         took = time.perf_counter() - began
         if took > LONG_ENOUGH:
             break
-    return samples * forward_flops(model.config, latent) / _seconds(call) / 1e12
+    return samples * forward_flops(config, latent) / _seconds(call) / 1e12
 
 
 def _copies(source: torch.device, target: torch.device) -> float:

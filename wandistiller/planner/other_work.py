@@ -52,8 +52,8 @@ class _OtherWork:
         made_of = {e: source_experts(j.student, j.folder, e) for e in j.student_experts}
         if j.needs_measuring and j.student.keep_layers == IMPORTANCE:
             used = {source for sources in made_of.values() for source in sources}
-            layers = j.folder.config["num_layers"]
-            left = blocks_left(layers, j.student_transformer["num_layers"])
+            layers = j.folder.config.num_layers
+            left = blocks_left(layers, j.student_transformer.num_layers)
             # without a block, and without those dropped before, which compute nothing
             rounds = 1 + sum(n * (n - 1) / layers for n in left)
             yield Work("the importance of blocks", rounds * self._calls(samples, *used))

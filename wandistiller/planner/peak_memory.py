@@ -1,7 +1,6 @@
 """Peak memory of a run on each rank, phase by phase, from its settings alone: nothing is loaded."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -29,7 +28,8 @@ from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
-from wandistiller.wan.transformer import count_parameters, numels, width
+from wandistiller.wan.transformer import count_parameters, numels
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.vae import PARTS, fitting
 
 MIB = 2**20
@@ -110,7 +110,7 @@ class _Planner:
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
-    def saved(self, config: dict[str, Any], engine: EngineConfig, samples: int) -> int:
+    def saved(self, config: TransformerConfig, engine: EngineConfig, samples: int) -> int:
         """Bytes of the activations of a learning network."""
         how = {"accelerator": self.gpu, "sharers": self.sharers}
         return activation_bytes(config, engine, self.latent, samples, **how)
@@ -165,7 +165,7 @@ class _Planner:
         """Hidden states that are compared, until the student's backward pass."""
         j, blocks = self.job, len(matched_blocks(self.job))
         items = j.teacher.engine.dtype.itemsize, j.student_engine.dtype.itemsize
-        widths = width(j.folder.config), width(j.student_transformer)
+        widths = j.folder.config.width, j.student_transformer.width
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_engine)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 

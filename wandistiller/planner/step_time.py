@@ -28,7 +28,7 @@ from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import width
+from wandistiller.wan.transformer_config import TransformerConfig
 
 ADAM_BYTES = 30
 """Bytes of CPU memory read (weight, gradient, moments) and written (weight, moments, a copy in bf16) for an
@@ -205,7 +205,7 @@ class StepTime:
         moves = self._streamed() * min(placement.guidance_passes, both)
         if placement.on_one_rank:
             tflop *= max(1, t.ranks_on_node // self.sharers)  # once for those that share a sample
-            states, text = int(2 * self._mean(prod)), TEXT_TOKENS * config["text_dim"]
+            states, text = int(2 * self._mean(prod)), TEXT_TOKENS * config.text_dim
             if others := t.ranks_on_node - 1:
                 nbytes = 4 * of * (states + text) * others  # float32
                 moves.append(Transfer("inputs and outputs", nbytes, "link"))
@@ -215,17 +215,17 @@ class StepTime:
         return StageTime("the teacher's call", 1, tflop, tflops, tuple(moves), exchanged)
 
     def _exchanged(
-        self, config: dict[str, Any], engine: EngineConfig, passes: float, sharers: int
+        self, config: TransformerConfig, engine: EngineConfig, passes: float, sharers: int
     ) -> tuple[Transfer, ...]:
         """Transfers of queries, keys, values and outputs in passes of one sample, during which ranks wait."""
-        patch = prod(config["patch_size"])
+        patch = prod(config.patch_size)
         own = (
             self._mean(lambda latent: prod(latent[1:]) // patch)
             / sharers
-            * width(config)
+            * config.width
             * engine.dtype.itemsize
         )
-        nbytes = round(4 * config["num_layers"] * passes * own)
+        nbytes = round(4 * config.num_layers * passes * own)
         return tuple(exchange_transfers("attention of shared samples", nbytes, sharers, self.topology))
 
     def _streamed(self) -> list[Transfer]:

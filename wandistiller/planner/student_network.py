@@ -10,7 +10,8 @@ from wandistiller.config.job import Job
 from wandistiller.objectives.base import Role
 from wandistiller.student.trainable import set_trainable
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.transformer import meta_transformer, width
+from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 class Network(NamedTuple):
@@ -30,7 +31,7 @@ class Network(NamedTuple):
 
 def student_shape(job: Job) -> tuple[Any, ...]:
     """The arguments of `student_model` for one of the student's networks."""
-    run, teacher_width = job.run, width(job.folder.config)
+    run, teacher_width = job.run, job.folder.config.width
     return job.student_transformer, run.frozen, run.lora, matched_blocks(job), teacher_width
 
 
@@ -42,17 +43,17 @@ def student_network(job: Job) -> Network:
 def other_shape(job: Job, role: Role) -> tuple[Any, ...]:
     """The arguments of `student_model` for a network that is trained beside the student."""
     of_student = job.student_transformer, job.run.frozen, job.run.lora
-    return *role.origin(of_student, (job.folder.config, None, None)), [], width(job.folder.config)
+    return *role.origin(of_student, (job.folder.config, None, None)), [], job.folder.config.width
 
 
 def matched_blocks(job: Job) -> list[int]:
     """The student's blocks whose hidden states are matched; `lineage` may not be known yet."""
-    return job.objective.for_student(list(range(job.student_transformer["num_layers"]))).student_blocks
+    return job.objective.for_student(list(range(job.student_transformer.num_layers))).student_blocks
 
 
 @once_for_each
 def student_model(
-    config: dict[str, Any],
+    config: TransformerConfig,
     frozen: list[str] | None,
     lora: dict[str, Any] | None,
     blocks: Sequence[int],

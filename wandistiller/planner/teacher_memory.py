@@ -1,7 +1,6 @@
 """Memory of the teacher on one rank, as its placement has it."""
 
 from dataclasses import replace
-from typing import Any
 
 from wandistiller.config.job import Job
 from wandistiller.engine.zero_memory import Bytes
@@ -13,7 +12,7 @@ from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import width
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 def teacher_bytes(folder: WanFolder, placement: Placement, sharers: int) -> Bytes:
@@ -29,12 +28,12 @@ def teacher_bytes(folder: WanFolder, placement: Placement, sharers: int) -> Byte
 
 
 @once_for_each
-def _expert_bytes(config: dict[str, Any], placement: Placement, sharers: int) -> Bytes:
+def _expert_bytes(config: TransformerConfig, placement: Placement, sharers: int) -> Bytes:
     return placement.memory(config, sharers)
 
 
 @once_for_each
-def _on_the_way(config: dict[str, Any], placement: Placement) -> tuple[int, int]:
+def _on_the_way(config: TransformerConfig, placement: Placement) -> tuple[int, int]:
     """Bytes of weights of a call that are unpacked, and of those that a GPU has yet to finish with."""
     return placement.unpacked(config), placement.behind(config)
 
@@ -90,6 +89,6 @@ def hidden_states(job: Job, tokens: int) -> Parts:
         return {}
     passes = job.teacher.guidance_passes
     together = 2 // passes if branches(job) == 2 else 0
-    each = tokens * width(job.folder.config) * job.teacher.engine.dtype.itemsize
+    each = tokens * job.folder.config.width * job.teacher.engine.dtype.itemsize
     nbytes = blocks * each * job.batch.micro * (1 + together) * swept(job)
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

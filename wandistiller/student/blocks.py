@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.wan import transformer
 from wandistiller.wan.structure import PARTS
+from wandistiller.wan.transformer_config import TransformerConfig
 
 PROJECTIONS = "feature_projections"
 """Attribute with the student's trained projections, by block number; they are not exported."""
@@ -23,7 +23,7 @@ def add_projections(model: nn.Module, blocks: Iterable[int], width: int) -> None
 
     A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
     """
-    own = transformer.width(model.config)
+    own = TransformerConfig.of(model.config).width
     projection = nn.Identity if own == width else partial(nn.Linear, own, width, bias=False)
     projections = nn.ModuleDict({str(k): projection() for k in blocks})
     for p in projections.parameters():
@@ -36,7 +36,7 @@ def add_heads(model: nn.Module, blocks: Iterable[int]) -> None:
 
     Its weights start at 0, equal on every rank, and so do its outputs.
     """
-    width = transformer.width(model.config)
+    width = TransformerConfig.of(model.config).width
     heads = nn.ModuleDict()
     for k in blocks:
         heads[str(k)] = nn.Sequential(nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 1))

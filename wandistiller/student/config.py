@@ -1,6 +1,7 @@
 """A student JSON: architecture and initial weights of the student, checked against the teacher."""
 
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from wandistiller.wan.checks import transformer_problems, weight_problems
 from wandistiller.wan.components import PartConfig
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 SIZE_KEYS = ("num_layers", *WIDTH_KEYS)
@@ -51,8 +53,8 @@ class StudentConfig:
 
 
 def read_student_config(
-    where: str, values: dict[str, Any], folder: WanFolder, trained: dict[str, Any] | None = None
-) -> tuple[StudentConfig, dict[str, Any]]:
+    where: str, values: dict[str, Any], folder: WanFolder, trained: TransformerConfig | None = None
+) -> tuple[StudentConfig, TransformerConfig]:
     """Check a student JSON against the teacher.
 
     Args:
@@ -70,15 +72,21 @@ def read_student_config(
         raise ConfigError(*problems)
     own_folder = student.init not in ("teacher", "random")
     if own_folder:
-        config = _config_of(where, student, trained)
+        if any(getattr(student, k) is not None for k in SIZE_KEYS):
+            remedy = "Leave the sizes out."
+            raise ConfigError(f'{where}: "init" names a folder, which fixes the architecture. {remedy}')
+        values = trained.raw if trained else _read_config(where, student)
     else:
         given = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
-        config = {**folder.config, **given}
+        values = folder.config.raw | given
     source = f"{where}: {student.init}" if own_folder else where
-    problems = transformer_problems(PartConfig(source, config))
-    problems = problems or _shape_problems(where, student, config, folder)
+    problems = transformer_problems(PartConfig(source, values))
+    if problems:
+        raise ConfigError(*problems)
+    config = TransformerConfig.of(values)
+    problems = _shape_problems(where, student, config, folder)
     if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
         folders = [transformer_folder(student.init, expert) for expert in experts]
@@ -89,19 +97,19 @@ def read_student_config(
     return student, config
 
 
-def _shares(student: StudentConfig, teacher: dict[str, Any]) -> dict[str, int]:
+def _shares(student: StudentConfig, teacher: TransformerConfig) -> dict[str, int]:
     """The sizes that are given as shares of the teacher's; a head's width is even."""
     sizes = {}
     for key in SIZE_KEYS:
         if isinstance(share := getattr(student, key), float):
             unit = 2 if key == "attention_head_dim" else 1
-            sizes[key] = unit * max(1, round(share * teacher[key] / unit))
+            sizes[key] = unit * max(1, round(share * getattr(teacher, key) / unit))
     return sizes
 
 
 def _teacher_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
     """Experts and layers that this teacher does not have."""
-    problems, keep, layers = [], student.keep_layers, folder.config["num_layers"]
+    problems, keep, layers = [], student.keep_layers, folder.config.num_layers
     if student.experts == "two" and folder.boundary is None:
         problems.append(problem(where, "experts", "two", f'{folder.name} has one expert; write "one".'))
     if isinstance(keep, list) and (keep[-1] >= layers or sorted(set(keep)) != keep):
@@ -114,34 +122,34 @@ def _teacher_problems(where: str, student: StudentConfig, folder: WanFolder) -> 
 
 
 def _shape_problems(
-    where: str, student: StudentConfig, config: dict[str, Any], folder: WanFolder
+    where: str, student: StudentConfig, config: TransformerConfig, folder: WanFolder
 ) -> list[str]:
     """Sizes that do not fit the teacher's."""
     teacher, heads = folder.config, student.num_attention_heads
     problems = []
     for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
-        if config[key] != (expected := teacher[key]):
+        if getattr(config, key) != (expected := getattr(teacher, key)):
             remedy = f"The teacher has {expected}; a student must take and give the same latents and text."
-            problems.append(problem(f"{where}: {student.init}", key, config[key], remedy))
+            problems.append(problem(f"{where}: {student.init}", key, getattr(config, key), remedy))
     problems += _needless_problems(where, student)
     if student.init == "teacher":
         for key in SIZE_KEYS:
-            if config[key] > teacher[key]:
-                remedy = f'{folder.name} has {teacher[key]}. Write at most that, or "init": "random".'
-                problems.append(problem(where, key, config[key], remedy))
+            if (own := getattr(config, key)) > (most := getattr(teacher, key)):
+                remedy = f'{folder.name} has {most}. Write at most that, or "init": "random".'
+                problems.append(problem(where, key, own, remedy))
         problems = problems or _rope_problems(where, config, teacher)
-        narrower = any(config[key] != teacher[key] for key in ("num_attention_heads", "attention_head_dim"))
-        if narrower and not teacher["cross_attn_norm"]:
+        heads_of = attrgetter("num_attention_heads", "attention_head_dim")
+        if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))
-    elif heads and student.attention_head_dim is None and (of := teacher["num_attention_heads"]) % heads:
+    elif heads and student.attention_head_dim is None and (of := teacher.num_attention_heads) % heads:
         remedy = f"It does not divide the teacher's {of}. Write a divisor, or give attention_head_dim too."
         problems.append(problem(where, "num_attention_heads", heads, remedy))
     return problems
 
 
-def _rope_problems(where: str, config: dict[str, Any], teacher: dict[str, Any]) -> list[str]:
-    old, new = teacher["attention_head_dim"], config["attention_head_dim"]
+def _rope_problems(where: str, config: TransformerConfig, teacher: TransformerConfig) -> list[str]:
+    old, new = teacher.attention_head_dim, config.attention_head_dim
     if fits_rope(old, new):
         return []
     fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
@@ -160,14 +168,8 @@ def _needless_problems(where: str, student: StudentConfig) -> list[str]:
     return [problem(where, k, given[k], why) for k, why in reasons.items() if given[k] != usual[k]]
 
 
-def _config_of(where: str, student: StudentConfig, trained: dict[str, Any] | None) -> dict[str, Any]:
-    """Read the transformer config in the folder that the student starts from; a run's is `trained`."""
-    if any(getattr(student, k) is not None for k in SIZE_KEYS):
-        raise ConfigError(
-            f'{where}: "init" names a folder, which fixes the architecture. Leave the sizes out.'
-        )
-    if trained:
-        return trained
+def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
+    """Read the transformer config in the folder that the student starts from."""
     file = transformer_folder(student.init, Expert.HIGH_NOISE) / "config.json"
     if not file.is_file():
         remedy = "Write teacher, random, or a folder: of a Wan transformer, or of a run with a checkpoint."
@@ -184,9 +186,9 @@ def transformer_folder(init: str, expert: Expert) -> Path:
     return inside if inside.is_dir() else Path(init)
 
 
-def kept_layers(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[int]:
+def kept_layers(student: StudentConfig, config: TransformerConfig, folder: WanFolder) -> list[int]:
     """Return for each student layer the teacher layer that it is copied from."""
-    layers, kept = folder.config["num_layers"], config["num_layers"]
+    layers, kept = folder.config.num_layers, config.num_layers
     if isinstance(student.keep_layers, list):
         return student.keep_layers
     if student.keep_layers == IMPORTANCE:
@@ -217,10 +219,10 @@ def teacher_block_of(kept: list[int], layers: int) -> list[int]:
     return [*(max(0, k - 1) for k in kept[1:]), layers - 1]
 
 
-def lineage(student: StudentConfig, config: dict[str, Any], folder: WanFolder) -> list[int]:
+def lineage(student: StudentConfig, config: TransformerConfig, folder: WanFolder) -> list[int]:
     """Return the teacher blocks that feature matching compares the blocks of a student's network with.
 
     `keep_layers` must be resolved (no longer `importance`). The blocks are evenly spaced for a student that
     does not start from the teacher's layers.
     """
-    return teacher_block_of(kept_layers(student, config, folder), folder.config["num_layers"])
+    return teacher_block_of(kept_layers(student, config, folder), folder.config.num_layers)

@@ -1,7 +1,5 @@
 """The student's initial weights: the teacher's, cut where it is narrower; random; or those of a folder."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +13,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.structure import in_block, split_name
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 
@@ -36,7 +35,7 @@ class _Weights:
 
 def start_model(
     student: StudentConfig,
-    config: dict[str, Any],
+    config: TransformerConfig,
     folder: WanFolder,
     expert: Expert,
     seed: int,
@@ -54,7 +53,7 @@ def start_model(
             torch.manual_seed(seed)
             return transformer.new_network(config)
     copied = student.init == "teacher"
-    layers = kept_layers(student, config, folder) if copied else list(range(config["num_layers"]))
+    layers = kept_layers(student, config, folder) if copied else list(range(config.num_layers))
     model, weights = transformer.meta_transformer(config), _Weights(student, folder, expert)
     cuts = cuts or WidthSlicer()
     for name, module in list(model.named_modules()):
@@ -68,7 +67,7 @@ def start_model(
     return model.requires_grad_(True)
 
 
-def blank_model(config: dict[str, Any]) -> nn.Module:
+def blank_model(config: TransformerConfig) -> nn.Module:
     """Make a network of zeros, float32 on the CPU, to be filled from a checkpoint."""
     model = transformer.meta_transformer(config)
     zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
@@ -77,7 +76,11 @@ def blank_model(config: dict[str, Any]) -> nn.Module:
 
 
 def plan_cuts(
-    student: StudentConfig, config: dict[str, Any], folder: WanFolder, expert: Expert, stats: CalibrationStats
+    student: StudentConfig,
+    config: TransformerConfig,
+    folder: WanFolder,
+    expert: Expert,
+    stats: CalibrationStats,
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)

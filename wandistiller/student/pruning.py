@@ -6,13 +6,13 @@ Shape letters: D the teacher's width, d the student's, H heads, E a head's width
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wandistiller.student.slicing import Subspace, WidthSlicer
 from wandistiller.wan.structure import ATTENTIONS, FEED_FORWARD, NORMED, VALUES, in_block, reader_of
+from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
 """Reads the teacher's tensor of a name, float32 on the CPU."""
@@ -40,7 +40,11 @@ class CalibrationStats:
 
 
 def plan(
-    config: dict[str, Any], teacher: dict[str, Any], blocks: list[int], stats: CalibrationStats, read: Read
+    config: TransformerConfig,
+    teacher: TransformerConfig,
+    blocks: list[int],
+    stats: CalibrationStats,
+    read: Read,
 ) -> WidthSlicer:
     """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.
 
@@ -48,8 +52,8 @@ def plan(
         blocks: the teacher's layers that are kept.
     """
     axes: dict[str, Subspace] = {}
-    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
-    if (heads, head_dim) != (teacher["num_attention_heads"], teacher["attention_head_dim"]):
+    heads, head_dim = config.num_attention_heads, config.attention_head_dim
+    if (heads, head_dim) != (teacher.num_attention_heads, teacher.attention_head_dim):
         width = heads * head_dim
         axes["stream"] = _stream(stats.stream_DD, width)
         axes["text"] = Subspace(_principal(stats.text_DD, width))
@@ -59,10 +63,10 @@ def plan(
         for i in blocks:
             for attention in ATTENTIONS:
                 axes |= _attention(stats, read, in_block(i, attention), teacher, heads, head_dim)
-    if config["ffn_dim"] != teacher["ffn_dim"]:
+    if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
             axis = in_block(i, FEED_FORWARD)
-            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config["ffn_dim"]))
+            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
 
@@ -93,10 +97,10 @@ def _stream(moment_DD: Tensor, width: int) -> Subspace:
 
 
 def _attention(
-    stats: CalibrationStats, read: Read, name: str, teacher: dict[str, Any], heads: int, head_dim: int
+    stats: CalibrationStats, read: Read, name: str, teacher: TransformerConfig, heads: int, head_dim: int
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
-    old = teacher["attention_head_dim"]
+    old = teacher.attention_head_dim
     score_HE = _scores(stats, read, f"{name}.{VALUES}").view(-1, old)
     kept_H = _strongest(score_HE.sum(1), heads)
     within_E = torch.tensor(rope_units(old, head_dim))

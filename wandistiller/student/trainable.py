@@ -16,6 +16,7 @@ from wandistiller.utils.parameter_patterns import any_names, factor, unknown_par
 from wandistiller.utils.validation import Count, Positive, check, types_of
 from wandistiller.wan import transformer
 from wandistiller.wan.structure import ATTENTION_MAPS
+from wandistiller.wan.transformer_config import TransformerConfig
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""
@@ -48,7 +49,7 @@ class TrainingKeys(Protocol):
     max_steps: int | None
 
 
-def tuning_problems(run: TrainingKeys, config: dict[str, Any], engine: EngineConfig) -> list[str]:
+def tuning_problems(run: TrainingKeys, config: TransformerConfig, engine: EngineConfig) -> list[str]:
     """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`.
 
     Args:
@@ -91,7 +92,7 @@ def _ema_problems(run: TrainingKeys, engine: EngineConfig) -> list[str]:
     return problems
 
 
-def _lora_problems(run: TrainingKeys, config: dict[str, Any]) -> list[str]:
+def _lora_problems(run: TrainingKeys, config: TransformerConfig) -> list[str]:
     problems, good = check("recipe", run.lora, types_of(Lora), "lora.")
     if not find_spec("peft"):
         problems.append("recipe: `lora` needs peft. Run: pip install peft")

@@ -12,6 +12,7 @@ from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.structure import in_block, split_name
 from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 Weights = dict[str, Tensor]
@@ -74,7 +75,7 @@ class Slots:
 
 
 def read_by_block(
-    reader: WeightReader, config: dict[str, Any], dtype: torch.dtype, device: torch.device, slots: Slots
+    reader: WeightReader, config: TransformerConfig, dtype: torch.dtype, device: torch.device, slots: Slots
 ) -> nn.Module:
     """Make the model on `device`, bit-equal to diffusers' from_pretrained, its blocks' weights in `slots`.
 
@@ -97,14 +98,16 @@ def read_by_block(
     return model
 
 
-def check_blocks(reader: WeightReader, config: dict[str, Any], slot: Weights, mine: slice) -> Iterator[int]:
+def check_blocks(
+    reader: WeightReader, config: TransformerConfig, slot: Weights, mine: slice
+) -> Iterator[int]:
     """Read blocks once, for the reader's `faults` and `nonzero`; yield the number of each.
 
     Args:
         slot: memory for one.
         mine: the blocks that this rank reads.
     """
-    for number in range(config["num_layers"])[mine]:
+    for number in range(config.num_layers)[mine]:
         for leaf, value in slot.items():
             reader.read(in_block(number, leaf), value)
         yield number

@@ -4,7 +4,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import deepspeed
 import torch
@@ -21,6 +21,7 @@ from wandistiller.teacher.quantized import Weights
 from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
 from wandistiller.wan.structure import block_of, is_in_block
 from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of 
 
 def load_whole(
     reader: WeightReader,
-    config: dict[str, Any],
+    config: TransformerConfig,
     dtype: torch.dtype,
     device: torch.device,
     weights: Weights = None,
@@ -54,7 +55,7 @@ def load_whole(
 
 def load_sharded(
     reader: WeightReader,
-    config: dict[str, Any],
+    config: TransformerConfig,
     dtype: torch.dtype,
     engine: EngineConfig,
     device: torch.device,
@@ -87,7 +88,7 @@ def load_sharded(
 
 def load_shared(
     reader: WeightReader,
-    config: dict[str, Any],
+    config: TransformerConfig,
     dtype: torch.dtype,
     peers: list[int],
     weights: Weights = None,
@@ -110,7 +111,7 @@ def load_shared(
 
 def load_streamed(
     reader: WeightReader,
-    config: dict[str, Any],
+    config: TransformerConfig,
     dtype: torch.dtype,
     device: torch.device,
     peers: list[int],

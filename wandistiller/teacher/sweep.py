@@ -9,7 +9,6 @@ from torch import nn
 from wandistiller.engine.engine_config import BatchSize
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import width
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ def swept(job: AsksTeacher) -> int:
     placement = job.teacher
     tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
     samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
-    nbytes = samples * tokens * width(job.folder.config) * placement.engine.dtype.itemsize
+    nbytes = samples * tokens * job.folder.config.width * placement.engine.dtype.itemsize
     return placement.sweep(job.batch.accumulation, nbytes)
 
 

@@ -41,6 +41,7 @@ from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.transformer import count_parameters
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 def initial_learners(
@@ -111,7 +112,7 @@ def student_models(
     models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.trained_experts}
     matched = job.matched_objective.student_blocks if projected else []
     for model in models.values():
-        width = transformer.width(job.folder.config)
+        width = job.folder.config.width
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, width)
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
@@ -151,7 +152,7 @@ def build_others(
     return learners
 
 
-def _of_teacher(job: Job, config: dict[str, Any]) -> dict[Expert, nn.Module]:
+def _of_teacher(job: Job, config: TransformerConfig) -> dict[Expert, nn.Module]:
     """Make a network that is the teacher's whole expert of the trained noise levels.
 
     Of a student of one network it is the low-noise expert.
@@ -190,7 +191,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
 
 def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measured) -> list[int]:
     experts = {source for e in job.student_experts for source in source_experts(job.student, job.folder, e)}
-    layers, keep = job.folder.config["num_layers"], job.student_transformer["num_layers"]
+    layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     kept = list(rounds[-1])
     collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.md")
@@ -204,7 +205,7 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     if collectives.rank() or job.student.init != "teacher":
         return
     kept = kept_layers(job.student, job.student_transformer, job.folder)
-    layers = job.folder.config["num_layers"]
+    layers = job.folder.config.num_layers
     origins: dict[str, Any] = {}
     for expert in job.student_experts:
         axes = cuts.get(expert, WidthSlicer()).axes

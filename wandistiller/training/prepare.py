@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from wandistiller.batch import Conditioning
+from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
@@ -45,7 +46,8 @@ def ranks_of(job: Job) -> Ranks:
     Raises:
         ConfigError: on all ranks; they did not all read the same run.
     """
-    if any(other != job.identity for other in collectives.gather_objects(job.identity)):
+    own = identity(job)
+    if any(other != own for other in collectives.gather_objects(own)):
         raise ConfigError(
             "The ranks read different settings or data: a file changed while the run started, or the nodes "
             "do not see the same files. Start again."

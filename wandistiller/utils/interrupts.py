@@ -85,14 +85,22 @@ def _send(pids: set[int], number: signal.Signals) -> None:
 def _descendants() -> list[int]:
     """List the processes that this one, or one of those, has started."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
+    for process in Path("/proc").glob("[0-9]*"):
+        _, parent = process_stat(pid := int(process.name))
+        children.setdefault(parent, []).append(pid)
     found = children.get(os.getpid(), [])
     for pid in found:
         found += children.get(pid, [])
     return found
+
+
+def process_stat(pid: int) -> tuple[str, int]:
+    """Return the state and the parent's id of a process of this machine; Z and 0 if it has ended."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent)
+    except OSError:
+        return "Z", 0
 
 
 @cache

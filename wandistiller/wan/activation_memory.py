@@ -25,6 +25,7 @@ from wandistiller.wan.transformer import (
     set_parameter,
     velocity,
 )
+from wandistiller.wan.transformer_config import TransformerConfig
 
 BLOCK = "block"
 Latent = tuple[int, int, int, int]
@@ -68,7 +69,7 @@ def storages(tensors: Any) -> list[torch.UntypedStorage]:
 
 
 def activation_bytes(
-    config: dict[str, Any],
+    config: TransformerConfig,
     engine: EngineConfig,
     latent: Latent,
     micro: int,
@@ -90,7 +91,7 @@ def activation_bytes(
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
     """
-    layers, policy = config["num_layers"], engine.recompute
+    layers, policy = config.num_layers, engine.recompute
     saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
@@ -104,7 +105,7 @@ def activation_bytes(
 
 
 def call_bytes(
-    config: dict[str, Any],
+    config: TransformerConfig,
     engine: EngineConfig,
     latent: Latent,
     samples: int,
@@ -127,7 +128,7 @@ def call_bytes(
 
 
 def waiting_bytes(
-    config: dict[str, Any],
+    config: TransformerConfig,
     engine: EngineConfig,
     latent: Latent,
     samples: int,
@@ -172,20 +173,20 @@ def compared_bytes(
 def _for_samples(
     trace: Callable[..., dict[str, int]],
     samples: int,
-    config: dict[str, Any],
+    config: TransformerConfig,
     engine: EngineConfig,
     latent: Latent,
     accelerator: bool,
     sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config | {"num_layers": 1}, engine.dtype, latent, TEXT_TOKENS, accelerator, sharers
+    shape = config.replaced(num_layers=1), engine.dtype, latent, TEXT_TOKENS, accelerator, sharers
     one, two = trace(1, *shape), trace(2, *shape)
     return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
 
 
 @once_for_each
-def _saved(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any) -> dict[str, int]:
+def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
     with FakeTensorMode():
         model, call = _transformer(samples, config, lambda _: dtype, *shape)
@@ -225,7 +226,7 @@ def _saved(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any
 
 
 @once_for_each
-def _peak(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any) -> dict[str, int]:
+def _peak(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes of a forward pass of a network of one block, at the most and before the block.
 
     Others run one after the other.
@@ -241,7 +242,7 @@ def _peak(samples: int, config: dict[str, Any], dtype: torch.dtype, *shape: Any)
 
 def _transformer(
     samples: int,
-    config: dict[str, Any],
+    config: TransformerConfig,
     dtype_of: Callable[[str], torch.dtype],
     latent: Latent,
     text_tokens: int,

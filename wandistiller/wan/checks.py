@@ -26,6 +26,7 @@ from wandistiller.wan.components import (
 )
 from wandistiller.wan.damaged import cure, unfinished
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
 UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
@@ -86,7 +87,7 @@ def transformer_problems(config: PartConfig) -> list[str]:
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "transformer": meta_transformer,
+    "transformer": lambda values: meta_transformer(TransformerConfig.of(values)),
     "vae": vae_of,
     "text_encoder": text_encoder_of,
 }

@@ -15,6 +15,7 @@ from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.structure import PARTS, in_block
 from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 class _Pass(NamedTuple):
@@ -28,16 +29,16 @@ class _Pass(NamedTuple):
 
 
 @once_for_each
-def forward_flops(config: dict[str, Any], latent: Latent) -> int:
+def forward_flops(config: TransformerConfig, latent: Latent) -> int:
     """Count the operations of a forward pass over one sample, without gradients.
 
     Args:
         config: the transformer's.
         latent: the sample's (C, F, H, W).
     """
-    model = meta_transformer(config | {"num_layers": 1}).requires_grad_(False)
+    model = meta_transformer(config.replaced(num_layers=1)).requires_grad_(False)
     one = _pass(model, latent, model.blocks[0], reached=False)
-    return one.forward + (config["num_layers"] - 1) * one.parts["blocks"]
+    return one.forward + (config.num_layers - 1) * one.parts["blocks"]
 
 
 def step_flops(model: nn.Module, latent: Latent, policy: CheckpointPolicy | None) -> int:
@@ -93,7 +94,7 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
             inputs[0].requires_grad_()
 
     hook = block.register_forward_pre_hook(enter)
-    state = blank_state(model.config, latent, device="meta")
+    state = blank_state(TransformerConfig.of(model.config), latent, device="meta")
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         v_BCFHW = velocity(model, state)

@@ -2,7 +2,8 @@
 
 import json
 import re
-from typing import Any
+
+from wandistiller.wan.transformer_config import TransformerConfig
 
 NAMES = (
     (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
@@ -39,9 +40,9 @@ def original_name(name: str) -> str:
     return name
 
 
-def unlike_published(config: dict[str, Any]) -> list[str]:
+def unlike_published(config: TransformerConfig) -> list[str]:
     """List the settings that differ from ComfyUI's assumptions; with any, only diffusers opens the file."""
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in config.raw.items()}
     return [
         f"`{key}` is {json.dumps(given[key])}; ComfyUI reads every Wan with {json.dumps(value)}, so it "
         "cannot open this file"

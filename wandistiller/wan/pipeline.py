@@ -26,6 +26,7 @@ from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
 TINY = {"tiny": _EMBEDDED / "pipeline", "tiny-video": _EMBEDDED / "video_pipeline"}
@@ -38,7 +39,7 @@ class WanFolder:
     path: Path
     name: str
     """The folder or hub id in the user's words."""
-    configs: dict[Expert, dict[str, Any]]
+    configs: dict[Expert, TransformerConfig]
     """Transformer config per expert; two for Wan2.2 A14B, one otherwise."""
     boundary: float | None
     shift: float
@@ -47,7 +48,7 @@ class WanFolder:
     """Commit of a hub id; later fetches use the same."""
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> TransformerConfig:
         return self.configs[Expert.HIGH_NOISE]
 
     @property
@@ -72,22 +73,22 @@ class WanFolder:
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""
         frames = (num_frames - 1) // self.temporal + 1
-        return self.config["in_channels"], frames, height // self.spatial, width // self.spatial
+        return self.config.in_channels, frames, height // self.spatial, width // self.spatial
 
     @property
     def multiple(self) -> tuple[int, int]:
         """Divisors of every height and every width, in pixels: those of a patch."""
-        _, height, width = self.config["patch_size"]
+        _, height, width = self.config.patch_size
         return self.spatial * height, self.spatial * width
 
     def tokens(self, height: int, width: int, num_frames: int) -> int:
         """Return the number of patches of a sample of the given size: the length of attention's sequence."""
         shape = self.latent_shape(height, width, num_frames)[1:]
-        return math.prod(n // p for n, p in zip(shape, self.config["patch_size"], strict=True))
+        return math.prod(n // p for n, p in zip(shape, self.config.patch_size, strict=True))
 
     def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
         """List the sizes that are not whole latents and whole patches, or are too large."""
-        (t, h, w), rope, n = self.config["patch_size"], self.config["rope_max_seq_len"], self.temporal
+        (t, h, w), rope, n = self.config.patch_size, self.config.rope_max_seq_len, self.temporal
         rules, sides = [], {"height": (height, self.spatial * h), "width": (width, self.spatial * w)}
         for key, (value, multiple) in sides.items():
             near = max(multiple, round(value / multiple) * multiple)
@@ -177,7 +178,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems:
         raise ConfigError(*problems)
     shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
-    transformers = {expert: config.values for expert, config in configs.items()}
+    transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
     return WanFolder(path, name, transformers, boundary, float(shift), vae.values, commit)
 
 

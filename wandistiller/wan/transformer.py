@@ -1,5 +1,6 @@
 """One Wan transformer: its meta-device copy, sizes, parameter dtypes, kernels and velocity."""
 
+import inspect
 from math import prod
 from typing import Any
 
@@ -15,15 +16,22 @@ from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.structure import BLOCKS, in_block, is_in_block
 from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
-def meta_transformer(config: dict[str, Any], device: torch.device | None = None) -> WanTransformer3DModel:
+def meta_transformer(config: TransformerConfig, device: torch.device | None = None) -> WanTransformer3DModel:
     """Make the model without memory for its parameters (meta device), with real rope tables on `device`."""
     # torch draws even numbers that have no memory, half of the time
     with no_init_weights(), torch.device("meta"):
-        model = WanTransformer3DModel.from_config(config)
+        model = WanTransformer3DModel.from_config(config.raw)
     renew_rope(model, device)
     return model
+
+
+def usual_config(**sizes: Any) -> TransformerConfig:
+    """Return diffusers' default config, that of Wan2.1 14B, with other sizes."""
+    parameters = inspect.signature(WanTransformer3DModel.__init__).parameters.values()
+    return TransformerConfig.of({p.name: p.default for p in parameters if p.name != "self"} | sizes)
 
 
 def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None) -> None:
@@ -42,19 +50,14 @@ def called_in_turn(model: WanTransformer3DModel) -> list[nn.Module]:
     return [model.condition_embedder, *model.blocks]
 
 
-def top_modules(config: dict[str, Any]) -> list[str]:
+def top_modules(config: TransformerConfig) -> list[str]:
     """Return the modules that a device map assigns to devices: each block, and the model's other modules."""
-    children = meta_transformer(config | {"num_layers": 1}).named_children()
+    children = meta_transformer(config.replaced(num_layers=1)).named_children()
     others = [name for name, module in children if name != BLOCKS and list(module.parameters())]
-    return [in_block(i) for i in range(config["num_layers"])] + others
+    return [in_block(i) for i in range(config.num_layers)] + others
 
 
-def width(config: dict[str, Any]) -> int:
-    """Return the width of a hidden state."""
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
-def count_parameters(config: dict[str, Any]) -> int:
+def count_parameters(config: TransformerConfig) -> int:
     """Count the parameters of the transformer that `config` describes."""
     return sum(numels(config).values())
 
@@ -84,13 +87,13 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
             block.forward = torch.compile(block.forward)
 
 
-def new_network(config: dict[str, Any]) -> nn.Module:
+def new_network(config: TransformerConfig) -> nn.Module:
     """Make a network with diffusers' initial weights, float32."""
-    return WanTransformer3DModel.from_config(config)
+    return WanTransformer3DModel.from_config(config.raw)
 
 
 def blank_state(
-    config: dict[str, Any],
+    config: TransformerConfig,
     latent: tuple[int, ...],
     samples: int = 1,
     text_tokens: int = TEXT_TOKENS,
@@ -101,7 +104,7 @@ def blank_state(
     Args:
         latent: shape CFHW.
     """
-    shapes = latent, (), (text_tokens, config["text_dim"])
+    shapes = latent, (), (text_tokens, config.text_dim)
     x_t_BCFHW, sigma_B, text_BLD = (torch.empty(samples, *shape, device=device) for shape in shapes)
     conditioning = Conditioning(text_BLD)
     return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=Expert.HIGH_NOISE)
@@ -123,17 +126,17 @@ def velocity(model: nn.Module, state: State) -> Tensor:
 
 
 @once_for_each
-def numels(config: dict[str, Any]) -> dict[str, int]:
+def numels(config: TransformerConfig) -> dict[str, int]:
     """Return the number of elements of each parameter of the transformer that `config` describes, by name."""
     return {name: prod(shape) for name, shape in shapes(config).items()}
 
 
 @once_for_each
-def shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+def shapes(config: TransformerConfig) -> dict[str, list[int]]:
     """Return the shape of each parameter of the transformer that `config` describes, by name."""
-    one, found = meta_transformer(config | {"num_layers": 1}), {}
+    one, found = meta_transformer(config.replaced(num_layers=1)), {}
     block = {name: list(p.shape) for name, p in one.blocks[0].named_parameters()}
-    numbers = range(config["num_layers"])
+    numbers = range(config.num_layers)
     blocks = {in_block(k, name): shape for k in numbers for name, shape in block.items()}
     for name, p in one.named_parameters():
         found |= blocks if is_in_block(name) else {name: list(p.shape)}

@@ -14,11 +14,9 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import stage
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import machine_now
 from wandistiller.planner.peak_memory import plan
-from wandistiller.teacher.placements.engine import OVERHEAD
 from wandistiller.training import distil
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
@@ -58,8 +56,7 @@ def planned(job: Job) -> dict[str, Any]:
     """Bytes of this rank in training: all the time, and in each turn."""
     ranks = collectives.world_size()
     phase = plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks))["train"]
-    engine = stage(job.teacher_ds) == 3
-    phase.kept["teacher's weights"] += Bytes(host=-OVERHEAD * engine)
+    phase.kept["teacher's weights"] += Bytes(host=-job.teacher.overhead())
     turns = {"all the time": phase.kept, **phase.alternatives}
     return {turn: {what: b.host + b.node for what, b in parts.items()} for turn, parts in turns.items()}
 

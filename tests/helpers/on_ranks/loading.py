@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from shipped import placement
+
 from wandistiller.distributed import collectives
-from wandistiller.engine import ds_config
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.wan import pipeline
 
 
@@ -27,11 +26,9 @@ def loaded(folder: Path, work: Path, names: list[str]) -> dict[str, dict[str, An
     """Load the teacher by each JSON; return the bytes that this rank read, and the memory that it shares."""
     teacher, found = pipeline.open_wan(str(folder)), {}
     for name in names:
-        ds = ds_config.with_dtype(read_json(f"ds_configs/teacher/{name}.json"), "float32")
-        if ds_config.offload_device(ds) == "nvme":
-            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
+        placed = placement(name, "float32", swap=work / "swap")
         before = bytes_read()
-        made: Any = build_teacher(teacher, teacher_engine(name, ds, collectives.world_size()))
+        made: Any = build_teacher(teacher, placed)
         found[name] = {"read": bytes_read() - before, "shared": shared_blocks()}
         collectives.barrier()
         del made

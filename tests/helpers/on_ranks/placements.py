@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from shipped import placement
 from states import state
 
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline
 
@@ -72,16 +71,12 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
     """
     results: dict[str, Any] = {}
     device = collectives.device()
-    layers = pipeline.open_wan(str(folder)).config["num_layers"]
+    layers = pipeline.open_wan(str(folder)).config.num_layers
     expected = cache(lambda precision: by_diffusers(folder, getattr(torch, precision)))
     for task in sorted(tasks, key=lambda task: task.split()[1]):
         name, precision, passes = task.split()
-        ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": precision == "bfloat16"}}
-        ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": int(passes)}
-        if "offload_param" in ds.get("zero_optimization", {}):
-            ds["zero_optimization"]["offload_param"]["nvme_path"] = str(work / "swap")
-        ds = teacher_engine(name, ds, collectives.world_size())
-        teacher = build_teacher(pipeline.open_wan(str(folder)), ds, Guidance(NULL_LD.to(device), SCALES))
+        placed = placement(name, precision, swap=work / "swap", guidance_passes=int(passes))
+        teacher = build_teacher(pipeline.open_wan(str(folder)), placed, Guidance(NULL_LD.to(device), SCALES))
         collectives.barrier()  # before and after: a rank that goes on deletes files of the teacher before
         results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
         collectives.barrier()

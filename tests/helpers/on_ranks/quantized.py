@@ -8,28 +8,19 @@ import torch
 from diffusers import WanTransformer3DModel
 from on_ranks.loading import bytes_read, shared_blocks
 from on_ranks.placements import NULL_LD, SCALES, difference, outputs
+from shipped import placement
 from torch import nn
 from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import with_dtype
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 
 FORMATS = ("int8", "float8", "nf4")
 PLACEMENTS = ("replicated", "owner", "host_cpu", "streamed")
-
-
-def teacher_json(name: str, weights: str | None, dtype: str = "float32") -> dict[str, Any]:
-    """A shipped teacher JSON with quantised weights."""
-    ds = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-    ds["wandistiller"] = ds.get("wandistiller", {}) | ({"weights": weights} if weights else {})
-    return teacher_engine(name, ds, collectives.world_size())
 
 
 def config_of(weights: str, linear: nn.Linear) -> Any:
@@ -64,7 +55,8 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
         layers = len(experts[Expert.HIGH_NOISE].blocks)
         expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), layers, torch.device("cpu"))
         before = bytes_read()
-        teacher = build_teacher(open_wan(str(folder)), teacher_json(name, weights, precision), guidance)
+        placed = placement(name, precision, weights=weights)
+        teacher = build_teacher(open_wan(str(folder)), placed, guidance)
         read = bytes_read() - before
         found = {"difference": difference(outputs(teacher, layers, collectives.device()), expected)}
         results[task] = found | {"read": read, "shared": shared_blocks()}

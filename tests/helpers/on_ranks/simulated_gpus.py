@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shipped import placement
 from small_wan import VAE21
 from states import state
 from torch import Tensor, nn
@@ -16,8 +17,6 @@ from wandistiller.teacher import block_stream
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
-from wandistiller.teacher.teacher_json import read_placement, teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.pipeline import open_wan
@@ -100,8 +99,7 @@ def free_teacher_in_use(folder: Path) -> int:
     from on_ranks.placements import NULL_LD, SCALES, outputs
 
     guidance = Guidance(NULL_LD.to(GPU), SCALES)
-    ds = teacher_engine("streamed", read_json("ds_configs/teacher/streamed.json"))
-    teacher = build_teacher(open_wan(str(folder)), ds, guidance)
+    teacher = build_teacher(open_wan(str(folder)), placement("streamed"), guidance)
     outputs(teacher, 1, torch.device(GPU))
     del teacher, guidance
     gc.collect()
@@ -219,15 +217,13 @@ def call_often(folder: Path, name: str, times: int) -> tuple[int, int]:
     """
     from wandistiller.planner.teacher_memory import teacher_bytes
 
-    ds, wan = teacher_engine(name, read_json(f"ds_configs/teacher/{name}.json")), open_wan(str(folder))
-    ds["wandistiller"] = ds.get("wandistiller", {}) | {"guidance_passes": 1}
-    teacher = build_teacher(wan, ds)
+    placed, wan = placement(name, guidance_passes=1), open_wan(str(folder))
+    teacher = build_teacher(wan, placed)
     x_BCFHW, text_BLD = torch.randn(1, 16, 1, 2, 2, device=GPU), torch.randn(1, 1, 32, device=GPU)
     batch = state(x_BCFHW, torch.full((1,), 0.5, device=GPU), text_BLD)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(times):
         teacher.velocity(batch)
-    planned = teacher_bytes(wan, ds, collectives.world_size())
-    behind = read_placement(ds).behind(wan.config, ds)
+    planned = teacher_bytes(wan, placed, collectives.world_size())
     most = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return most, planned.device + planned.transient + behind
+    return most, planned.device + planned.transient + placed.behind(wan.config)

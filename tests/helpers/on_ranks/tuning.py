@@ -16,7 +16,8 @@ from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.config.run_config import RunConfig
 from wandistiller.distributed import collectives
-from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import WEIGHTS
 from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
@@ -29,8 +30,8 @@ PARTLY = RunConfig(
 )
 
 
-def engine(stage: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
-    """An engine JSON, checked; two samples a rank, weights of every size sharded."""
+def engine(stage: int, dtype: str = "float32", **more: Any) -> EngineConfig:
+    """A checked engine; two samples a rank, weights of every size sharded."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     if stage > 0:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -41,13 +42,13 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
         "zero_optimization": zero,
         **more,
     }
-    return ds_config.student_engine("here", ds_config.with_dtype(ds, dtype), collectives.world_size())[0]
+    return student_engine(load(ds).in_precision(dtype), collectives.world_size())
 
 
-def build(run: RunConfig, ds: dict[str, Any], seed: int = 1, **more: Any) -> Learner:
+def build(run: RunConfig, config: EngineConfig, seed: int = 1, **more: Any) -> Learner:
     model = small_transformer(seed, layers=3)
     set_trainable(model, run.frozen, run.lora, run.seed)
-    return Learner({Expert.HIGH_NOISE: model}, ds, learning_rates=run.learning_rates, **more)
+    return Learner({Expert.HIGH_NOISE: model}, config, learning_rates=run.learning_rates, **more)
 
 
 def batch(step: int) -> Batch:

@@ -32,6 +32,17 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ("p.tsv", "file\tprompt\nnone.png\ta\n", ", line 2: no such file: "),
     ("p.csv", "", ", line 1: no column prompt"),
     ("p.csv", b"prompt\na\n\xff\n", ", line 3: not UTF-8: "),
+    (
+        "p.csv",
+        "prompt\na red, round ball\n",
+        ", line 2: 2 fields, but the header has 1. Put a text",
+    ),
+    ("p.csv", "prompt,image,video\na,a,b\n", ", line 2: two media: `image` is a, `video` is b. Keep one"),
+    (
+        "p.tsv",
+        "prompt\tsrc\na\tclip.mp4\n",
+        ", line 2: `src` names clip.mp4, which is there, but",
+    ),
     ("p.txt", "\u200b\n\u2060\u00ad\ufeff \n", ": no prompt in it."),
     ("p.jsonl", '{"prompt": "\u200b"}\n', ", line 1: no prompt."),
     ("p.png", b"", ": not a .txt, .jsonl, .csv, .tsv or folder. Write prompts into a .txt"),
@@ -43,6 +54,7 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ("p.jsonl", "{\n" * 30, ": 10 more are wrong."),
     *(("p.jsonl", f"{line}\n", f", line 1: {message}") for line, message in table("jsonl", str)),
 ]
+TABLE = "file_name,text\na.png,a prompt\n"
 FOLDERS: list[tuple[dict[str, Any], str]] = [
     ({"d/readme.md": "x"}, "{here}/d: no prompt in it. Write one prompt a line."),
     ({"d/a.png": b""}, "{here}/d/a.png: no prompt. Write it into a.txt beside it."),
@@ -55,6 +67,8 @@ FOLDERS: list[tuple[dict[str, Any], str]] = [
         {"d/.hidden.txt": "red", "d/@eaDir/a.txt": "red"},
         "{here}/d: no prompt in it. Write one prompt a line.",
     ),
+    ({"d/a.png": b"", "d/metadata.csv": TABLE}, "no prompt...or give --data_path {here}/d/metadata.csv"),
+    ({"d/metadata.csv": TABLE}, "no prompt in it...or give --data_path {here}/d/metadata.csv"),
     ({"d/b.txt": b"\xff"}, "{here}/d/b.txt, line 1: not UTF-8: ...Save it as UTF-8."),
 ]
 
@@ -120,7 +134,7 @@ def of_paths() -> Iterator[Case]:
 def of_data() -> Iterator[Case]:
     for name, content, message in PROMPTS:
         here, title = f"{{here}}/{name}", f"prompts: {name} {content[:30]!r}"
-        yield Case(title, (here + message,), {name: content}, {"data_path": here})
+        yield Case(title, (here + message,), {name: content, "clip.mp4": b""}, {"data_path": here})
     for files, message in FOLDERS:
         title = f"data folder: {sorted(files)} {message[-25:]}"
         yield Case(title, (message,), files, {"data_path": "{here}/d"})

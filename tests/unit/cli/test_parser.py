@@ -6,27 +6,8 @@ import re
 import pytest
 
 from wandistiller.cli.flags import RunFlags
-from wandistiller.cli.parser import COMMANDS, OLDER, parser, read
+from wandistiller.cli.parser import COMMANDS, UNLISTED, parser, read
 from wandistiller.config.run_config import RunConfig
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            "train --teacher_pat x",
-            "unrecognized arguments: --teacher_pat x. Did you mean `--teacher_path`? See",
-        ),
-        ("plan --heigth 64", "unrecognized arguments: --heigth 64. Did you mean `--height`? See"),
-        ("sample --model m --prompts a --output o --step 3", "--step 3. Did you mean `--steps`? See"),
-    ],
-)
-def test_an_unknown_or_shortened_flag_is_refused_and_the_nearest_named(
-    words: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parser().parse_args(words.split())
-    assert caught.value.code == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--local_rank=1 train", "train --local_rank 1", "train --local-rank=1"])
@@ -56,7 +37,7 @@ def test_the_help_of_train_names_every_default(capsys: pytest.CaptureFixture[str
         if f.default not in (None, "", False) or f.default is not False and f.default == 0:
             own = text.split(f"--{f.name} ")[1].split(" --")[0]
             known = "default" if f.name == "negative_prompt" else f"default {f.default}".removesuffix(".0")
-            assert f.name in OLDER or known in own
+            assert f.name in UNLISTED or known in own
 
 
 def test_the_teacher_s_placement_takes_every_name_that_a_dry_run_prints(
@@ -67,4 +48,4 @@ def test_the_teacher_s_placement_takes_every_name_that_a_dry_run_prints(
     for name in names:
         _, given = read(["train", "--teacher_device_strategy", name])
         assert given.settings == {"teacher_device_strategy": name}
-        assert f"{name}," in text or f"{name}\n" in text
+        assert re.search(rf" {name}[,;\n]", text)

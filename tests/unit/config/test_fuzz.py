@@ -17,7 +17,7 @@ from wrong_input.cases import ENGINE
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
-from wandistiller.engine.ds_schema import SCHEDULERS, params_of, section_of, section_types
+from wandistiller.engine.ds_schema import SCHEDULERS, params_of, section_types
 from wandistiller.student.config import StudentConfig
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -166,7 +166,7 @@ def test_a_schedule_that_passes_can_be_built(
     except ConfigError:
         return
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    schedule = getattr(lr_schedules, kind)(optimizer, **section_of(job.student_ds, "scheduler.params"))
+    schedule = getattr(lr_schedules, kind)(optimizer, **job.student_engine.section("scheduler.params"))
     for _ in range(3):
         schedule.step()
     assert all(0 <= lr < float("inf") for lr in schedule.get_last_lr())

@@ -9,7 +9,7 @@ from ranks import write_json
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
-from wandistiller.engine.ds_config import dtype_name, with_dtype
+from wandistiller.engine.ds_config import load
 from wandistiller.utils.errors import ConfigError
 
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
@@ -90,13 +90,13 @@ OPEN_TO = {
     "mixed_precision": (
         "no",
         {"bf16": {"enabled": "auto"}},
-        lambda job: dtype_name(job.student_ds),
+        lambda job: job.student_engine.precision,
         "float32",
     ),
     "mixed_precision other": (
         "bf16",
         {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}},
-        lambda job: dtype_name(job.student_ds),
+        lambda job: job.student_engine.precision,
         "bfloat16",
     ),
     "batch_size": (4, {"train_micro_batch_size_per_gpu": "auto"}, lambda job: job.batch.micro, 4),
@@ -106,15 +106,22 @@ OPEN_TO = {
         lambda job: (job.batch.micro, job.batch.accumulation * job.batch.ranks, job.batch.total),
         (4, 8, 32),
     ),
-    "gradient_checkpointing": (True, {}, lambda job: "activation_checkpointing" in job.student_ds, True),
+    "gradient_checkpointing": (
+        True,
+        {},
+        lambda job: bool(job.student_engine.recompute),
+        True,
+    ),
 }
 """Setting -> a value, keys of a JSON that leave it open, what is resolved, and to what."""
 
 
 def rates(job: Job) -> list[float]:
     """The learning rates of optimizer and schedule."""
-    ds = job.student_ds
-    return [ds["optimizer"]["params"]["lr"], ds["scheduler"]["params"]["warmup_max_lr"]]
+    optimizer, schedule = (
+        job.student_engine.section(f"{name}.params") for name in ("optimizer", "scheduler")
+    )
+    return [optimizer["lr"], schedule["warmup_max_lr"]]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -132,9 +139,13 @@ def test_a_value_that_a_named_json_leaves_open_is_the_setting_s(
 
 DEFAULTS = {
     "lr": (2e-3, lambda job: rates(job), [2e-3, 2e-3]),
-    "mixed_precision": ("no", lambda job: dtype_name(job.student_ds), "float32"),
+    "mixed_precision": ("no", lambda job: job.student_engine.precision, "float32"),
     "batch_size": (4, lambda job: (job.batch.micro, job.batch.accumulation), (4, 8)),
-    "gradient_checkpointing": (False, lambda job: "activation_checkpointing" in job.student_ds, False),
+    "gradient_checkpointing": (
+        False,
+        lambda job: bool(job.student_engine.recompute),
+        False,
+    ),
 }
 
 
@@ -164,8 +175,8 @@ def test_a_batch_size_that_cannot_make_the_json_s_batch_is_told_what_could(
 
 
 def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> None:
-    ds = with_dtype({"fp16": {"enabled": "auto", "initial_scale_power": 7}}, "float16")
-    assert ds == {"fp16": {"enabled": True, "initial_scale_power": 7}}
+    json = load({"fp16": {"enabled": "auto", "initial_scale_power": 7}}).in_precision("float16")
+    assert json.raw == {"fp16": {"enabled": True, "initial_scale_power": 7}}
 
 
 SAME = [

@@ -7,10 +7,11 @@ import pytest
 from ranks import write_json
 
 from wandistiller.cli.main import main
+from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import merged, read_run
 from wandistiller.config.validate import read_job
-from wandistiller.engine.ds_config import with_dtype
+from wandistiller.engine.ds_config import load
 from wandistiller.teacher.strategies import strategies
 
 PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}
@@ -23,9 +24,9 @@ def run(recipe: dict[str, Any], folder: Path, **flags: Any) -> RunConfig:
 
 @pytest.mark.parametrize(("strategy", "name"), strategies().items())
 def test_a_strategy_is_its_teacher_json(tmp_path: Path, strategy: str, name: str) -> None:
-    config = run({}, tmp_path, teacher_device_strategy=strategy)
-    assert config.teacher_deepspeed_config == f"ds_configs/teacher/{name}.json"
-    assert config.teacher_device_strategy is None  # written out, so that resolved/run.json can be passed back
+    for key in ("teacher_device_strategy", "teacher_deepspeed_config"):
+        config = run({}, tmp_path, **{key: strategy})
+        assert config.teacher_deepspeed_config == f"ds_configs/teacher/{name}.json"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_strategy_or_json_flag_wins_over_the_recipe_s_and_over_its_precision(
 ) -> None:
     config = run(recipe, tmp_path, **flags)
     assert config.teacher_deepspeed_config == CPU
-    assert read_job(config, 1).teacher_ds["bf16"] == {"enabled": True}
+    assert read_job(config, 1).teacher.engine.precision == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -53,17 +54,16 @@ def test_a_strategy_or_json_flag_wins_over_the_recipe_s_and_over_its_precision(
 def test_teacher_dtype_sets_the_precision_of_a_json_that_was_not_named(
     tmp_path: Path, dtype: str, sections: dict
 ) -> None:
-    shipped = {"bf16": {"enabled": True}}
-    ds = with_dtype(shipped, run({}, tmp_path, teacher_dtype=dtype).teacher_dtype)
-    assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == sections
+    shipped = load({"bf16": {"enabled": True}})
+    assert shipped.in_precision(run({}, tmp_path, teacher_dtype=dtype).teacher_dtype).raw == sections
 
 
 def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
     output = {"output_dir": str(tmp_path / "o")}
     job = read_job(run(output, tmp_path, teacher_on_cpu=True, teacher_dtype="float32"), 1)
-    job.write_resolved()
+    write_resolved(job)
     again = read_job(read_run(str(job.output / "resolved" / "run.json"), {}), 1)
-    assert again.teacher_ds == job.teacher_ds and again.identity == job.identity
+    assert again.teacher == job.teacher and identity(again) == identity(job)
 
 
 @pytest.mark.slow

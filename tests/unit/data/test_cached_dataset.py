@@ -137,6 +137,7 @@ def test_strict_stops_with_the_files_named(media: Path, wan1: Path, tmp_path: Pa
         i in (1, 3, 6) for i in range(10)
     ]
     assert done.stderr.count("`strict` is true") == 1
+    assert not list((media / f"strict{ranks}_cache").rglob("text"))  # no prompt was encoded before
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,6 +1,7 @@
 """Clips of a video, evenly spaced over it, and pictures shown whole between bars."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from grey_videos import numbers, video
 from PIL import Image
 
-from wandistiller.config.data_identity import data_digest
+from wandistiller.config.identity import data_digest
+from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import AllSamples
 from wandistiller.data.dataset import PromptDataset, read_dataset
 from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
@@ -23,38 +26,32 @@ NO_ROLLOUTS = Rollouts(20, 1, False, 0, 3.0)
 WHITE, RED = (255, 255, 255), (255, 0, 0)
 
 
-def clip(file: Path, number: int, clips: int, num_frames: int = 5, fps: float = 16.0) -> list[int]:
-    """Numbers of the frames of a clip, by their grey."""
-    pixels_CFHW = load_media(file, Size(32, 32, num_frames), fps, clip=number, clips=clips)
-    return numbers(pixels_CFHW)
+def clip(file: Path, number: int, clips: int, fps: float = 16.0) -> list[int]:
+    """Numbers of the five frames of a clip, by their grey."""
+    return numbers(load_media(file, Size(32, 32, 5), fps, clip=number, clips=clips))
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.gif"])
-def test_the_first_clip_begins_and_the_last_ends_the_video(tmp_path: Path, name: str) -> None:
-    file = video(tmp_path / name, 60, 16 if name != "a.gif" else 20)
-    fps = 16.0 if name != "a.gif" else 20.0
-    first, last = clip(file, 0, 3, fps=fps), clip(file, 2, 3, fps=fps)
-    assert (first, last) == ([0, 1, 2, 3, 4], [55, 56, 57, 58, 59])
-
-
-def test_other_clips_begin_evenly_between(tmp_path: Path) -> None:
-    file = video(tmp_path / "a.mp4", 35)
-    assert [clip(file, number, 4)[0] for number in range(4)] == [0, 10, 20, 30]
+@pytest.mark.parametrize(
+    ("name", "frames", "fps", "firsts"),
+    [
+        *((name, 59, 16, [0, 27, 54]) for name in ("a.mp4", "a.mkv")),
+        ("a.gif", 59, 20, [0, 27, 54]),
+        ("a.mp4", 35, 16, [0, 10, 20, 30]),
+        ("short.mp4", 7, 16, [0, 1, 2]),
+        ("shorter.mp4", 5, 16, [0, 0, 0]),
+    ],
+)
+def test_clips_begin_evenly_from_the_first_frame_to_where_the_last_ends_the_video(
+    tmp_path: Path, name: str, frames: int, fps: int, firsts: list[int]
+) -> None:
+    file = video(tmp_path / name, frames, fps)
+    found = [clip(file, number, len(firsts), fps) for number in range(len(firsts))]
+    assert found == [list(range(first, first + 5)) for first in firsts]
 
 
 def test_clips_of_a_faster_video_are_thinned_out_from_its_own_frames(tmp_path: Path) -> None:
     file = video(tmp_path / "a.mp4", 57, fps=48)  # 19 frames remain: 1, 4, ... 55
     assert clip(file, 1, 2) == [43, 46, 49, 52, 55]
-
-
-def test_clips_of_a_short_video_overlap(tmp_path: Path) -> None:
-    file = video(tmp_path / "a.mp4", 7)
-    assert [clip(file, number, 3)[0] for number in range(3)] == [0, 1, 2]
-
-
-def test_all_clips_of_a_video_of_as_many_frames_are_the_same(tmp_path: Path) -> None:
-    file = video(tmp_path / "a.mp4", 5)
-    assert [clip(file, number, 3) for number in range(3)] == [[0, 1, 2, 3, 4]] * 3
 
 
 def test_no_clip_of_a_video_of_fewer_frames_can_be_used(tmp_path: Path) -> None:
@@ -119,23 +116,29 @@ def test_bars_and_their_colour_count_for_the_key_of_every_medium(tmp_path: Path)
         assert len({str(pixels_depend_on(Path(name), *each)) for each in given}) == 3
 
 
-def test_the_default_data_digest_is_that_of_earlier_versions(tmp_path: Path) -> None:
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    given = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": str(tmp_path / "out")}
+    return read_job(RunConfig(**given, shift=3.0, video_fps=16.0), 1, here=False)
+
+
+def identity(job: Job, items: PromptDataset, **changed: object) -> str:
+    return data_digest(replace(job, items=items, run=replace(job.run, **changed)))
+
+
+def test_the_default_data_digest_is_that_of_earlier_versions(tmp_path: Path, job: Job) -> None:
     items = data(tmp_path)
     earlier = digest(items.digest, str(NO_ROLLOUTS), str(ONE), str([]), 16.0)
-    assert identity(items) == earlier
-
-
-def identity(items: PromptDataset, **changed: object) -> str:
-    return data_digest(items, RunConfig(video_fps=16.0, **changed), NO_ROLLOUTS, ONE, [])
+    assert identity(job, items) == earlier
 
 
 @pytest.mark.parametrize("changed", [{"fit": LETTERBOX}, {"clips_per_video": 2}])
 def test_clips_and_bars_count_for_a_run_s_identity_if_there_are_media(
-    tmp_path: Path, changed: dict[str, object]
+    tmp_path: Path, job: Job, changed: dict[str, object]
 ) -> None:
     prompts, media = read_dataset("tiny"), data(tmp_path)
-    assert identity(prompts, **changed) == identity(prompts)
-    assert identity(media, **changed) != identity(media)
+    assert identity(job, prompts, **changed) == identity(job, prompts)
+    assert identity(job, media, **changed) != identity(job, media)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)], ids=["wide", "tall"])

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from wandistiller.data import buckets
-from wandistiller.data.colours import background_problems, to_srgb
+from wandistiller.data.colours import to_srgb
 from wandistiller.data.media import MediaError, Size, load_media
 
 SIDE = 16
@@ -148,13 +148,6 @@ def test_a_profile_for_another_mode_is_ignored() -> None:
     image = plain("CMYK")
     image.info["icc_profile"] = swapped_profile()
     assert_colour(to_srgb(image), COLOUR, 2)
-
-
-def test_a_background_is_a_colour_without_alpha() -> None:
-    assert background_problems("white") == background_problems("#102030") == []
-    for wrong in ("", "whit", "#1020304f", "12"):
-        (text,) = background_problems(wrong)
-        assert text.startswith(f'recipe: `background` is "{wrong}". Write a colour')
 
 
 def with_cicp(file: Path, primaries: int, transfer: int) -> Path:

@@ -11,7 +11,6 @@ from slow_cases import slow_but
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
 from wandistiller.data.lines import caption
-from wandistiller.utils.errors import ConfigError
 
 
 def items_of(file: Path, content: str) -> PromptDataset:
@@ -68,14 +67,6 @@ def test_json_lines_have_prompts_and_media_relative_to_the_file_of_types_known_w
     assert items.kinds.tolist() == [MediaType.PROMPT, MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF]
     assert items.first(MediaType.VIDEO, MediaType.GIF) == items[2]
     assert read_dataset("tiny").first(MediaType.IMAGE) is None
-
-
-def test_of_many_wrong_lines_20_are_listed_and_the_others_counted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        items_of(tmp_path / "p.jsonl", '{"prompt": "a"}\n' * 5 + "{\n" * 2000)
-    assert len(caught.value.problems) == 21
-    assert caught.value.problems[0].startswith(f"{tmp_path}/p.jsonl, line 6: not valid JSON")
-    assert caught.value.problems[-1] == f"{tmp_path}/p.jsonl: 1980 more are wrong."
 
 
 def test_the_digest_depends_on_the_prompts_and_not_on_their_format(tmp_path: Path) -> None:

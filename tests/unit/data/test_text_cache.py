@@ -12,7 +12,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from safetensors import safe_open
 
 from wandistiller.data import text_cache
-from wandistiller.data.dataset import clean
+from wandistiller.data.lines import clean
 from wandistiller.data.text_cache import TextCache, text_fingerprint
 from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded

@@ -9,7 +9,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from grey_videos import by_ffmpeg, timed_video, video
+from grey_videos import by_ffmpeg, encoder, timed_video, video
 from PIL import Image
 
 from wandistiller.data.media import MediaError, Size, load_media
@@ -79,22 +79,15 @@ def coded(
     file: Path, ycc: Sequence[tuple[int, int, int]], transfer: int, primaries: int, matrix: int
 ) -> Path:
     """Write frames of one colour each, (Y, Cb, Cr) of 10 bits in the limited range."""
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("ffv1", rate=16)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p10le"
+    with encoder(file, "ffv1", (32, 32), "yuv420p10le") as (stream, write):
         for numbers in ycc:
             frame = av.VideoFrame(32, 32, "yuv420p10le")
             for plane, number in zip(frame.planes, numbers, strict=True):
                 plane.update(np.full(plane.buffer_size // 2, number, np.uint16).tobytes())
             for target in (frame, stream.codec_context):
-                target.color_trc, target.color_primaries, target.colorspace, target.color_range = (
-                    transfer,
-                    primaries,
-                    matrix,
-                    1,
-                )
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+                target.color_trc, target.color_primaries = transfer, primaries
+                target.colorspace, target.color_range = matrix, 1
+            write(frame)
     return file
 
 
@@ -130,14 +123,11 @@ def test_dolby_vision_is_read_by_its_base_layer_or_named(
     tmp_path: Path, transfer: int, is_read: bool
 ) -> None:
     file = tmp_path / "v.mp4"
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx264", rate=30)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+    with encoder(file, "libx264", (64, 64), rate=30) as (stream, write):
         stream.codec_context.color_trc = transfer
         frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8))
         frame.pts, frame.time_base = 0, Fraction(1, 30)
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+        write(frame)
     file.write_bytes(file.read_bytes().replace(b"avc1", b"dva1"))  # Dolby's name of H.264
     if is_read:
         assert len(list(read_frames(file, 30))) == 1
@@ -163,15 +153,12 @@ def test_wide_primaries_become_those_of_srgb(tmp_path: Path) -> None:
 def test_an_unspecified_matrix_is_that_of_hd_for_hd(tmp_path: Path) -> None:
     reds = []
     for name, size in (("hd.mkv", (1280, 720)), ("sd.mkv", (640, 480))):
-        with av.open(str(tmp_path / name), "w") as container:
-            stream = container.add_stream("ffv1", rate=16)
-            (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
-            red = av.VideoFrame.from_image(Image.new("RGB", size, "red"))
-            matrix = "ITU709" if name == "hd.mkv" else "ITU601"
-            frame = red.reformat(format="yuv420p", dst_colorspace=matrix)
-            frame.colorspace = 2
-            container.mux(stream.encode(frame))
-            container.mux(stream.encode())
+        red = av.VideoFrame.from_image(Image.new("RGB", size, "red"))
+        matrix = "ITU709" if name == "hd.mkv" else "ITU601"
+        frame = red.reformat(format="yuv420p", dst_colorspace=matrix)
+        frame.colorspace = 2
+        with encoder(tmp_path / name, "ffv1", size) as (_, write):
+            write(frame)
         reds += colours(tmp_path / name)
     assert reds == [pytest.approx([255, 0, 0], abs=4)] * 2
 
@@ -190,14 +177,9 @@ def test_transparent_parts_of_videos_show_the_background(
     rgba = np.zeros((64, 64, 4), np.uint8)
     rgba[:, :32] = (255, 0, 0, 255)
     rgba[:, 32:] = (0, 255, 0, 0)
-    with av.open(str(tmp_path / name), "w") as container:
-        stream = container.add_stream(codec, rate=16)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, pixels
+    with encoder(tmp_path / name, codec, (64, 64), pixels) as (_, write):
         for _ in range(5):
-            container.mux(
-                stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pixels))
-            )
-        container.mux(stream.encode())
+            write(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pixels))
     pixels_CFHW = (load_media(tmp_path / name, Size(64, 64, 5), 16.0, BLUE) + 1) * 127.5
     assert pixels_CFHW[:, 4, 32, 8].tolist() == pytest.approx([255, 0, 0], abs=8)
     assert pixels_CFHW[:, 4, 32, 56].tolist() == pytest.approx(BLUE, abs=8)
@@ -207,16 +189,13 @@ def halves(file: Path, **settings: object) -> Path:
     """Write a video of 64 x 32 pixels, white on the left, with settings of its stream."""
     pixels_HWC = np.zeros((32, 64, 3), np.uint8)
     pixels_HWC[:, :32] = 255
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx264", rate=16)
-        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+    with encoder(file, "libx264", (64, 32)) as (stream, write):
         if "aspect" in settings:
             stream.codec_context.sample_aspect_ratio = settings["aspect"]
         if "rotation" in settings:
             stream.set_display_rotation(settings["rotation"])
         for _ in range(4):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels_HWC)))
-        container.mux(stream.encode())
+            write(av.VideoFrame.from_ndarray(pixels_HWC))
     return file
 
 

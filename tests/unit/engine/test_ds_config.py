@@ -11,10 +11,12 @@ from deepspeed.runtime.activation_checkpointing import config as activation_chec
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from wandistiller.engine import ds_config, ds_schema
+from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import fill_auto, fill_steps
 from wandistiller.engine.ds_schema import section_types
 from wandistiller.engine.ds_unsupported import NOT_OFFERED
-from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.engine.engine_config import BatchSize
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 
@@ -44,9 +46,13 @@ class Recorder(dict):
         return KeysView(self)
 
 
-def refused(check: Any, *args: Any) -> list[str]:
+def x_json(ds: dict[str, Any]) -> DeepSpeedJson:
+    return DeepSpeedJson("x.json", ds)
+
+
+def refused(check: Any, ds: dict[str, Any], *args: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        check("x.json", *args)
+        check(x_json(ds), *args)
     return caught.value.problems
 
 
@@ -73,7 +79,7 @@ def test_the_batch_numbers_are_solved_as_deepspeed_solves_them(numbers: tuple[in
     ds, ranks = batch_json(*numbers), SimpleNamespace(get_data_parallel_world_size=lambda: 2)
     own = DeepSpeedConfig(dict(ds), mpu=ranks)
     expected = (own.train_micro_batch_size_per_gpu, own.gradient_accumulation_steps, own.train_batch_size)
-    assert ds_config.batch_size("x.json", ds, 2) == ds_config.BatchSize(*expected)
+    assert ds_config.batch_size(x_json(ds), 2) == BatchSize(*expected)
 
 
 @pytest.mark.parametrize("ds", [{}, {"gradient_accumulation_steps": 4}])
@@ -128,13 +134,14 @@ def test_keys_that_are_refused_may_stand_there_switched_off() -> None:
         "eigenvalue": {"enabled": False},
         "compile": {"deepcompile": False},
     }
-    ds, _ = ds_config.student_engine("x.json", STUDENT | more | {"zero_optimization": zero}, 1)
+    ds = ds_config.student_engine(x_json(STUDENT | more | {"zero_optimization": zero}), 1).raw
     assert ds.items() >= more.items() and ds["zero_optimization"].items() >= zero.items()
 
 
 def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
-    ds, batch = ds_config.student_engine("x.json", STUDENT | {"zero_optimization": {"stage": 3}}, 2)
-    assert batch == ds_config.BatchSize(4, 1, 8) and ds.items() >= batch_json(8, 4, 1).items()
+    engine = ds_config.student_engine(x_json(STUDENT | {"zero_optimization": {"stage": 3}}), 2)
+    ds = engine.raw
+    assert engine.batch == BatchSize(4, 1, 8) and ds.items() >= batch_json(8, 4, 1).items()
     assert ds["gradient_clipping"] == DeepSpeedConfig({"train_batch_size": 1}).gradient_clipping == 1.0
     lean = ds_config.BUCKETS | ds_config.LEAN_STAGE_3
     assert ds["zero_optimization"] == lean | {"stage": 3, "memory_efficient_linear": False}
@@ -147,21 +154,21 @@ def test_all_problems_of_a_student_json_are_reported_at_once() -> None:
 
 
 def test_a_teacher_s_batch_numbers_mean_nothing_and_are_replaced() -> None:
-    ds = teacher_engine("x.json", dict.fromkeys(ds_schema.BATCH_KEYS, 7))
+    ds = read_placement(x_json(dict.fromkeys(ds_schema.BATCH_KEYS, 7))).engine.raw
     assert {k: ds[k] for k in ds_schema.BATCH_KEYS if k in ds} == {"train_micro_batch_size_per_gpu": 1}
 
 
 def test_checking_changes_nothing_in_what_was_given() -> None:
     given = json.loads(json.dumps(STUDENT))
-    ds_config.student_engine("x.json", given, 1)
+    ds_config.student_engine(x_json(given), 1)
     assert given == STUDENT
 
 
 def test_a_completed_json_can_be_passed_back_in() -> None:
-    ds, _ = ds_config.student_engine("x.json", STUDENT, 2)
-    assert ds_config.student_engine("x.json", ds, 2)[0] == ds
-    teacher = teacher_engine("x.json", {"bf16": {"enabled": True}})
-    assert teacher_engine("x.json", teacher) == teacher
+    student = ds_config.student_engine(x_json(STUDENT), 2)
+    assert ds_config.student_engine(student, 2) == student
+    teacher = read_placement(x_json({"bf16": {"enabled": True}}))
+    assert read_placement(teacher.engine) == teacher
 
 
 @pytest.mark.parametrize(
@@ -175,23 +182,24 @@ def test_a_completed_json_can_be_passed_back_in() -> None:
     ],
 )
 def test_the_precision_is_read_off_the_sections(ds: dict, name: str) -> None:
-    assert ds_config.dtype_name(ds) == name
+    assert x_json(ds).precision == name
 
 
 @pytest.mark.parametrize("file", sorted((SHIPPED / "student").glob("*.json")), ids=lambda f: f.name)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shipped_student_json_passes(file: Path, world: int) -> None:
-    where, ds = ds_config.load(str(file))
-    ds, batch = ds_config.student_engine(where, fill_steps(fill_auto(ds, 64), 700), world)
-    assert batch.micro * batch.accumulation * world == batch.total == ds["train_batch_size"]
+    json = fill_steps(fill_auto(ds_config.load(str(file)), 64), 700)
+    batch = ds_config.student_engine(json, world).batch
+    assert batch.micro * batch.accumulation * world == batch.total and batch.ranks == world
 
 
 @pytest.mark.parametrize("file", sorted((SHIPPED / "teacher").glob("*.json")), ids=lambda f: f.name)
 def test_a_shipped_teacher_json_passes(file: Path) -> None:
-    ds = teacher_engine(*ds_config.load(str(file)))
-    assert DeepSpeedConfig(ds).zero_config.stage == ds_config.stage(ds)
+    engine = read_placement(ds_config.load(str(file))).engine
+    assert DeepSpeedConfig(engine.for_deepspeed).zero_config.stage == engine.stage
 
 
 def test_a_section_given_in_the_recipe_is_a_copy() -> None:
-    where, ds = ds_config.load(STUDENT)
-    assert where == "recipe" and ds == STUDENT and ds["optimizer"] is not STUDENT["optimizer"]
+    read = ds_config.load(STUDENT)
+    assert read.where == "recipe" and read.raw == STUDENT
+    assert read.raw["optimizer"] is not STUDENT["optimizer"]

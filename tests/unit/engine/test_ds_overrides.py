@@ -9,9 +9,11 @@ from ranks import write_json
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
+from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_overrides import fill_auto, fill_steps
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.utils.errors import ConfigError
@@ -45,7 +47,7 @@ def test_auto_is_filled_as_transformers_fills_it(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True)
     theirs.trainer_config_process(arguments)
     theirs.trainer_config_finalize(arguments, Model(), 700)
-    ours = fill_steps(fill_auto(AUTO, 96), 700)
+    ours = fill_steps(fill_auto(load(AUTO), 96), 700).raw
     # left open here, solved with the number of ranks
     batch = {"gradient_accumulation_steps": 1, "train_batch_size": 8}
     assert ours | batch == theirs.config
@@ -59,7 +61,7 @@ def job(folder: Path, ds: dict[str, Any] | None = None, world: int = 1, **settin
 
 
 def test_a_json_full_of_auto_runs_unchanged(tmp_path: Path) -> None:
-    ds = job(tmp_path, AUTO, world=2, max_steps=300).student_ds
+    ds = job(tmp_path, AUTO, world=2, max_steps=300).student_engine.raw
     assert (ds["train_batch_size"], ds["gradient_accumulation_steps"]) == (16, 1)
     assert ds["scheduler"]["params"] == {
         "warmup_min_lr": 0,
@@ -71,7 +73,7 @@ def test_a_json_full_of_auto_runs_unchanged(tmp_path: Path) -> None:
 
 
 def test_the_length_of_a_schedule_follows_from_epochs(tmp_path: Path) -> None:
-    ds = job(tmp_path, AUTO, num_epochs=2).student_ds
+    ds = job(tmp_path, AUTO, num_epochs=2).student_engine.raw
     assert ds["scheduler"]["params"]["total_num_steps"] == 2 * 1008 // 8
 
 
@@ -86,19 +88,19 @@ def test_batch_size_is_a_rank_s_and_the_global_one_follows(tmp_path: Path) -> No
 
 
 def test_lr_reaches_optimizer_and_schedule(tmp_path: Path) -> None:
-    ds = job(tmp_path, lr=3e-4).student_ds
+    ds = job(tmp_path, lr=3e-4).student_engine.raw
     assert ds["optimizer"]["params"]["lr"] == ds["scheduler"]["params"]["warmup_max_lr"] == 3e-4
 
 
 @pytest.mark.parametrize(("precision", "enabled"), [("bf16", {"bf16": {"enabled": True}}), ("no", {})])
 def test_mixed_precision_sets_the_section(tmp_path: Path, precision: str, enabled: dict) -> None:
-    ds = job(tmp_path, mixed_precision=precision).student_ds
+    ds = job(tmp_path, mixed_precision=precision).student_engine.raw
     assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == enabled
 
 
 def test_gradient_checkpointing_adds_its_section(tmp_path: Path) -> None:
-    assert "activation_checkpointing" not in job(tmp_path, FIXED).student_ds
-    assert "activation_checkpointing" in job(tmp_path, FIXED, gradient_checkpointing=True).student_ds
+    assert not job(tmp_path, FIXED).student_engine.recompute
+    assert job(tmp_path, FIXED, gradient_checkpointing=True).student_engine.recompute
 
 
 def test_num_steps_is_max_steps(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_num_steps_is_max_steps(tmp_path: Path) -> None:
 
 
 def test_a_short_flag_fills_an_auto(tmp_path: Path) -> None:
-    ds = job(tmp_path, AUTO, batch_size=2, lr=1e-3).student_ds
+    ds = job(tmp_path, AUTO, batch_size=2, lr=1e-3).student_engine.raw
     assert (ds["train_micro_batch_size_per_gpu"], ds["optimizer"]["params"]["lr"]) == (2, 1e-3)
     assert ds["scheduler"]["params"]["warmup_max_lr"] == 1e-3
 
@@ -130,6 +132,6 @@ def test_a_short_flag_beside_a_json_with_another_value_is_refused(
 
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
     first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
-    first.write_resolved()
+    write_resolved(first)
     again = read_job(read_run(str(first.output / "resolved" / "run.json"), {}), 1)
-    assert again.student_ds == first.student_ds and again.run.lr is None
+    assert again.student_engine == first.student_engine and again.run.lr is None

@@ -20,8 +20,8 @@ from torch import Tensor
 from wandistiller.batch import Batch, Expert
 from wandistiller.distributed import device
 from wandistiller.engine import nvcc, preflight
-from wandistiller.engine.activation_checkpointing import with_number
-from wandistiller.engine.ds_config import student_engine
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
@@ -38,15 +38,15 @@ def batch(seed: int) -> Batch:
     return state(x_BCFHW, torch.rand(2), torch.randn(2, 7, 32))
 
 
-def engine_json(**more: Any) -> dict[str, Any]:
+def engine_of(**more: Any) -> EngineConfig:
     adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
     ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
-    return with_number(student_engine("x.json", ds, 1)[0], LAYERS)
+    return student_engine(load(ds), 1).with_number_of_checkpoints(LAYERS)
 
 
-def curve(ds: dict[str, Any], steps: int = 5) -> list[float]:
+def curve(config: EngineConfig, steps: int = 5) -> list[float]:
     """Losses of a student that learns to predict zero."""
-    student = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds)
+    student = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config)
     engine, losses = student.engine(Expert.HIGH_NOISE), []
     for step in range(steps):
         loss = student.velocity(batch(step)).square().mean()
@@ -77,8 +77,8 @@ def plain_bf16_curve(steps: int = 5) -> list[float]:
 def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: float) -> None:
     # stage 3's hooks change the order in which autograd sums the text's gradient over the blocks, which
     # rounds in bf16, and differently on each kind of CPU
-    engine = engine_json(bf16={"enabled": True}, zero_optimization={"stage": stage})
-    assert curve(engine) == pytest.approx(plain_bf16_curve(), rel=tolerance)
+    config = engine_of(bf16={"enabled": True}, zero_optimization={"stage": stage})
+    assert curve(config) == pytest.approx(plain_bf16_curve(), rel=tolerance)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -86,9 +86,9 @@ def test_every_stage_learns_as_plain_pytorch_in_bf16(stage: int, tolerance: floa
 def test_a_single_rank_s_gradients_are_not_copied_to_be_reduced(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ds, sent = engine_json(zero_optimization={"stage": 0}, **more), []
+    config, sent = engine_of(zero_optimization={"stage": 0}, **more), []
     monkeypatch.setattr(deepspeed.comm, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.numel()))
-    curve(ds)
+    curve(config)
     assert all(numel == 1 for numel in sent)  # numbers, such as whether a gradient overflowed
 
 
@@ -96,7 +96,7 @@ def test_a_single_rank_s_gradients_are_not_copied_to_be_reduced(
 def test_deepspeed_s_own_stage_0_counts_a_step_before_the_first() -> None:
     """The cause of its other curve; when this fails, `without_dummy_step` may go."""
     model = small_transformer(0, 1)
-    ds = engine_json(bf16={"enabled": True}, zero_optimization={"stage": 0})
+    ds = engine_of(bf16={"enabled": True}, zero_optimization={"stage": 0}).for_deepspeed
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds)
     assert {s["step"].item() for s in engine.optimizer.optimizer.state.values()} == {1.0}
 
@@ -119,9 +119,10 @@ MODULES = [
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> None:
-    ds = engine_json(zero_optimization={"stage": stage}, torch_autocast={"enabled": True, "dtype": "float16"})
+    autocast = {"enabled": True, "dtype": "float16"}
+    config = engine_of(zero_optimization={"stage": stage}, torch_autocast=autocast)
     first, second = (
-        Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, ds).trained[Expert.HIGH_NOISE]
+        Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config).trained[Expert.HIGH_NOISE]
         for _ in range(2)
     )
     saved = read_engine(first)
@@ -130,9 +131,9 @@ def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> No
     assert read_engine(second)["autocast_scaler"] == saved["autocast_scaler"]
 
 
-def gradients(ds: dict[str, Any]) -> dict[str, Tensor]:
+def gradients(config: EngineConfig) -> dict[str, Tensor]:
     model = small_transformer(0, LAYERS)
-    student = Learner({Expert.HIGH_NOISE: model}, ds)
+    student = Learner({Expert.HIGH_NOISE: model}, config)
     student.engine(Expert.HIGH_NOISE).backward(student.velocity(batch(0)).square().mean())
     return {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
 
@@ -150,17 +151,17 @@ def reference() -> dict[str, Tensor]:
 def test_autocast_of_one_engine_does_not_scale_the_gradients_of_another(
     stage: int, reference: dict[str, Tensor]
 ) -> None:
-    ds = engine_json(zero_optimization={"stage": stage})
-    gradients(ds | {"torch_autocast": {"enabled": True, "dtype": "float16"}})
-    torch.testing.assert_close(gradients(ds), reference, rtol=1e-4, atol=1e-7)
+    config = engine_of(zero_optimization={"stage": stage})
+    gradients(config.replaced(torch_autocast={"enabled": True, "dtype": "float16"}))
+    torch.testing.assert_close(gradients(config), reference, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_blocks_are_recomputed_in_the_autocast_of_the_forward_pass(dtype: str) -> None:
-    ds = engine_json(torch_autocast={"enabled": True, "dtype": dtype})
-    recomputed = gradients(ds | {"activation_checkpointing": {"partition_activations": False}})
-    kept = gradients(ds)
+    config = engine_of(torch_autocast={"enabled": True, "dtype": dtype})
+    recomputed = gradients(config.replaced(activation_checkpointing={"partition_activations": False}))
+    kept = gradients(config)
     for name in kept:  # shared inputs' gradients are added in another order, in half precision
         torch.testing.assert_close(
             recomputed[name], kept[name], rtol=0, atol=0.02 * kept[name].abs().max().item()
@@ -175,8 +176,8 @@ USUAL = [("no key", 2), ("all", 2), ("partitioned on the CPU", 3)]
 def test_checkpointed_gradients_equal_plain_autograd_s(
     section: str, stage: int, reference: dict[str, Tensor]
 ) -> None:
-    ds = engine_json(zero_optimization={"stage": stage}, activation_checkpointing=CHECKPOINTED[section])
-    torch.testing.assert_close(gradients(ds), reference, rtol=1e-4, atol=1e-7)
+    config = engine_of(zero_optimization={"stage": stage}, activation_checkpointing=CHECKPOINTED[section])
+    torch.testing.assert_close(gradients(config), reference, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -187,10 +188,10 @@ def test_checkpointed_gradients_equal_plain_autograd_s(
 def test_gradients_do_not_depend_on_which_modules_are_checkpointed(
     stage: int, section: str, block: dict[str, Any], reference: dict[str, Tensor]
 ) -> None:
-    ds = engine_json(
+    config = engine_of(
         zero_optimization={"stage": stage}, activation_checkpointing=CHECKPOINTED[section], wandistiller=block
     )
-    torch.testing.assert_close(gradients(ds), reference, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(gradients(config), reference, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -208,9 +209,7 @@ def test_only_what_is_named_is_computed_twice(
     block: dict[str, Any], blocks: int, attentions: int, feed_forwards: int
 ) -> None:
     model = small_transformer(0, LAYERS)
-    student = Learner(
-        {Expert.HIGH_NOISE: model}, engine_json(activation_checkpointing={}, wandistiller=block)
-    )
+    student = Learner({Expert.HIGH_NOISE: model}, engine_of(activation_checkpointing={}, wandistiller=block))
     calls = Counter()
     for b, name in product(model.blocks, ("", "attn1.to_q", "ffn.net.2")):
         b.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
@@ -221,15 +220,15 @@ def test_only_what_is_named_is_computed_twice(
 @pytest.mark.usefixtures("one_rank")
 def test_the_flops_profiler_of_the_json_counts_a_whole_forward_pass(tmp_path: Path) -> None:
     section = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops.txt")}
-    curve(engine_json(flops_profiler=section), steps=2)
+    curve(engine_of(flops_profiler=section), steps=2)
     text = (tmp_path / "flops.txt").read_text()
     assert "fwd flops per GPU" in text and "WanTransformer3DModel" in text
 
 
 @pytest.mark.parametrize("monitor", [name for name in MONITORS if not find_spec(MONITORS[name][0])])
 def test_a_monitor_whose_package_is_missing_is_refused_before_the_start(monitor: str) -> None:
-    (message,) = config_problems("x.json", engine_json(**{monitor: {"enabled": True}}))
-    assert message.startswith(f"x.json: `{monitor}.enabled` is true. It needs: pip install")
+    (message,) = config_problems(engine_of(**{monitor: {"enabled": True}}))
+    assert message.startswith(f"recipe: `{monitor}.enabled` is true. It needs: pip install")
 
 
 PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
@@ -258,7 +257,7 @@ def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
     more: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu_without_nvcc(monkeypatch)
-    problems = config_problems("x.json", {"train_micro_batch_size_per_gpu": 2} | more)
+    problems = config_problems(EngineConfig("x.json", {"train_micro_batch_size_per_gpu": 2} | more))
     assert len(problems) == bool(key)
     assert all(f"`{key}`" in p and "Install the CUDA toolkit" in p for p in problems)
 
@@ -266,12 +265,12 @@ def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
 def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ds = {"optimizer": ADAM, "zero_optimization": {"stage": 2}}
-    offloaded = ds | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert nvcc.with_fused_adam(ds) == ds
+    plain = EngineConfig("x.json", {"optimizer": ADAM, "zero_optimization": {"stage": 2}})
+    offloaded = plain.replaced(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert nvcc.with_fused_adam(plain) == plain
     on_a_gpu_without_nvcc(monkeypatch)
     assert nvcc.with_fused_adam(offloaded) == offloaded
-    params = nvcc.with_fused_adam(ds)["optimizer"]["params"]
+    params = nvcc.with_fused_adam(plain).section("optimizer.params")
     assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
 
 
@@ -292,5 +291,5 @@ KEYS = [
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("more", slow_but(KEYS[1:3], KEYS), ids=str)
 def test_a_key_of_the_json_needs_no_code(more: dict[str, Any]) -> None:
-    losses = curve(engine_json(**({"bf16": {"enabled": True}} | more)))
+    losses = curve(engine_of(**({"bf16": {"enabled": True}} | more)))
     assert losses[-1] < losses[0]

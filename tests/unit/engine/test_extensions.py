@@ -8,24 +8,28 @@ import pytest
 from ranks import ROOT, run
 from recipes import recipe_file, student_engine
 
+from wandistiller.engine.ds_config import load
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.extensions import needed, reason
-from wandistiller.utils.files import read_json
 
 
 @pytest.mark.parametrize(
-    ("ds", "names"),
+    ("given", "names"),
     [
         (student_engine(2), ["cpu_adam"]),
         (student_engine(2, offload=False), ["fused_adam"]),
         (student_engine(2, offload=False, optimizer={"type": "Adam", "params": {"torch_adam": True}}), []),
         (student_engine(2, optimizer={"type": "Lion"}), ["cpu_lion"]),
-        (read_json("ds_configs/student/zero3_nvme.json"), ["cpu_adam", "async_io"]),
-        (read_json("ds_configs/teacher/zero_inference_nvme.json"), ["async_io"]),
-        (read_json("ds_configs/teacher/streamed.json"), []),
+        ("ds_configs/student/zero3_nvme.json", ["cpu_adam", "async_io"]),
+        ("ds_configs/teacher/zero_inference_nvme.json", ["async_io"]),
+        ("ds_configs/teacher/streamed.json", []),
     ],
 )
-def test_a_json_needs_what_its_optimizer_and_its_disk_take(ds: dict[str, Any], names: list[str]) -> None:
-    assert [builder().name for builder in needed(ds)] == names
+def test_a_json_needs_what_its_optimizer_and_its_disk_take(
+    given: str | dict[str, Any], names: list[str]
+) -> None:
+    engine = EngineConfig("x.json", load(given).raw)
+    assert [builder().name for builder in needed(engine)] == names
 
 
 def test_a_compiler_s_first_error_tells_most_of_a_failed_build() -> None:

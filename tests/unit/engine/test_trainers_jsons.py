@@ -15,7 +15,7 @@ from wandistiller.batch import Expert
 from wandistiller.config.shorthands import read_run
 from wandistiller.config.summary import without_learning
 from wandistiller.config.validate import read_job
-from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_overrides import (
     EngineOverrides,
     apply_overrides,
@@ -23,9 +23,10 @@ from wandistiller.engine.ds_overrides import (
     fill_auto,
     fill_steps,
 )
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.student.learner import Learner
-from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 
@@ -33,15 +34,15 @@ WIDTH, STEPS, LR = 64, 500, 1e-4
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
 
 
-def read(given: dict[str, Any], lr: float | None = LR) -> dict[str, Any]:
+def read(given: dict[str, Any], lr: float | None = LR) -> EngineConfig:
     """The engine of a JSON on one rank, checked by this package and by DeepSpeed's own reader."""
-    where, ds = ds_config.load(given)
-    lr = EngineOverrides(lr=lr)
-    own = EngineOverrides() if contradictions(ds, lr, 1) else lr
-    ds, _ = ds_config.student_engine(where, fill_steps(fill_auto(apply_overrides(ds, own), WIDTH), STEPS), 1)
-    if problems := config_problems(where, ds, here=False):
+    json, own = load(given), EngineOverrides(lr=lr)
+    if not contradictions(json, own, 1):
+        json = apply_overrides(json, own)
+    engine = student_engine(fill_steps(fill_auto(json, WIDTH), STEPS), 1)
+    if problems := config_problems(engine, here=False):
         raise ConfigError(*problems)
-    return ds
+    return engine
 
 
 def refusals(given: dict[str, Any], lr: float | None = LR) -> list[str]:
@@ -50,9 +51,8 @@ def refusals(given: dict[str, Any], lr: float | None = LR) -> list[str]:
     return caught.value.problems
 
 
-def engine_of(ds: dict[str, Any]) -> str:
-    offloads = (ds_config.offload_section(ds, target)["device"] for target in ("optimizer", "param"))
-    return " ".join([str(ds_config.stage(ds)), ds_config.dtype_name(ds), *offloads])
+def in_words(engine: EngineConfig) -> str:
+    return f"{engine.stage} {engine.precision} {engine.optimizer_on} {engine.weights_on}"
 
 
 def test_the_table_has_58_forms() -> None:
@@ -62,7 +62,7 @@ def test_the_table_has_58_forms() -> None:
 @pytest.mark.usefixtures("quiet_logging")
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_published_form_gives_the_engine_that_it_asks_for(name: str) -> None:
-    assert engine_of(read(ACCEPTED[name].ds)) == ACCEPTED[name].engine
+    assert in_words(read(ACCEPTED[name].ds)) == ACCEPTED[name].engine
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -74,23 +74,23 @@ def test_a_form_that_cannot_be_kept_is_refused_once_with_what_to_write(name: str
 def test_reading_a_form_changes_nothing_in_what_was_given() -> None:
     for form in (*ACCEPTED.values(), *REFUSED.values()):
         before = json.dumps(form.ds)
-        ds_config.load(form.ds)
+        load(form.ds)
         assert json.dumps(form.ds) == before
 
 
 def test_a_form_that_was_read_can_be_read_again() -> None:
     for form in ACCEPTED.values():
-        ds = read(form.ds)
-        assert read(ds) == ds
+        engine = read(form.ds)
+        assert read(engine.raw) == engine
 
 
 def test_an_optimizer_that_is_left_out_is_adamw_at_the_recipe_s_rate() -> None:
-    assert read(ACCEPTED["3, both auto"].ds)["optimizer"] == {"type": "AdamW", "params": {"lr": LR}}
+    assert read(ACCEPTED["3, both auto"].ds).raw["optimizer"] == {"type": "AdamW", "params": {"lr": LR}}
 
 
 def test_an_optimizer_that_is_left_out_has_the_rate_of_the_schedule_beside_it() -> None:
-    ds = read(ACCEPTED["a schedule without an optimizer"].ds, lr=None)
-    assert ds["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5}}
+    engine = read(ACCEPTED["a schedule without an optimizer"].ds, lr=None)
+    assert engine.raw["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5}}
 
 
 def test_without_any_rate_the_message_names_flag_recipe_and_json(tmp_path: Path) -> None:
@@ -103,29 +103,29 @@ def test_without_any_rate_the_message_names_flag_recipe_and_json(tmp_path: Path)
         f"{file}: no `optimizer` section, which would be AdamW, but no learning rate is known. Give --lr, or "
         '"lr" in the recipe, or write "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} here.'
     )
-    ds = read_job(read_run(str(tmp_path / "r.json"), {"lr": 2e-5}, 1), 1).student_ds
-    assert ds["optimizer"]["params"]["lr"] == 2e-5
+    engine = read_job(read_run(str(tmp_path / "r.json"), {"lr": 2e-5}, 1), 1).student_engine
+    assert engine.section("optimizer.params")["lr"] == 2e-5
 
 
 def test_deepspeed_s_names_of_fields_become_their_aliases_with_their_values() -> None:
-    section = read(ACCEPTED["3, names of fields"].ds)["zero_optimization"]
+    section = read(ACCEPTED["3, names of fields"].ds).section("zero_optimization")
     values = {"stage3_max_live_parameters": 1e9, "stage3_prefetch_bucket_size": 5e7, "sub_group_size": 1e9}
     assert section.items() >= (values | {"stage3_gather_16bit_weights_on_model_save": True}).items()
     assert "max_live_parameters" not in section
 
 
 def test_a_count_written_as_1e5_is_an_integer() -> None:
-    steps = read(ACCEPTED["steps_per_print 1e5"].ds)["steps_per_print"]
+    steps = read(ACCEPTED["steps_per_print 1e5"].ds).raw["steps_per_print"]
     assert steps == 100_000 and isinstance(steps, int)
 
 
 def test_the_name_of_a_schedule_is_deepspeed_s_however_it_is_written() -> None:
-    ds = read(TINY | schedule("warmuplr", warmup_max_lr=1e-3))
+    ds = read(TINY | schedule("warmuplr", warmup_max_lr=1e-3)).raw
     assert ds["scheduler"]["type"] == "WarmupLR" and ds["optimizer"]["params"]["lr"] == 1e-3
 
 
 def test_fp16_auto_alone_is_bf16_as_is_every_precision_that_is_left_open() -> None:
-    ds = read({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": "auto"}} | zero(2))
+    ds = read({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": "auto"}} | zero(2)).raw
     assert ds["bf16"] == {"enabled": True} and ds["fp16"] == {"enabled": False}
 
 
@@ -167,9 +167,9 @@ def test_one_message_names_key_value_and_what_to_write(change: dict[str, Any], m
 
 def test_both_precisions_auto_in_a_teacher_s_json_are_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
-        teacher_engine("t.json", {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
+        read_placement(load({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}))
     remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
-    assert caught.value.problems == [f't.json: `bf16.enabled` and `fp16.enabled` is "auto". {remedy}']
+    assert caught.value.problems == [f'recipe: `bf16.enabled` and `fp16.enabled` is "auto". {remedy}']
 
 
 WARMUP = schedule("WarmupLR", warmup_max_lr=1e-3, warmup_num_steps=4)
@@ -214,8 +214,8 @@ def test_steps_that_train_nothing_are_named(more: dict[str, Any], steps: int, li
     assert without_learning(read(TINY | {"optimizer": ADAM} | more, lr=None), steps) == lines
 
 
-def learner(ds: dict[str, Any]) -> Learner:
-    return Learner({Expert.HIGH_NOISE: small_transformer(0, 1)}, ds)
+def learner(engine: EngineConfig) -> Learner:
+    return Learner({Expert.HIGH_NOISE: small_transformer(0, 1)}, engine)
 
 
 def step(student: Learner, number: int) -> dict[str, Any]:
@@ -258,8 +258,8 @@ BUILT = [
 @pytest.mark.parametrize("name", BUILT)
 def test_an_engine_of_a_published_form_learns(name: str) -> None:
     adam = {"type": "AdamW", "params": {"lr": 1e-3} | ({} if "cpu" in ACCEPTED[name].engine else TORCH)}
-    ds = read(ACCEPTED[name].ds | {"train_micro_batch_size_per_gpu": 1, "optimizer": adam}, lr=None)
-    student = learner(ds)
+    more = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam}
+    student = learner(read(ACCEPTED[name].ds | more, lr=None))
     before = student.trained[Expert.HIGH_NOISE].flats[0].key.detach().clone()
     step(student, 0)
     assert not student.trained[Expert.HIGH_NOISE].flats[0].key.equal(before)

@@ -28,7 +28,7 @@ ID = "org/wan-finetuned"
 def facts(teacher: WanFolder, **more: Any) -> Facts:
     numbers = {"max_steps": 5, "height": 64, "width": 64, "num_frames": 1, "steps": 4, "shift": 3.0}
     texts = {"teacher_path": teacher.name, "init": "teacher", "objective": "velocity"}
-    return Facts(**numbers | texts | {"transformer": teacher.config, "experts": ["transformer"]} | more)
+    return Facts(**numbers | texts | {"transformer": teacher.config.raw, "experts": ["transformer"]} | more)
 
 
 def about(teacher: WanFolder, run: Path, **more: Any) -> Source:

@@ -19,6 +19,7 @@ from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 def test_the_feature_loss_is_the_share_of_the_teacher_s_square_mean_over_blocks() -> None:
@@ -58,7 +59,7 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     teacher, model = teacher_of(wan1), loaded(wan1 / "transformer")
     objective = read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3])
     batches = {NOISED: batch_for(model)}
-    add_projections(model, range(4), transformer.width(model.config))
+    add_projections(model, range(4), TransformerConfig.of(model.config).width)
     student = Learner({Expert.HIGH_NOISE: model}, engine())
     predictions = student.predict(batches)
     assert losses(objective, predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0

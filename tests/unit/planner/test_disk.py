@@ -66,7 +66,7 @@ def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_ste
 
     prompts, batch = len(job(published).items), job(published).batch.total
     assert more_than_a_latent_each(rollouts_per_prompt=2) == prompts * X0
-    assert more_than_a_latent_each(rollout_path=True, rollout_steps=10) == 10 * prompts * X0
+    assert more_than_a_latent_each(objective="trajectory", rollout_steps=10) == 10 * prompts * X0
     assert more_than_a_latent_each(rollouts_per_prompt=100, max_steps=3) == (3 * batch - prompts) * X0
 
 

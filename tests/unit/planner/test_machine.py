@@ -7,6 +7,7 @@ import pytest
 from ranks import program
 
 from wandistiller.distributed import collectives
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands, this_machine
@@ -68,9 +69,12 @@ def test_buffers_of_nvme_that_may_not_stay_in_memory_are_refused(
 
 
 def test_locked_are_the_buffers_of_weights_and_of_the_optimizer() -> None:
-    ds = read_json("ds_configs/student/zero3_nvme.json")
-    assert locked_bytes(ds, [1000, 10**9], 2, 2) == 2 * 8 * 5 * 10**8 + 4 * 4 * 10**8
-    assert locked_bytes(read_json("ds_configs/student/zero3_offload.json"), [10**9], 2, 2) == 0
+    on_nvme, on_cpu = (
+        EngineConfig(file, read_json(file))
+        for file in ("ds_configs/student/zero3_nvme.json", "ds_configs/student/zero3_offload.json")
+    )
+    assert locked_bytes(on_nvme, [1000, 10**9], 2) == 2 * 8 * 5 * 10**8 + 4 * 4 * 10**8
+    assert locked_bytes(on_cpu, [10**9], 2) == 0
 
 
 NESTED = {"slice": v2(20 * GIB, 15 * GIB), "slice__job": v2(16 * GIB, 2 * GIB)}

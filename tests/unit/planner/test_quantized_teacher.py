@@ -1,20 +1,17 @@
 """Memory, traffic and choices for teachers in 8 and 4 bits."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from planned import ONE_24, gpus
 from planned import published_job as job
+from shipped import placement
 from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 
-from wandistiller.engine.ds_config import with_dtype
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.resolve_auto import chosen, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
-from wandistiller.teacher.teacher_json import read_placement, teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.pipeline import WanFolder
 
@@ -23,14 +20,8 @@ LINEAR = 40 * (8 * WIDTH**2 + 2 * WIDTH * 13824)
 ROWS = 40 * (9 * WIDTH + 13824)
 
 
-def teacher_json(name: str, weights: str | None) -> dict[str, Any]:
-    ds = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), "bfloat16")
-    ds["wandistiller"] = ds.get("wandistiller", {}) | ({"weights": weights} if weights else {})
-    return teacher_engine(name, ds, 1)
-
-
 def whole(folder: WanFolder, name: str, weights: str | None) -> Bytes:
-    return teacher_bytes(folder, teacher_json(name, weights), 1)
+    return teacher_bytes(folder, placement(name, "bfloat16", weights=weights), 1)
 
 
 def test_a_14b_takes_a_byte_for_each_weight_of_a_block_and_five_or_four_a_row(
@@ -57,8 +48,8 @@ def test_two_experts_in_4_bits_or_one_in_8_lie_on_a_gpu_of_24_gb(wans: dict[str,
 def test_half_or_a_quarter_of_the_bytes_are_streamed(wans: dict[str, WanFolder]) -> None:
     config, moved = wans[LARGE].config, {}
     for weights in (None, "int8", "float8", "nf4"):
-        ds = teacher_json("streamed", weights)
-        (transfer,) = read_placement(ds).traffic(config, ds, Topology(1, 1, True))
+        placed = placement("streamed", "bfloat16", weights=weights)
+        (transfer,) = placed.traffic(config, Topology(1, 1, True))
         moved[weights] = transfer.nbytes
         assert whole(wans[LARGE], "streamed", weights).node == transfer.nbytes
     assert moved["float8"] < moved["int8"] < 0.502 * moved[None]
@@ -92,7 +83,7 @@ def test_auto_tries_all_placements_that_hold_the_weights_and_no_other_weights(pu
     machine = gpus(4, 24, 256)
     every = pairs(job(published, machine, "Wan2.2-T2V-A14B", **given), machine, (False, True))
     assert {pair.teacher for pair in every} == {"replicated", "streamed", "host_cpu"}
-    assert {pair.sizes[0].teacher_ds["wandistiller"]["weights"] for pair in every} == {"nf4"}
+    assert {pair.sizes[0].teacher.weights for pair in every} == {"nf4"}
     assert all(" in nf4, " in str(pair.least(machine)) for pair in every)
 
 

@@ -14,6 +14,7 @@ from slow_cases import slow_but
 
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan import plan_lines
+from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
@@ -118,7 +119,7 @@ def test_what_this_machine_cannot_build_is_passed_over(
 def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published: Path) -> None:
     machine = gpus(2, 24, 256)
     run = job(published, machine, LARGE, **BOTH)
-    assert chosen(run, machine).job.identity == run.identity
+    assert identity(chosen(run, machine).job) == identity(run)
 
 
 def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
@@ -222,5 +223,5 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
     planned = read_job(merged(given, flags | output, None), 1)
     best = next(choices(planned, ONE_24)).job
     again = read_job(merged(read_json(recommended), output, str(recommended)), 1)
-    assert (again.student_ds, again.teacher_ds, again.batch) == (best.student_ds, best.teacher_ds, best.batch)
-    assert (again.identity, again.run.max_steps) == (best.identity, best.run.max_steps)
+    assert (again.student_engine, again.teacher) == (best.student_engine, best.teacher)
+    assert (identity(again), again.run.max_steps) == (identity(best), best.run.max_steps)

@@ -12,7 +12,8 @@ from states import state
 from tensors import tensor_bytes
 
 from wandistiller.batch import Expert
-from wandistiller.engine.ds_config import student_engine
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.planner.student_network import Network, network_of
@@ -20,6 +21,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 BF16 = {"bf16": {"enabled": True}}
 LARGE, TWO = "14B", "A14B"
@@ -27,9 +29,9 @@ P = 14_288_491_584  # parameters of Wan 14B; all of its tensors have even sizes
 WIDTH = 5120
 
 
-def student_json(
+def engine_of(
     stage: int, *, offload: str = "none", bf16: bool = True, accumulation: int = 1, **zero: Any
-) -> dict[str, Any]:
+) -> EngineConfig:
     ds = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -39,14 +41,14 @@ def student_json(
     }
     if offload != "none":
         ds["zero_optimization"]["offload_optimizer"] = {"device": offload}
-    return ds | (BF16 if bf16 else {})
+    return student_engine(load(ds | (BF16 if bf16 else {})), 1)
 
 
 def student(
-    folder: WanFolder, ds: dict[str, Any], ranks: int = 1, experts: int = 1, accelerator: bool = False
+    folder: WanFolder, engine: EngineConfig, ranks: int = 1, experts: int = 1, accelerator: bool = False
 ) -> Bytes:
-    checked, network = student_engine("s.json", ds, ranks)[0], Network(numels(folder.config))
-    parts = student_parts(network, experts, checked, ranks, accelerator=accelerator)
+    network = Network(numels(folder.config))
+    parts = student_parts(network, experts, engine, ranks, accelerator=accelerator)
     return sum(parts.values(), Bytes())
 
 
@@ -71,12 +73,12 @@ SIZES = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 512}
 def test_a_student_s_engine_keeps_the_planned_bytes(
     one_rank: torch.device, stage: int, offload: str, bf16: bool
 ) -> None:
-    ds, _ = student_engine("s.json", student_json(stage, offload=offload, bf16=bf16), 1)
+    engine = engine_of(stage, offload=offload, bf16=bf16)
     before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
-    network = Network(numels(dict(model.config)))
-    made = Learner({Expert.HIGH_NOISE: model}, ds)
+    network = Network(numels(TransformerConfig.of(model.config)))
+    made = Learner({Expert.HIGH_NOISE: model}, engine)
     train_a_step(made, one_rank)
-    planned = sum(student_parts(network, 1, ds, 1, accelerator=False).values(), Bytes())
+    planned = sum(student_parts(network, 1, engine, 1, accelerator=False).values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.01)
 
 
@@ -89,9 +91,9 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
 ) -> None:
     lora = {"rank": 4, "targets": ["to_q", "ffn"]} if tuned == "lora" else None
     frozen = ["blocks.0", "ffn"] if tuned == "frozen" else None
-    ds, _ = student_engine("s.json", student_json(stage, offload=offload), 1)
+    engine = engine_of(stage, offload=offload)
     model = small_transformer(0, 2, **SIZES)
-    config, before = dict(model.config), tensor_bytes()
+    config, before = TransformerConfig.of(model.config), tensor_bytes()
     model = model.requires_grad_(True)
     set_trainable(model, frozen, lora, seed=0)
     sizes = [
@@ -100,9 +102,9 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     ]
     assert network_of(config, frozen, lora, (), 256) == Network(*sizes)
     before -= sum(p.nbytes for p in model.parameters())  # of a network that the engine takes over
-    made = Learner({Expert.HIGH_NOISE: model}, ds, ema=0.9)
+    made = Learner({Expert.HIGH_NOISE: model}, engine, ema=0.9)
     train_a_step(made, one_rank)
-    parts = student_parts(Network(*sizes), 1, ds, 1, accelerator=False, ema=True)
+    parts = student_parts(Network(*sizes), 1, engine, 1, accelerator=False, ema=True)
     assert parts[AVERAGE].device + parts[AVERAGE].host == 4 * sum(sizes[0].values())
     planned = sum(parts.values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.02)
@@ -114,59 +116,59 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
 def test_without_offloading_a_student_on_two_ranks_keeps(
     wans: dict[str, WanFolder], stage: int, kept: int
 ) -> None:
-    ds = student_json(stage, stage3_param_persistence_threshold=0)
-    assert student(wans[LARGE], ds, 2).device == kept  # 3: and a bucket
+    engine = engine_of(stage, stage3_param_persistence_threshold=0)
+    assert student(wans[LARGE], engine, 2).device == kept  # 3: and a bucket
 
 
 @pytest.mark.parametrize(("bf16", "each"), [(True, 4), (False, 0)])
 def test_only_below_float32_stage_0_copies_its_gradients(
     wans: dict[str, WanFolder], *, bf16: bool, each: int
 ) -> None:
-    assert cast_bytes(Network(numels(wans[LARGE].config)), student_json(0, bf16=bf16)) == each * P
+    assert cast_bytes(Network(numels(wans[LARGE].config)), engine_of(0, bf16=bf16)) == each * P
 
 
 def test_zero_2_s_own_gradients_are_there_three_times_in_a_step(wans: dict[str, WanFolder]) -> None:
-    assert student(wans[LARGE], student_json(2), 4).transient == (2 + 2 + 4) * P // 4
+    assert student(wans[LARGE], engine_of(2), 4).transient == (2 + 2 + 4) * P // 4
 
 
 def test_zero_1_keeps_all_gradients_until_the_step(wans: dict[str, WanFolder]) -> None:
-    assert student(wans[LARGE], student_json(1, accumulation=4), 8).transient == 2 * P + 2 * 1000
+    assert student(wans[LARGE], engine_of(1, accumulation=4), 8).transient == 2 * P + 2 * 1000
 
 
 def test_zero_2_offloaded_leaves_the_weights_and_a_buffer_on_the_device(wans: dict[str, WanFolder]) -> None:
-    memory = student(wans[LARGE], student_json(2, offload="cpu", accumulation=4), 2)
+    memory = student(wans[LARGE], engine_of(2, offload="cpu", accumulation=4), 2)
     largest = 2 * 6 * WIDTH * WIDTH
     assert (memory.device, memory.host) == (2 * P + largest, (4 + 8 + 4 + 2 + 2) * P // 2 + largest)
 
 
 def test_zero_3_offloaded_leaves_a_part_of_the_weights_on_the_device(wans: dict[str, WanFolder]) -> None:
-    memory = student(wans[LARGE], student_json(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
+    memory = student(wans[LARGE], engine_of(3, offload="cpu", stage3_param_persistence_threshold=0), 2)
     assert (memory.device, memory.host) == (2 * P // 2 + 2 * 1000, (4 + 8 + 4 + 2) * P // 2)
 
 
 def test_zero_3_with_all_offloaded_leaves_only_the_bucket(wans: dict[str, WanFolder]) -> None:
-    ds = student_json(3, offload="cpu", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"})
-    memory = student(wans[LARGE], ds, 2)
+    zero = {"stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
+    memory = student(wans[LARGE], engine_of(3, offload="cpu", **zero), 2)
     assert (memory.device, memory.host) == (2 * 1000, (4 + 8 + 4 + 2 + 2) * P // 2)
 
 
 def test_zero_3_holds_all_weights_in_the_backward_pass_unless_blocks_are_computed_anew(
     wans: dict[str, WanFolder],
 ) -> None:
-    ds = student_json(3, offload="cpu", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
-    anew = ds | {"activation_checkpointing": {"partition_activations": False}}
-    assert student(wans[LARGE], ds, 2).transient - student(wans[LARGE], anew, 2).transient > 2 * P * 0.9
+    kept = engine_of(3, offload="cpu", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+    anew = kept.replaced(activation_checkpointing={"partition_activations": False})
+    assert student(wans[LARGE], kept, 2).transient - student(wans[LARGE], anew, 2).transient > 2 * P * 0.9
 
 
 def test_large_page_locked_memory_takes_what_it_needs(wans: dict[str, WanFolder]) -> None:
-    ds = student_json(2, offload="cpu")
-    free, locked = (student(wans[LARGE], ds, 2, accelerator=gpu) for gpu in (False, True))
+    engine = engine_of(2, offload="cpu")
+    free, locked = (student(wans[LARGE], engine, 2, accelerator=gpu) for gpu in (False, True))
     assert locked.host == free.host and free.pinned == 0
     assert locked.pinned == free.host - 8 * P // 2  # all but the optimizer's moments
 
 
 def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
-    config = dict(small_transformer(0, 1).config)
+    config = TransformerConfig.of(small_transformer(0, 1).config)
     sizes = numels(config).values()
     part = -(-sum(sizes) // 2) * 2
     pieces = (
@@ -176,11 +178,11 @@ def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
         2 * max(sizes),
     )  # weights, masters, gradients, a tensor on its way
     assert max(pieces) < 2**20
-    ds, _ = student_engine("s.json", student_json(2, offload="cpu"), 1)
-    parts = student_parts(Network(numels(config)), 1, ds, 1, accelerator=True)
+    engine = engine_of(2, offload="cpu")
+    parts = student_parts(Network(numels(config)), 1, engine, 1, accelerator=True)
     assert sum(part.pinned for part in parts.values()) == sum(2 ** ceil(log2(n)) for n in pieces)
 
 
 def test_two_engines_keep_twice_as_much_but_work_one_at_a_time(wans: dict[str, WanFolder]) -> None:
-    one, two = (student(wans[TWO], student_json(2), 2, experts) for experts in (1, 2))
+    one, two = (student(wans[TWO], engine_of(2), 2, experts) for experts in (1, 2))
     assert (two.device, two.transient) == (2 * one.device, one.transient)

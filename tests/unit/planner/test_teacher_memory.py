@@ -6,19 +6,17 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from shipped import placement
 from states import state
 from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import with_dtype
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole
 from wandistiller.teacher.strategies import teacher_jsons
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.pipeline import WanFolder, open_wan
 from wandistiller.wan.transformer import numels, velocity
@@ -36,13 +34,7 @@ UP_TO_10000 = LAYERS * (13 * WIDTH * 2 + 2 * WIDTH * 4) + WIDTH * 2 + 2 * WIDTH 
 
 
 def teacher(folder: WanFolder, name: str, ranks: int = 1, dtype: str = "bfloat16", **zero: Any) -> Bytes:
-    return teacher_bytes(folder, teacher_json(name, ranks, dtype, **zero), ranks)
-
-
-def teacher_json(name: str, ranks: int = 1, dtype: str = "bfloat16", **zero: Any) -> dict[str, Any]:
-    ds = with_dtype(read_json(f"ds_configs/teacher/{name}.json"), dtype)
-    ds |= {"zero_optimization": ds["zero_optimization"] | zero} if zero else {}
-    return teacher_engine(name, ds, ranks)
+    return teacher_bytes(folder, placement(name, dtype, zero=zero), ranks)
 
 
 # The teacher, in closed forms
@@ -159,14 +151,13 @@ def held(model: nn.Module) -> int:
 def test_the_parts_of_a_loaded_teacher_have_the_planned_bytes(
     one_rank: torch.device, wan2: Path, name: str, dtype: str
 ) -> None:
-    folder, ds = open_wan(str(wan2)), teacher_json(name, dtype=dtype)
-    loaded = 0
+    folder, placed, loaded = open_wan(str(wan2)), placement(name, dtype), 0
     for expert, config in folder.configs.items():
         reader = WeightReader(wan2 / expert.value)
-        engine_ds = {k: v for k, v in ds.items() if k != "bf16"}
-        model = load_sharded(reader, config, getattr(torch, dtype), engine_ds, one_rank)
+        own = placed.engine.without("bf16")
+        model = load_sharded(reader, config, getattr(torch, dtype), own, one_rank)
         loaded += sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters())
-    planned = teacher_bytes(folder, ds, 1)
+    planned = teacher_bytes(folder, placed, 1)
     assert (planned.host, planned.device)[name == "sharded"] == loaded
 
 
@@ -182,8 +173,8 @@ def test_a_whole_teacher_has_the_planned_bytes(one_rank: torch.device, wan1: Pat
 def test_a_teacher_that_stays_in_its_files_holds_three_blocks_and_the_rest(
     one_rank: torch.device, wan1: Path
 ) -> None:
-    folder, seen = open_wan(str(wan1)), {}
-    model = build_teacher(folder, teacher_json("files")).experts[Expert.HIGH_NOISE]
+    folder, placed, seen = open_wan(str(wan1)), placement("files"), {}
+    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE]
 
     def see(*_: object) -> None:
         seen.update({p.data_ptr(): p.nbytes for p in model.parameters()})
@@ -194,17 +185,18 @@ def test_a_teacher_that_stays_in_its_files_holds_three_blocks_and_the_rest(
     with torch.no_grad():
         first, second = (velocity(model, state(*(t.to(one_rank) for t in inputs))) for _ in range(2))
     assert torch.equal(first, second) and len(model.blocks) > 3
-    assert sum(seen.values()) == pytest.approx(
-        teacher_bytes(folder, teacher_json("files"), 1).device, rel=0.02
-    )
+    assert sum(seen.values()) == pytest.approx(teacher_bytes(folder, placed, 1).device, rel=0.02)
 
 
 def test_a_call_has_no_more_whole_parameters_at_once_than_planned(one_rank: torch.device, wan1: Path) -> None:
     small, seen = 100, [0]
-    limits = {"stage3_max_live_parameters": 5000, "stage3_prefetch_bucket_size": 2000}
-    ds = teacher_json("zero_inference_cpu", stage3_param_persistence_threshold=small, **limits)
-    folder = open_wan(str(wan1))
-    model = build_teacher(folder, ds).experts[Expert.HIGH_NOISE]
+    zero = {
+        "stage3_param_persistence_threshold": small,
+        "stage3_max_live_parameters": 5000,
+        "stage3_prefetch_bucket_size": 2000,
+    }
+    folder, placed = open_wan(str(wan1)), placement("zero_inference_cpu", zero=zero)
+    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE]
 
     def count(*_: object) -> None:
         whole = (p for p in model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
@@ -217,4 +209,5 @@ def test_a_call_has_no_more_whole_parameters_at_once_than_planned(one_rank: torc
         inputs = torch.zeros(1, 16, 1, 4, 4), torch.ones(1), torch.zeros(1, 8, 32)
         with torch.no_grad():
             velocity(model, state(*(t.to(one_rank) for t in inputs)))
-    assert 0 < max(seen) <= teacher_bytes(folder, ds, 1).transient < teacher_bytes(folder, ds, 1).host / 4
+    planned = teacher_bytes(folder, placed, 1)
+    assert 0 < max(seen) <= planned.transient < planned.host / 4

@@ -20,6 +20,7 @@ from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope
 from wandistiller.student.slicing import Subspace, WidthSlicer
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 WIDTH, HEADS, HEAD_DIM, FFN = 64, 2, 32, 96  # of the small network
 TWICE = "norm2 to_out ffn.net.2 patch_embedding time_embedder.linear_2".split()
@@ -42,9 +43,10 @@ def cut_of(
     teacher: WanTransformer3DModel, measured: CalibrationStats | None = None, **sizes: int
 ) -> tuple[WanTransformer3DModel, WidthSlicer]:
     """A student of all the teacher's layers, made as `start_model` makes it but from a network in memory."""
-    state, config = teacher.state_dict(), dict(teacher.config) | sizes
+    whole = TransformerConfig.of(teacher.config)
+    state, config = teacher.state_dict(), whole.replaced(**sizes)
     measured = measured or measure([teacher], [lambda: predict(teacher)])
-    cuts = plan(config, dict(teacher.config), list(range(len(teacher.blocks))), measured, state.__getitem__)
+    cuts = plan(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
     student = transformer.meta_transformer(config)
     for name, module in list(student.named_modules()):
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]

@@ -1,6 +1,7 @@
 """The keys of a student JSON, and the weights that a student starts from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from slow_cases import slow_but
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
-from wandistiller.engine.ds_config import student_engine
+from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.config import StudentConfig, kept_layers, lineage, read_student_config
 from wandistiller.student.initialize import start_model
 from wandistiller.student.learner import Learner
@@ -57,7 +59,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_what_is_left_out_is_the_teacher_s(wan2: Path, values: dict) -> None:
     teacher = pipeline.open_wan(str(wan2))
     student_and_config = read_student_config("s.json", values, teacher)
-    assert student_and_config == (StudentConfig(**values), teacher.config | values)
+    assert student_and_config == (StudentConfig(**values), teacher.config.replaced(**values))
 
 
 @pytest.mark.parametrize(
@@ -90,15 +92,16 @@ SHARES = [
 @pytest.mark.parametrize(("shares", "sizes"), SHARES)
 def test_sizes_may_be_shares_of_the_teacher_s(wan2: Path, shares: dict, sizes: dict) -> None:
     student, config = read_student_config("s.json", shares, pipeline.open_wan(str(wan2)))
-    assert config.items() >= sizes.items() and student.num_layers == sizes.get("num_layers")
+    assert config.raw.items() >= sizes.items() and student.num_layers == sizes.get("num_layers")
 
 
 @pytest.mark.parametrize("how", ["uniform", "ends"])
 def test_kept_layers_of_a_30_layer_teacher_rise_and_hold_both_ends(wan2: Path, how: str) -> None:
     teacher = pipeline.open_wan(str(wan2))
-    teacher.config["num_layers"] = 30
+    teacher = replace(teacher, configs={Expert.HIGH_NOISE: teacher.config.replaced(num_layers=30)})
     for kept in range(1, 31):
-        layers = kept_layers(StudentConfig(keep_layers=how), teacher.config | {"num_layers": kept}, teacher)
+        own = teacher.config.replaced(num_layers=kept)
+        layers = kept_layers(StudentConfig(keep_layers=how), own, teacher)
         assert len(layers) == kept and sorted(set(layers)) == layers
         assert layers[0] == 0 and (kept == 1 or layers[-1] == 29)
 
@@ -178,10 +181,10 @@ def test_a_folder_with_other_latent_channels_is_refused(wan1: Path, copy_of: Cal
     assert "in_channels" in refused(wan1, init=str(folder))[0]
 
 
-def engine(stage: int, **more: Any) -> dict[str, Any]:
+def engine(stage: int, **more: Any) -> EngineConfig:
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}, **more}
-    return student_engine("x.json", ds, 1)[0]
+    return student_engine(load(ds), 1)
 
 
 @pytest.mark.parametrize(

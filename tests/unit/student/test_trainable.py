@@ -1,6 +1,5 @@
 """Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
 
-import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,10 +102,10 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schedule", slow_but(SCHEDULES[2:4], SCHEDULES))
 def test_a_factor_holds_at_every_step_of_a_schedule(schedule: dict, one_rank: torch.device) -> None:
-    ds = engine(2, **({"scheduler": schedule} if schedule else {}))
+    config = engine(2, **({"scheduler": schedule} if schedule else {}))
     runs = []
     for tuned in (RunConfig(), RunConfig(learning_rates={"blocks.0": 0.25, "proj_out": 2.0})):
-        trained = build(tuned, copy.deepcopy(ds)).engine(Expert.HIGH_NOISE)
+        trained = build(tuned, config).engine(Expert.HIGH_NOISE)
         rates = [trained.get_lr()]
         for _ in range(5 if schedule else 0):
             trained.lr_scheduler.step()
@@ -162,10 +161,8 @@ def test_a_lora_student_starts_as_its_base_and_only_adapters_change(
 ) -> None:
     curves = []
     for recompute in (True, False):  # with all before it frozen, a checkpointed block still has its gradient
-        ds = engine(stage)
-        if not recompute:
-            del ds["activation_checkpointing"]
-        student, base, b = build(LORA, ds), small_transformer(1, layers=3), batch(0)
+        config = engine(stage) if recompute else engine(stage).without_recompute
+        student, base, b = build(LORA, config), small_transformer(1, layers=3), batch(0)
         with torch.no_grad():
             v_BCFHW = base(b.x_t_BCFHW, 1000 * b.sigma_B, b.conditioning.text_BLD).sample
             assert torch.equal(student.velocity(b), v_BCFHW)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from on_ranks import loading
 from ranks import call, has_async_io
+from shipped import placement
 
 from wandistiller.batch import Expert
 from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -91,14 +90,13 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
     wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed gathers a parameter that is its module's only one to where its empty shell is."""
-    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
-    ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = placement("zero_inference_cpu", zero={"stage3_param_persistence_threshold": 0}).engine
     elsewhere = torch.device("meta")  # the one other kind of device that is everywhere
     local_device = property(lambda _: elsewhere, lambda *_: None)
     monkeypatch.setattr(InitWithoutBroadcast, "local_device", local_device, raising=False)
     folder = open_wan(str(wan1))
     model = load_sharded(
-        WeightReader(folder.path / "transformer"), folder.config, torch.float32, ds, one_rank
+        WeightReader(folder.path / "transformer"), folder.config, torch.float32, engine, one_rank
     )
     assert {p.device for p in model.parameters()} == {elsewhere}
     assert {p.ds_tensor.device.type for p in model.parameters()} == {"cpu"}
@@ -106,8 +104,7 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_teacher_that_is_forgotten_leaves_no_network(wan1: Path) -> None:
-    ds = teacher_engine("", read_json("ds_configs/teacher/zero_inference_cpu.json"), 1)
-    teacher = build_teacher(open_wan(str(wan1)), ds)
+    teacher = build_teacher(open_wan(str(wan1)), placement("zero_inference_cpu"))
     network = weakref.ref(teacher.experts[Expert.HIGH_NOISE])
     release_module_references(teacher.experts.values())
     del teacher

@@ -10,17 +10,19 @@ from diffusers import WanTransformer3DModel
 from engines import batch_for
 from ranks import call
 from recipes import recipe
+from shipped import placement
 from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor, nn
 
 pytest.importorskip("torchao")
 
-from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences, teacher_json
+from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.evaluation.quantization_error import quantization_error
 from wandistiller.evaluation.sigma_bands import bands
 from wandistiller.planner.teacher_memory import teacher_bytes
@@ -84,7 +86,7 @@ def test_a_call_takes_no_more_memory_for_a_weight_than_planned(weights: str, dty
 
 
 def test_all_linear_layers_of_blocks_are_quantised_and_nothing_else(wans: dict[str, WanFolder]) -> None:
-    model = meta_transformer(wans["1.3B"].config | {"num_layers": 2})
+    model = meta_transformer(wans["1.3B"].config.replaced(num_layers=2))
     linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = {name for name, p in model.named_parameters() if is_quantized(name, p.shape, "nf4")}
     assert found == {name for name in linear if name.startswith("blocks.")} and len(found) == 20
@@ -137,10 +139,10 @@ def test_the_planned_bytes_are_those_that_are_held(
 ) -> None:
     folder = open_wan(str(wan2))
     for name in PLACEMENTS:
-        ds = teacher_json(name, weights, dtype)
-        built = build_teacher(folder, ds)
+        placed = placement(name, dtype, weights=weights)
+        built = build_teacher(folder, placed)
         experts = getattr(built, "inner", built) or built
-        planned, models = teacher_bytes(folder, ds, 1), experts.experts.values()
+        planned, models = teacher_bytes(folder, placed, 1), experts.experts.values()
         if name == "streamed":
             blocks, others = (
                 sum(held(part) for m in models for k, part in m.named_children() if (k == "blocks") == inside)
@@ -177,15 +179,14 @@ def test_missing_torchao_is_told_with_the_command_that_installs_it(monkeypatch: 
     def missing(_: str) -> str:
         raise PackageNotFoundError
 
-    ds = {"wandistiller": {"weights": "int8"}}
-    assert quantized.missing_problems("t.json", ds, here=True) == []
+    engine = EngineConfig("t.json", {})
+    assert quantized.missing_problems(engine, "int8") == []
     for version, text in ((missing, "It needs torchao."), (lambda _: "0.17.0", "0.18, and here is 0.17.0.")):
         monkeypatch.setattr(quantized, "version", version)
-        (found,) = quantized.missing_problems("t.json", ds, here=True)
+        (found,) = quantized.missing_problems(engine, "int8")
         assert '`wandistiller.weights` is "int8"' in found and text in found
         assert found.endswith('Run: pip install "torchao==0.18.*"')
-        assert quantized.missing_problems("t.json", ds, here=False) == []
-        assert quantized.missing_problems("t.json", {}, here=True) == []
+        assert quantized.missing_problems(engine, None) == []
 
 
 def test_a_run_without_torchao_stops_before_any_weight_is_read(
@@ -204,8 +205,8 @@ def test_a_run_without_torchao_stops_before_any_weight_is_read(
 def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffusers(
     one_rank: torch.device, wan2: Path
 ) -> None:
-    folder, ds = open_wan(str(wan2)), teacher_json("streamed", "nf4")
-    teacher, readers = unquantized_teacher(folder, ds)
+    placed = placement("streamed", "float32", weights="nf4")
+    teacher, readers = unquantized_teacher(open_wan(str(wan2)), placed)
     batches = [batch_for(by_torchao(wan2 / "transformer", torch.float32, None))] * 2
     found = teacher.predict_all(batches, (0, 3))
     own = by_torchao(wan2 / "transformer", torch.float32, None)
@@ -220,12 +221,11 @@ def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffuser
 
 
 def errors(folder: Path, weights: str, name: str = "replicated") -> dict[str, float]:
-    opened, ds = open_wan(str(folder)), teacher_json(name, weights)
-    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config["text_dim"])
+    opened, placed = open_wan(str(folder)), placement(name, "float32", weights=weights)
+    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config.text_dim)
     torch.manual_seed(0)
-    return quantization_error(
-        opened, ds, build_teacher(opened, ds, GUIDANCE), GUIDANCE, x0, Conditioning(text), 1
-    )
+    teacher = build_teacher(opened, placed, GUIDANCE)
+    return quantization_error(opened, placed, teacher, GUIDANCE, x0, Conditioning(text), 1)
 
 
 def test_the_error_is_small_and_largest_in_4_bits(one_rank: torch.device, wan2: Path) -> None:
@@ -267,9 +267,8 @@ def test_compiled_blocks_compute_what_they_compute_eagerly(weights: str, wan1: P
     folder, found = open_wan(str(wan1)), []
     batch = batch_for(by_torchao(wan1 / "transformer", torch.float32, None))
     for compiled in (False, True):
-        ds = teacher_json("streamed", weights)
-        ds["wandistiller"] |= {"compile": compiled}
-        found.append([p.v_BCFHW for p in build_teacher(folder, ds).predict_all([batch, batch], ())])
+        placed = placement("streamed", "float32", weights=weights, compile=compiled)
+        found.append([p.v_BCFHW for p in build_teacher(folder, placed).predict_all([batch, batch], ())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -277,4 +276,4 @@ def test_compiled_blocks_compute_what_they_compute_eagerly(weights: str, wan1: P
 def test_the_shapes_that_are_planned_have_linear_layers(wans: dict[str, WanFolder]) -> None:
     for folder in wans.values():
         linear = [n for n, s in shapes(folder.config).items() if is_quantized(n, s, "nf4")]
-        assert len(linear) == 10 * folder.config["num_layers"]
+        assert len(linear) == 10 * folder.config.num_layers

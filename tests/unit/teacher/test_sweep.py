@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shipped import placement
 from small_wan import small_transformer
 from states import state
 
@@ -12,11 +13,10 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Tea
 from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.sweep import block_by_block
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = [(2, 4, 9), (1, 6, 5), (3, 4, 7)]
 """Samples, height and rows of text of three batches."""
@@ -91,8 +91,7 @@ def test_calls_that_go_through_no_block_are_made_one_after_the_other() -> None:
 
 @pytest.fixture
 def streamed(wan2: Path, one_rank: torch.device) -> LocalTeacher:
-    ds = teacher_engine("", read_json("ds_configs/teacher/streamed.json") | {"bf16": {"enabled": False}}, 1)
-    return build_teacher(open_wan(str(wan2)), ds)
+    return build_teacher(open_wan(str(wan2)), placement("streamed", "float32"))
 
 
 def buffers(model: torch.nn.Module) -> list[torch.UntypedStorage]:
@@ -145,7 +144,7 @@ def test_a_sweep_copies_each_block_once(streamed: LocalTeacher, monkeypatch: pyt
 
 def test_weights_do_not_change_under_a_call_for_another_expert(streamed: LocalTeacher, wan2: Path) -> None:
     whole = {
-        e: type(meta_transformer(m.config)).from_pretrained(wan2 / e.value)
+        e: type(meta_transformer(TransformerConfig.of(m.config))).from_pretrained(wan2 / e.value)
         for e, m in streamed.experts.items()
     }
     for batch in MIXED * 2:

@@ -239,9 +239,9 @@ def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
-    job, silent = SimpleNamespace(identity={}, folder=SimpleNamespace(path="t")), torch.zeros_like
+    job, silent = SimpleNamespace(folder=SimpleNamespace(path="t")), torch.zeros_like
     teacher = SimpleNamespace(velocity=lambda b: silent(b.x_t_BCFHW))
-    error = start_error(batches(), teacher.velocity, teacher.velocity, Measured(None), job.identity)
+    error = start_error(batches(), teacher.velocity, teacher.velocity, Measured(None), {})
     assert not math.isfinite(error.relative())
     with pytest.raises(ConfigError, match="t: the velocity error before training is not finite"):
         require_finite_start(job, error)

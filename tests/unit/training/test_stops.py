@@ -12,12 +12,13 @@ from trainers import trainer_of
 from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.data.measured import Measured
 from wandistiller.distributed.shutdown import Stopped, stopping
+from wandistiller.engine.ds_config import load
 from wandistiller.flow import with_noise
 from wandistiller.student.calibration import CALLS, measure, start_error, velocity_error
 from wandistiller.student.layer_importance import importance
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.logging import current
 from wandistiller.wan import pipeline
 from wandistiller.wan.sampling import denoise
@@ -105,9 +106,9 @@ def test_loading_the_teacher_ends_soon_after_the_request(
         return read(reader, name, *more)
 
     monkeypatch.setattr(WeightReader, "read", asked)
-    ds = teacher_engine("", {"wandistiller": {"placement": placement}}, 1)
+    placed = read_placement(load({"wandistiller": {"placement": placement}}))
     with pytest.raises(Stopped, match="while the teacher was loaded"):
-        build_teacher(pipeline.open_wan(str(wan1)), ds)
+        build_teacher(pipeline.open_wan(str(wan1)), placed)
     assert 1 <= len(names) <= 8
 
 

@@ -28,30 +28,6 @@ def test_a_value_of_the_type_passes_and_an_integer_passes_for_a_float(key: str, 
     assert check("x.json", {key: value}, TYPES) == ([], {key: value})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("count", True, "`count` is true. Write an integer."),
-        ("count", "5", '`count` is "5". Write an integer. Remove the quotes.'),
-        ("count", 2.0, "`count` is 2.0. Write an integer."),
-        ("count", None, "`count` is null. Write an integer."),
-        ("count", 0, "`count` is 0. Write a number greater than 0."),
-        ("positive", "1e9", '`positive` is "1e9". Write a number. Remove the quotes.'),
-        ("positive", True, "`positive` is true. Write a number."),
-        ("text", "", '`text` is "". Write text.'),
-        ("share", 1.5, "`share` is 1.5. Write a number less than or equal to 1."),
-        ("flag", 1, "`flag` is 1. Write true or false."),
-        ("section", [], "`section` is []. Write an object, {...}."),
-        ("list", [1, "2"], '`list.1` is "2". Write an integer.'),
-        ("choice", "tow", '`choice` is "tow". Write one of: one, two. Did you mean `two`?'),
-        ("either", ["a"], '`either` is ["a"]. Write true or a list.'),
-        ("shar", 1, "`shar` is 1. Unknown key. Did you mean `share`?"),
-    ],
-)
-def test_another_value_is_refused_with_what_to_write(key: str, value: Any, message: str) -> None:
-    assert check("x.json", {key: value}, TYPES) == ([f"x.json: {message}"], {})
-
-
 def test_the_values_without_a_problem_are_returned_beside_all_problems() -> None:
     problems, good = check("x.json", {"count": 0, "text": "a", "flagg": True}, TYPES, "block.")
     assert [text.split("`")[1] for text in problems] == ["block.flagg", "block.count"]

@@ -14,7 +14,7 @@ from activations import (
     peak_bytes,
     predict,
     shared_peaks,
-    student_json,
+    student_engine,
 )
 from ranks import call
 from slow_cases import slow_but
@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence import ImaginedRanks
-from wandistiller.engine.activation_checkpointing import read_recompute
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks
 from wandistiller.wan import activation_memory, text_padding
@@ -39,7 +39,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved_by_autograd(layers: int, dtype: str) -> int:
     """Bytes behind the tensors that a forward pass saves for backward, weights left out."""
-    model, _ = network(layers, student_json(dtype), dtype)
+    model, _ = network(layers, student_engine(dtype))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}  # the tensors too, so that no address is used twice
 
@@ -55,7 +55,7 @@ def saved_by_autograd(layers: int, dtype: str) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layers", [1, 4])
 def test_planned_activations_are_what_autograd_saves(layers: int, dtype: str) -> None:
-    planned = activation_bytes(config(layers), student_json(dtype), LATENT, MICRO, accelerator=False)
+    planned = activation_bytes(config(layers), student_engine(dtype), LATENT, MICRO, accelerator=False)
     assert planned == pytest.approx(saved_by_autograd(layers, dtype), rel=0.03)
 
 
@@ -71,9 +71,9 @@ IN_BOTH = slow_but(
 def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
     one_rank: torch.device, block: dict[str, Any], dtype: str
 ) -> None:
-    ds, layers = student_json(dtype, **block), 6
-    model, _ = network(layers, ds, dtype)
-    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
+    engine, layers = student_engine(dtype, **block), 6
+    model, _ = network(layers, engine)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False)
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
@@ -81,9 +81,9 @@ def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
 @pytest.mark.slow
 def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) -> None:
     """Text states (L = 64) and the six modulations of each block, float32, of width 256."""
-    ds, layers = student_json("float32", checkpoint="blocks"), 6
-    (model, _), (copying, _) = network(layers, ds, "float32"), network(layers, ds, "float32")
-    Blocks(copying, read_recompute(ds), copies=True)
+    engine, layers = student_engine("float32", checkpoint="blocks"), 6
+    (model, _), (copying, _) = network(layers, engine), network(layers, engine)
+    Blocks(copying, engine.recompute, copies=True)
     kept, copied = (peak_bytes(lambda m=m: predict(m).square().mean().backward()) for m in (model, copying))
     assert copied - kept >= (layers - 1) * MICRO * (TEXT + 6) * 256 * 4
 
@@ -91,18 +91,19 @@ def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: str, samples: int) -> None:
-    model, _ = network(3, student_json(dtype), dtype)
+    model, _ = network(3, student_engine(dtype))
     with torch.no_grad():
         measured = peak_bytes(lambda: predict(model, samples))
-    ds = {"bf16": {"enabled": dtype == "bfloat16"}}
-    planned = call_bytes(config(3), ds, LATENT, samples, accelerator=False)
+    engine = EngineConfig("teacher", {}).in_precision(dtype)
+    planned = call_bytes(config(3), engine, LATENT, samples, accelerator=False)
     in_float32_first = dtype == "bfloat16" and not torch.cpu.get_capabilities().get("avx512_bf16")
     assert planned == pytest.approx(measured, rel=0.35 if in_float32_first else 0.15)
 
 
 def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
     cpu, gpu = (
-        activation_bytes(config(1), student_json("bfloat16"), LATENT, 1, accelerator=a) for a in (False, True)
+        activation_bytes(config(1), student_engine("bfloat16"), LATENT, 1, accelerator=a)
+        for a in (False, True)
     )
     assert cpu - gpu == pytest.approx((8 - 2) * 256 * (3 * TOKENS + TEXT), rel=0.01)
 
@@ -112,20 +113,20 @@ def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
 def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     one_rank: torch.device, teacher_width: int, dtype: str
 ) -> None:
-    ds, layers, kind = student_json(dtype, checkpoint="blocks"), 6, getattr(torch, dtype)
-    model, blocks = network(layers, ds, dtype, teacher_width)
+    engine, layers = student_engine(dtype, checkpoint="blocks"), 6
+    model, blocks = network(layers, engine, teacher_width)
     term = FeatureMatching().for_student(list(range(layers)))
 
     def run() -> None:
-        targets = {k: torch.ones(MICRO, TOKENS, teacher_width, dtype=kind) for k in range(layers)}
+        targets = {k: torch.ones(MICRO, TOKENS, teacher_width, dtype=engine.dtype) for k in range(layers)}
         v_BCFHW = predict(model)
         features, blocks.features = blocks.features, {}
         loss_B = term.loss(Prediction(v_BCFHW, features), Prediction(v_BCFHW, targets), None)
         (v_BCFHW.square().mean() + loss_B.mean()).backward()
 
-    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False)
-    items = (kind.itemsize, kind.itemsize)
-    planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, ds)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False)
+    items = (engine.dtype.itemsize, engine.dtype.itemsize)
+    planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, engine)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
 
 
@@ -134,9 +135,9 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
 def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
     one_rank: torch.device, block: dict[str, Any], dtype: str, sharers: int
 ) -> None:
-    ds, layers = student_json(dtype, **block), 6
-    model, _ = network(layers, ds, dtype)
-    planned = activation_bytes(config(layers), ds, LATENT, MICRO, accelerator=False, sharers=sharers)
+    engine, layers = student_engine(dtype, **block), 6
+    model, _ = network(layers, engine)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False, sharers=sharers)
     share_sequences(model, ImaginedRanks(sharers))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
@@ -144,7 +145,8 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
 
 @pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "bfloat16"]))
 def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
-    ds, how = student_json(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
-    passes, a_call = map(max, zip(*call(shared_peaks, 6, ds, dtype, ranks=2), strict=True))
-    planned = activation_bytes(config(6), ds, LATENT, 1, **how), call_bytes(config(6), ds, LATENT, 1, **how)
+    engine, how = student_engine(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
+    passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
+    given = config(6), engine, LATENT, 1
+    planned = activation_bytes(*given, **how), call_bytes(*given, **how)
     assert planned == pytest.approx((passes, a_call), rel=0.15)

@@ -15,7 +15,8 @@ from wandistiller.planner.student_network import student_model
 from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.flops import forward_flops, step_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import velocity
+from wandistiller.wan.transformer import usual_config, velocity
+from wandistiller.wan.transformer_config import TransformerConfig
 
 LATENT = (16, 1, 16, 24)
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 1024}
@@ -28,7 +29,7 @@ def test_a_forward_pass_of_14b_is_the_sum_of_its_matrices_and_attention() -> Non
     cross_attention = 2 * 2 * t * d * d + 2 * 2 * text * d * d + 4 * t * text * d
     ends = 2 * t * d * 4 * (16 + 16) + 2 * text * d * (4096 + d) + 2 * d * (256 + d + 6 * d)
     block = self_attention + cross_attention + 2 * 2 * t * d * f
-    assert forward_flops(LARGE, (16, 1, 60, 104)) == layers * block + ends
+    assert forward_flops(usual_config(**LARGE), (16, 1, 60, 104)) == layers * block + ends
 
 
 TUNED = {
@@ -44,9 +45,9 @@ def test_flops_of_a_step_are_torch_s_count_of_all_blocks(
     frozen: list[str] | None, lora: dict[str, Any] | None
 ) -> None:
     model = small_transformer(0, 4, **SIZES).requires_grad_(True)
-    c = dict(model.config)
+    c = TransformerConfig.of(model.config)
     set_trainable(model, frozen, lora, seed=0)
-    x_t_BCFHW, text_BLD = torch.randn(1, *LATENT), torch.randn(1, TEXT_TOKENS, c["text_dim"])
+    x_t_BCFHW, text_BLD = torch.randn(1, *LATENT), torch.randn(1, TEXT_TOKENS, c.text_dim)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         velocity(model, state(x_t_BCFHW, torch.tensor([0.5]), text_BLD)).sum().backward()
     traced = step_flops(student_model(c, frozen, lora, (), 256), LATENT, None)
@@ -59,15 +60,15 @@ def test_flops_of_a_step_are_torch_s_count_of_all_blocks(
 def test_a_block_is_recomputed_where_gradients_go_through_it(
     frozen: list[str] | None, recomputed: int
 ) -> None:
-    c = dict(small_transformer(0, 4, **SIZES).config)
+    c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
     model = student_model(c, frozen, None, (), 256)
-    block = (forward_flops(c, LATENT) - forward_flops(c | {"num_layers": 1}, LATENT)) / 3
+    block = (forward_flops(c, LATENT) - forward_flops(c.replaced(num_layers=1), LATENT)) / 3
     with_recomputation, without = (step_flops(model, LATENT, p) for p in (CheckpointPolicy(), None))
     assert with_recomputation - without == recomputed * block
 
 
 def test_a_traced_network_keeps_its_blocks() -> None:
-    model = student_model(dict(small_transformer(0, 4, **SIZES).config), None, None, (), 256)
+    model = student_model(TransformerConfig.of(small_transformer(0, 4, **SIZES).config), None, None, (), 256)
     names = [name for name, _ in model.named_parameters()]
     step_flops(model, LATENT, None)
     assert [name for name, _ in model.named_parameters()] == names

@@ -6,14 +6,13 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from engines import batch_for, engine, loaded
+from shipped import placement
 from small_wan import small_transformer
 
 from wandistiller.batch import Expert
 from wandistiller.engine.kernels import Kernels
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.teacher_json import teacher_engine
-from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import use_kernels
 
@@ -34,9 +33,8 @@ def test_another_attention_is_that_of_the_patches_of_one_network_alone() -> None
 def test_a_compiled_teacher_predicts_what_it_predicts_eagerly(name: str, wan1: Path) -> None:
     folder, found = open_wan(str(wan1)), []
     for compiled in (False, True):
-        ds = read_json(f"ds_configs/teacher/{name}.json") | {"bf16": {"enabled": False}}
-        ds["wandistiller"] = ds.get("wandistiller", {}) | {"compile": compiled}
-        teacher = build_teacher(folder, teacher_engine("", ds, 1), merges_padding=True)
+        placed = placement(name, "float32", compile=compiled)
+        teacher = build_teacher(folder, placed, merges_padding=True)
         batch = batch_for(loaded(wan1 / "transformer"))
         found.append([p.v_BCFHW for p in teacher.predict_all([batch, batch], (1,))])
     for one, other in zip(*found, strict=True):
@@ -51,8 +49,8 @@ def test_a_compiled_student_learns_what_it_learns_eagerly(wan1: Path, recomputed
     for compiled in (False, True):
         section = {"activation_checkpointing": {"partition_activations": False}} if recomputed else {}
         block = {"wandistiller": {"compile": compiled}}
-        ds = engine(zero_optimization={"stage": 2}, **section, **block)
-        learner = Learner({Expert.HIGH_NOISE: small_transformer(3, 2)}, ds)
+        config = engine(zero_optimization={"stage": 2}, **section, **block)
+        learner = Learner({Expert.HIGH_NOISE: small_transformer(3, 2)}, config)
         batch, losses = batch_for(loaded(wan1 / "transformer")), []
         for _ in range(3):
             loss = learner.velocity(batch).square().mean()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from ranks import write_json
+from shipped import placement
 from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
@@ -19,28 +20,27 @@ from torch import nn
 
 from wandistiller.batch import Batch, Conditioning, Expert
 from wandistiller.distributed import collectives
-from wandistiller.engine import ds_config
+from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
-from wandistiller.teacher.teacher_json import teacher_engine
+from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import SHIPPED, read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
 from wandistiller.wan.loaded_components import load_vae
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-ZERO_INFERENCE = SHIPPED / "teacher" / "zero_inference_cpu.json"
 BF16 = {"bf16": {"enabled": True}}
 BUFFERS_BF16 = BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}}
 
 
-def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> dict:
+def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> TransformerConfig:
     return pipeline.open_wan(str(folder)).configs[expert]
 
 
@@ -139,10 +139,9 @@ def test_velocity_is_the_model_s_output_at_time_1000_sigma(wan1: Path, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("one_rank")
 def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: torch.dtype) -> None:
-    ds = teacher_engine(*ds_config.load(str(ZERO_INFERENCE)))
-    ds.pop("bf16")
+    engine = placement("zero_inference_cpu", "float32").engine
     folder, config = wan2 / "transformer_2", config_of(wan2, Expert.LOW_NOISE)
-    model = load_sharded(WeightReader(folder), config, dtype, ds, collectives.device())
+    model = load_sharded(WeightReader(folder), config, dtype, engine, collectives.device())
     assert {p.numel() for p in model.parameters()} == {0}  # all of it is partitioned
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         assert_bit_equal(model, by_diffusers(folder, dtype))
@@ -164,11 +163,10 @@ TEACHERS = {
 def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_rope_tables(
     wan2: Path, ds: dict
 ) -> None:
-    teacher = build_teacher(pipeline.open_wan(str(wan2)), teacher_engine("x.json", ds))
-    dtype = getattr(torch, ds_config.dtype_name(ds))
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), read_placement(load(ds)))
     assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
     for expert in (*Expert, Expert.HIGH_NOISE):
-        b, model = some_batch(expert), by_diffusers(wan2 / expert.value, dtype)
+        b, model = some_batch(expert), by_diffusers(wan2 / expert.value, load(ds).dtype)
         expected = transformer.velocity(model, b)
         assert torch.equal(teacher.velocity(b), expected)
 
@@ -176,8 +174,8 @@ def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_ro
 @pytest.mark.usefixtures("one_rank")
 def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    ds = read_json(ZERO_INFERENCE) | {"zero_optimization": zero}
-    teacher = build_teacher(pipeline.open_wan(str(wan2)), teacher_engine("x.json", ds))
+    placed = read_placement(load(BF16 | {"zero_optimization": zero}))
+    teacher = build_teacher(pipeline.open_wan(str(wan2)), placed)
     gathered = {expert: set() for expert in Expert}
 
     def note(expert: Expert) -> None:
@@ -194,7 +192,7 @@ def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_one_expert_teacher_serves_both_names_with_one_module(wan1: Path) -> None:
-    teacher = build_teacher(pipeline.open_wan(str(wan1)), teacher_engine("x.json", {}))
+    teacher = build_teacher(pipeline.open_wan(str(wan1)), read_placement(load({})))
     assert teacher.experts[Expert.HIGH_NOISE] is teacher.experts[Expert.LOW_NOISE]
 
 
@@ -210,7 +208,7 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}}
     ds |= PRECISIONS[precision]
-    student = Learner({Expert.HIGH_NOISE: small_transformer(1)}, ds_config.student_engine("x.json", ds, 1)[0])
+    student = Learner({Expert.HIGH_NOISE: small_transformer(1)}, student_engine(load(ds), 1))
     assert_tables(student.engine(Expert.LOW_NOISE).module, wan1)
 
 
@@ -241,7 +239,7 @@ def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
         file = folder / part / "config.json"
         write_json(file, {k: v for k, v in json.loads(file.read_text()).items() if k not in keys})
     opened = pipeline.open_wan(str(folder))
-    assert opened.config["cross_attn_norm"] is True
+    assert opened.config.cross_attn_norm is True
     assert opened.vae["latents_mean"] == AutoencoderKLWan.load_config(wan1 / "vae")["latents_mean"]
 
 

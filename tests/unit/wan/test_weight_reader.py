@@ -14,8 +14,10 @@ from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 
+from wandistiller.utils.files import read_json
 from wandistiller.wan.checks import weight_problems
 from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
 
 NAME = "diffusion_pytorch_model.safetensors"
@@ -86,7 +88,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    return weight_problems(folder, meta_transformer(json.loads((folder / "config.json").read_text())))
+    return weight_problems(folder, meta_transformer(TransformerConfig.of(read_json(folder / "config.json"))))
 
 
 def rewrite(folder: Path, change: Spoil) -> None:

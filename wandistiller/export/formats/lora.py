@@ -99,7 +99,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
             yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
     teacher = source.teacher(weights=True)
-    different = [key for key, value in facts.transformer.items() if teacher.config.get(key, value) != value]
+    different = [key for key, value in facts.config.items() if teacher.config.raw.get(key, value) != value]
     if different or set(source.experts) != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
@@ -174,7 +174,7 @@ def write_adapter_card(
     text = CARD.format(
         base=base,
         **_scheduler(facts),
-        layers=facts.transformer["num_layers"],
+        layers=facts.config.num_layers,
         rank=rank,
         made_for=MADE_FOR.format(**vars(facts), clip=clip(facts)) + few_steps_sentence(facts),
         calls="\n".join(calls),

@@ -63,7 +63,7 @@ class OriginalFormat(ExportFormat):
     def write(self, source: Source, output: Path) -> list[Path]:
         files = {name: per_expert(output, source.experts, name) for name in source.experts}
         card = check_files(output, list(files.values()))
-        for line in unlike_published(source.facts.transformer):
+        for line in unlike_published(source.facts.config):
             print(f"note: {line}", file=sys.stderr)
         eight_bits = self.dtype == torch.float8_e4m3fn
         for name, model in source.networks(torch.bfloat16 if eight_bits else self.dtype):
@@ -105,7 +105,7 @@ def write_original_card(
     Args:
         name: of the folder once it is in its place, beside the files.
     """
-    transformer.meta_transformer(source.facts.transformer).save_config(folder)
+    transformer.meta_transformer(source.facts.config).save_config(folder)
     address = f"{HUB}/{repository}/blob/main/" if repository else ""
     calls = "\n".join(
         f'{expert} = WanTransformer3DModel.from_single_file("{address}{file}", config="{repository or name}")'

@@ -28,6 +28,7 @@ from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Index, types_of
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import parameter_dtype, shapes
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 
@@ -130,19 +131,19 @@ class Placement(Kernels, ABC):
         """Ranks that the weights are divided among."""
         return 1
 
-    def parameter_sizes(self, config: dict[str, Any]) -> list[ParameterSize]:
+    def parameter_sizes(self, config: TransformerConfig) -> list[ParameterSize]:
         """The parameters of an expert in diffusers' mixed precision; quantised weights in several entries."""
         return _parameter_sizes(config, self.engine.dtype, self.weights)
 
-    def whole_bytes(self, config: dict[str, Any]) -> int:
+    def whole_bytes(self, config: TransformerConfig) -> int:
         """Bytes of one expert's weights."""
         return partition_bytes(self.parameter_sizes(config), ranks=1)
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
         return Bytes(device=self.whole_bytes(config))
 
-    def unpacked(self, config: dict[str, Any]) -> int:
+    def unpacked(self, config: TransformerConfig) -> int:
         """Bytes that a call takes for quantised weights, of one layer after the other."""
         if not self.weights:
             return 0
@@ -150,7 +151,7 @@ class Placement(Kernels, ABC):
         linear = (s for name, s in shapes(config).items() if is_quantized(name, s, self.weights))
         return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
 
-    def behind(self, config: dict[str, Any]) -> int:
+    def behind(self, config: TransformerConfig) -> int:
         """Bytes of weights that an accelerator still uses when the host has asked for the next ones."""
         return 0
 
@@ -162,7 +163,7 @@ class Placement(Kernels, ABC):
         """Bytes of CPU memory of a rank next to the weights."""
         return 0
 
-    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
         """Transfers of weights in one forward pass."""
         return iter(())
 
@@ -203,7 +204,7 @@ class OnOneRank(Placement):
 
 
 @once_for_each
-def _parameter_sizes(config: dict[str, Any], dtype: torch.dtype, weights: Weights) -> list[ParameterSize]:
+def _parameter_sizes(config: TransformerConfig, dtype: torch.dtype, weights: Weights) -> list[ParameterSize]:
     sizes = []
     for name, shape in shapes(config).items():
         item = parameter_dtype(name, dtype).itemsize

@@ -5,7 +5,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from wandistiller.utils.validation import write
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.structure import BLOCK_CLASS, BLOCKS, is_in_block
 from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, top_modules
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 Devices = Annotated[
@@ -107,7 +108,7 @@ class DeviceMap(OnOneRank):
             return dispatch_model(model, devices, **options)
 
     def _devices(
-        self, model: nn.Module, config: dict[str, Any], dtype: torch.dtype, share: int
+        self, model: nn.Module, config: TransformerConfig, dtype: torch.dtype, share: int
     ) -> dict[str, int | str]:
         """The device of each module.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import deepspeed
 from torch import nn
@@ -26,6 +26,7 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.structure import BLOCK_CLASS, block_of, block_or_module
 from wandistiller.wan.transformer import called_in_turn, numels, parameter_dtype
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 OVERHEAD = 40 * 2**20
@@ -79,7 +80,7 @@ class Engine(Placement):
     def sharers(self, topology: Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         if self.engine.stage == 0:
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
@@ -90,7 +91,7 @@ class Engine(Placement):
         parts = partition_bytes(sizes, sharers)
         return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
 
-    def behind(self, config: dict[str, Any]) -> int:
+    def behind(self, config: TransformerConfig) -> int:
         if self.engine.stage < 3:
             return 0
         return behind_bytes(self.parameter_sizes(config), self.engine, block_of)
@@ -98,7 +99,7 @@ class Engine(Placement):
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0
 
-    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
         if self.engine.stage == 0:
             return
         home, t = self.engine.weights_on, topology

@@ -1,7 +1,6 @@
 """A teacher that stays in its own files; its blocks are read from there just before each is called."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.teacher.disk_blocks import Slots, check_blocks, read_by_block
 from wandistiller.teacher.placements.streamed import Streamed
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 AHEAD = 2
@@ -44,16 +44,16 @@ class Files(Streamed):
         for expert, reader in readers.items():
             config = folder.configs[expert]
             models[expert] = model = read_by_block(reader, config, self.engine.dtype, device, slots)
-            progress = Progress(f"blocks of {reader.folder.name}", len(range(config["num_layers"])[mine]))
+            progress = Progress(f"blocks of {reader.folder.name}", len(range(config.num_layers)[mine]))
             for _ in check_blocks(reader, config, dict(model.blocks[0].named_parameters()), mine):
                 progress.advance()
         return models
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         blocks, others = self.split(config)
         return Bytes(device=others, transient=(1 + AHEAD) * max(blocks.values()))
 
-    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
         yield Transfer("its weights from its files", sum(self.split(config)[0].values()), "disk")
         yield from super().traffic(config, topology)
 

@@ -1,6 +1,6 @@
 """A teacher in CPU memory that all ranks of a node share, computed there."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.teacher.loading import load_shared
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 
@@ -23,7 +24,7 @@ class HostCpu(Placement):
         config, peers = folder.configs[expert], collectives.node_peers()
         return load_shared(reader, config, self.engine.dtype, peers, self.weights)
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         return Bytes(node=self.whole_bytes(config))
 
     def is_candidate(self, topology: Topology) -> bool:

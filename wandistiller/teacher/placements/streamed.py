@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -17,6 +17,7 @@ from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.structure import block_of, is_in_block
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 WAITING = 2**30
@@ -57,7 +58,7 @@ class Streamed(Placement):
     def can_work_ahead(self) -> bool:
         return True
 
-    def memory(self, config: dict[str, Any], sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
         blocks, others = self.split(config)
         return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
 
@@ -65,14 +66,14 @@ class Streamed(Placement):
         both = one_at_a_time(experts)  # the buffers serve each, and stay
         return replace(both, device=both.device + both.transient, transient=0)
 
-    def traffic(self, config: dict[str, Any], topology: Topology) -> Iterator[Transfer]:
+    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
         if topology.accelerator:
             yield Transfer("its weights over PCIe", sum(self.split(config)[0].values()), "pcie")
 
     def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator
 
-    def split(self, config: dict[str, Any]) -> tuple[Counter[str], int]:
+    def split(self, config: TransformerConfig) -> tuple[Counter[str], int]:
         """Bytes of each block as they lie in a buffer, and of all other parameters."""
         blocks: Counter[str] = Counter()
         others = 0
