@@ -15,7 +15,7 @@ from trainers import trainer_of
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.student.projections import PROJECTIONS
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}

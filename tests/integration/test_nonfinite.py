@@ -47,9 +47,9 @@ def student(name: str) -> Learner:
     stage, dtype = re.match(r"(\d) (\w+)", name).groups()
     params = {"warmup_num_steps": 4, "warmup_max_lr": 1e-3}
     more = {"gradient_accumulation_steps": 2, "scheduler": {"type": "WarmupLR", "params": params}}
-    ds = engine(int(stage), dtype, **more | ENGINES[name])
+    made = engine(int(stage), dtype, **more | ENGINES[name])
     own = {key: section for key, section in ENGINES[name].items() if key == "bf16"}
-    return build(RunConfig(), ds | own, ema=0.8)
+    return build(RunConfig(), made.replaced(**own), ema=0.8)
 
 
 USUAL = ["0 float32", "2 bfloat16, unchecked"]

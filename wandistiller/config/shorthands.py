@@ -13,13 +13,7 @@ from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import types_of, value_problems
-
-
-def read_run(recipe: str | None, flags: dict[str, Any], world: int | None = None) -> RunConfig:
-    """Read a recipe's file and merge the flags; see `merged`."""
-    return merged(read_json(recipe) if recipe else {}, flags, recipe, world)
 
 
 def merged(

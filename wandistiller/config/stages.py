@@ -17,7 +17,7 @@ from wandistiller.config.run_config import EITHER, RunConfig
 from wandistiller.config.shorthands import merged
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
-from wandistiller.objectives.objective import read_objective
+from wandistiller.objectives.registry import read_objective
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json, write_json

@@ -44,7 +44,7 @@ def config_problems(engine: EngineConfig, *, here: bool = True) -> list[str]:
         here: whether the run is to be on this machine.
     """
     problems = _refused(engine)
-    return problems + ((problems or _lacking(engine)) + _kernel_problems(engine) if here else [])
+    return (problems or _lacking(engine)) + _kernel_problems(engine) if here else problems
 
 
 def _refused(engine: EngineConfig) -> list[str]:

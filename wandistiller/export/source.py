@@ -15,7 +15,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.flow import RENOISE
-from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.student.projections import PROJECTIONS
 from wandistiller.student.trainable import Lora, add_lora
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.logging import set_activity

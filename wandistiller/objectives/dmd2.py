@@ -1,4 +1,4 @@
-"""Distribution matching: the student's own samples move to where the teacher's are likelier than its own."""
+"""DMD2: the student's own samples, by backward simulation, move to where the teacher's are likelier."""
 
 import statistics
 from dataclasses import dataclass, replace

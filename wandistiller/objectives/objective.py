@@ -12,12 +12,6 @@ from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Ask, Limit, Networks, Role, Term
 from wandistiller.teacher.base import Teacher
-from wandistiller.utils.errors import ConfigError, nearest, problem
-from wandistiller.utils.registry import classes_in
-from wandistiller.utils.validation import check, types_of
-
-OBJECTIVES = classes_in("wandistiller.objectives", Term)
-"""Every term, by the name of its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,45 +212,3 @@ class Objective:
     def student_calls(self, schedule: FlowSchedule) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return sum(term.student_calls(schedule) for term in self.terms)
-
-
-def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
-    """Read a recipe's "objective": a name, {"name": ..., settings}, or a list of these to be summed.
-
-    Raises:
-        ConfigError: with all problems at once.
-    """
-    several = isinstance(given, list)
-    terms: list[Term] = []
-    problems = [] if given != [] else [problem("recipe", "objective", given, _choice(given))]
-    for i, one in enumerate(given if several else [given]):
-        where = f"objective[{i}]" if several else "objective"
-        settings = {"name": one} if isinstance(one, str) else dict(one)
-        name = settings.pop("name", "velocity")
-        if not isinstance(name, str) or name not in OBJECTIVES:
-            problems.append(problem("recipe", where, name, _choice(name)))
-            continue
-        wrong, good = check("recipe", settings, types_of(OBJECTIVES[name]), f"{where}.")
-        terms.append(OBJECTIVES[name](**good))
-        problems += wrong or terms[-1].problems(where)
-    names = [term.name for term in terms]
-    problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
-    steps = {term.name: n for term in terms if (n := term.sampling_steps)}
-    if len(terms) > 1 and (one := next((term for term in terms if term.trained_expert), None)):
-        remedy = "Write it alone, or without `expert`."
-        problems.append(f"recipe: `objective` sums {one.name} of one `expert` with other terms. {remedy}")
-    samplers = {term.name: term.few_step_sampler for term in terms if term.sampling_steps}
-    if len(set(samplers.values())) > 1:
-        listed = " and ".join(f"{name} for {sampler}" for name, sampler in samplers.items())
-        remedy = "Take `edges` of consistency with euler, and with renoise neither `edges` nor `steps`."
-        problems.append(f"recipe: `objective` trains {listed}. {remedy}")
-    if len(set(steps.values())) > 1:
-        listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
-        problems.append(f"recipe: `objective` trains {listed} sampling steps. Write one number in both.")
-    if problems:
-        raise ConfigError(*problems)
-    return Objective(tuple(terms))
-
-
-def _choice(name: object) -> str:
-    return f"Write one of: {', '.join(OBJECTIVES)}.{nearest(name, OBJECTIVES)}"

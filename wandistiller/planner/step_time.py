@@ -22,7 +22,7 @@ from wandistiller.planner.student_network import (
     student_shape,
 )
 from wandistiller.planner.teacher_memory import sharers_of_a_call
-from wandistiller.student.blocks import PROJECTIONS
+from wandistiller.student.projections import PROJECTIONS
 from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent

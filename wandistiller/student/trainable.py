@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.student.blocks import PROJECTIONS, add_projections
+from wandistiller.student.projections import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 from wandistiller.utils.validation import Count, Positive, check, types_of

@@ -20,7 +20,6 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
 from wandistiller.export.source import read_source
-from wandistiller.student.blocks import add_heads
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -32,6 +31,7 @@ from wandistiller.student.config import (
 from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
+from wandistiller.student.projections import add_heads
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance

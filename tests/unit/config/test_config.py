@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from reading import read_run
 
 from wandistiller.config.run_config import JSON_FILES, RunConfig
-from wandistiller.config.shorthands import read_run
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, shipped
 

@@ -30,7 +30,14 @@ def errors(tmp_path: Path, wan2: Path, one_rank: object, quiet_logging: None) ->
 def test_everything_wrong_in_every_file_is_reported_at_once(errors: Callable[[Case], list[str]]) -> None:
     files = {"student.json": {"a": 1}, "engine.json": {"b": 1}, "placement.json": {"c": 1}}
     problems = errors(Case("", (), files, {"data_path": "none.txt", "height": 100, "objective": "x"}))
-    assert len(problems) == len(set(problems)) == 8  # the student's engine lacks batch and optimizer too
+    assert len(problems) == len(set(problems)) == 7  # the student's engine lacks batch and optimizer too
+
+
+def test_all_that_does_not_go_together_is_reported_at_once(
+    errors: Callable[[Case], list[str]],
+) -> None:
+    misfits = {"height": 100, "expert_blocks": 3, "frozen": ["block.0"], "cache_dir": "/proc/cache"}
+    assert len(errors(Case("", (), recipe=misfits))) == len(misfits)
 
 
 def test_a_teacher_without_weights(

@@ -9,7 +9,6 @@ from small_wan import make_wan
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.utils.files import read_json
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +61,6 @@ def test_samples_of_a_run_may_not_become_its_data(here: Path) -> None:
     (here / "outer/samples").mkdir(parents=True)
     (found,) = problems(here, output_dir=str(here / "outer"), data_path=str(here / "outer/samples"))
     assert "outer/samples, which is `data_path`" in found
-
-
-def test_a_swap_folder_that_cannot_be_written_to_is_known_before_the_run(here: Path) -> None:
-    ds = read_json("ds_configs/student/zero3_nvme.json")
-    for section in ("offload_param", "offload_optimizer"):
-        ds["zero_optimization"][section]["nvme_path"] = "/proc/swap"
-    (found,) = problems(here, deepspeed_config=ds)
-    assert found.startswith("`nvme_path` is /proc/swap, which is the system's own folder.")
 
 
 def test_a_folder_above_the_data_may_be_written_to(here: Path) -> None:

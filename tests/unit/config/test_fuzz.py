@@ -11,11 +11,11 @@ from deepspeed.runtime import lr_schedules
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
+from reading import read_run
 from recipes import recipe
 from wrong_input.cases import ENGINE
 
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_schema import SCHEDULERS, params_of, section_types
 from wandistiller.student.config import StudentConfig

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from reading import read_run
 
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load
 from wandistiller.utils.errors import ConfigError

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from reading import read_run
 
 from wandistiller.cli.main import main
 from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.shorthands import merged, read_run
+from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load
 from wandistiller.teacher.strategies import strategies

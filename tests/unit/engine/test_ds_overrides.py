@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from reading import read_run
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import read_run
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_overrides import fill_auto, fill_steps

@@ -27,6 +27,7 @@ from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
+from wandistiller.wan.structure import PARTS
 
 LAYERS = 3
 
@@ -41,7 +42,7 @@ def batch(seed: int) -> Batch:
 def engine_of(**more: Any) -> EngineConfig:
     adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
     ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
-    return student_engine(load(ds), 1).with_number_of_checkpoints(LAYERS)
+    return student_engine(load(ds), 1).with_number_of_checkpoints(LAYERS, PARTS)
 
 
 def curve(config: EngineConfig, steps: int = 5) -> list[float]:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from reading import read_run
 from recipes import ADAM
 from small_wan import small_transformer
 from states import state
 from trainers_jsons import ACCEPTED, REFUSED, TINY, schedule, zero
 
 from wandistiller.batch import Expert
-from wandistiller.config.shorthands import read_run
 from wandistiller.config.summary import without_learning
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load, student_engine

@@ -18,7 +18,7 @@ from wandistiller.batch import NOISED, Batch, Expert, Prediction
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency
-from wandistiller.objectives.objective import read_objective
+from wandistiller.objectives.registry import read_objective
 from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from wandistiller.batch import NOISED, Expert, Prediction
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.objectives.objective import Objective, read_objective
-from wandistiller.student.blocks import add_projections
+from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.learner import Learner
+from wandistiller.student.projections import add_projections
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.transformer_config import TransformerConfig

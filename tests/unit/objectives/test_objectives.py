@@ -21,7 +21,7 @@ from wandistiller.batch import (
 )
 from wandistiller.flow import path
 from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
-from wandistiller.objectives.objective import OBJECTIVES, read_objective
+from wandistiller.objectives.registry import OBJECTIVES, read_objective
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal

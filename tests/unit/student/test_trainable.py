@@ -58,7 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 def problems(folder: Path, wan1: Path, **more: Any) -> list[str]:
     try:
-        read_job(RunConfig(**recipe(folder, wan1, output_dir=str(folder / "run"), **more)), 1)
+        read_job(RunConfig(**recipe(folder, wan1, output_dir=str(folder / "run"), **more)), 1, here=False)
     except ConfigError as error:
         return error.problems
     return []

@@ -99,7 +99,8 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
             yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
     teacher = source.teacher(weights=True)
-    different = [key for key, value in facts.config.items() if teacher.config.raw.get(key, value) != value]
+    own, theirs = facts.transformer, teacher.config.raw
+    different = [key for key, value in own.items() if theirs.get(key, value) != value]
     if different or set(source.experts) != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
