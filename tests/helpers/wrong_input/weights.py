@@ -60,11 +60,7 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("header cut off", lambda raw: raw[:50], "but the file has 50. Fetch this file again"),
     ("cut off", lambda raw: raw[:-100], "it is cut off: its tensors end at byte ...Fetch this file again"),
     ("too long", lambda raw: raw + b"x", "it is too long: its tensors end at byte ...Fetch this file again"),
-    (
-        "absurd length",
-        lambda raw: b"\xff" * 8 + raw[8:],
-        "its header should end at byte 18446744073709551623",
-    ),
+    ("absurd length", lambda raw: b"\xff" * 8 + raw[8:], "its header should end at byte 1844674407370955"),
     ("header of no bytes", lambda raw: bytes(8) + raw[8:], NO_FILE),
     ("header a list", lambda raw: packed(b"[]"), NO_FILE),
     ("header of brackets", lambda raw: packed(b"[" * 100_000), NO_FILE),
@@ -82,16 +78,8 @@ BYTES: list[tuple[str, Callable[[bytes], bytes], str]] = [
 ]
 TENSORS: list[tuple[str, Callable[[State, str], Any], str]] = [
     ("a tensor missing", dict.pop, "1 tensor(s) missing: `...`...Fetch the folder again."),
-    (
-        "a tensor more",
-        lambda s, _: s.update(more=torch.zeros(2)),
-        "not known to this model: `more`...Fetch the",
-    ),
-    (
-        "another shape",
-        lambda s, name: s.update({name: torch.zeros(3)}),
-        "has the shape [3]; config.json asks for",
-    ),
+    ("a tensor more", lambda s, _: s.update(more=torch.zeros(2)), "not known to this model: `more`...Fetch"),
+    ("another shape", lambda s, name: s.update({name: torch.zeros(3)}), "has the shape [3]; config.json"),
 ]
 
 
