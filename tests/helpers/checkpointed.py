@@ -1,10 +1,11 @@
-"""A run of six steps with three checkpoints, to be damaged; weights of runs."""
+"""A run of six steps with three checkpoints, to be damaged; weights of runs; caches."""
 
 from pathlib import Path
 
 import torch
 from recipes import recipe
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.checkpoint import loading
@@ -56,3 +57,16 @@ def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def spoil_cached(folder: Path, prompt: str, place: tuple[int, ...], number: float, name: str = "") -> None:
+    """Write a number into the tensors that a cache holds for a prompt, those of this name if one is given."""
+    for file in folder.rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            about = {key: what for key, what in opened.metadata().items() if not key.startswith("crc32")}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}
+        for key in tensors:
+            sample, _, part = key.partition(".")
+            if about.get(sample) == prompt and name in ("", part):
+                tensors[key][place] = number
+        save_file(tensors, file, metadata=about)

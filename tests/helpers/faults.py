@@ -16,15 +16,21 @@ from pathlib import Path
 
 from background_run import BackgroundRun, background_run
 from killed import LOADING, PHASES, RESUMING, SAVE_EVERY, STAGES, STEPS, Kill, Launch, Line
-from ranks import launcher, write_json
+from ranks import launcher, metrics, write_json
 from recipes import ADAM, recipe
-from same_output import differences
 from small_wan import make_wan
 
 WITHOUT_KILL = 240.0
 """Seconds after which an undisturbed launch is given up."""
 ORPHANS = 90.0
 """Seconds that ranks may take to end after their launcher."""
+
+APART = ("cache/", "resolved/", "logs/", "metrics.jsonl", "memory.json", ".lock", "DONE")
+"""Files of times, memory, folder names or metadata in any order; only their presence is compared."""
+CLOCKS = ("seconds", "samples_per_second", "memory_gib")
+"""Keys of metrics.jsonl that a clock or the machine's memory decides."""
+ALARMS = "alarms.jsonl"
+"""Of a slow rank, where a machine is busy."""
 
 
 @dataclass
@@ -140,7 +146,7 @@ class Campaign:
             outcome.wrong += [
                 f"{run}: {wrong}"
                 for run in runs
-                for wrong in differences(self.reference / run, self.folder / name / run)
+                for wrong in _differences(self.reference / run, self.folder / name / run)
             ]
         return outcome
 
@@ -216,3 +222,31 @@ def _new_lines(log: Path) -> Iterator[str]:
                 text = ""
             else:
                 yield ""
+
+
+def _differences(reference: Path, output: Path) -> list[str]:
+    """Return the differences of an output folder from the undisturbed run's, in all bytes except times."""
+    expected, actual = (
+        {str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} - {ALARMS} for f in (reference, output)
+    )
+    for early, replaced in _early_checkpoints(reference, output):
+        actual = {name for name in actual if not name.startswith(early)}
+        expected = {name for name in expected if not name.startswith(replaced)}
+    wrong = [f"{name} is missing" for name in sorted(expected - actual)]
+    wrong += [f"{name} is too much" for name in sorted(actual - expected)]
+    for name in sorted(expected & actual):
+        if not name.startswith(APART) and (reference / name).read_bytes() != (output / name).read_bytes():
+            wrong.append(f"{name} differs")
+    kept, same = (
+        [{k: v for k, v in line.items() if k not in CLOCKS} for line in metrics(f)]
+        for f in (reference, output)
+    )
+    return wrong + ["metrics.jsonl differs"] * (kept != same)
+
+
+def _early_checkpoints(reference: Path, output: Path) -> Iterator[tuple[str, str]]:
+    """Pair checkpoints that ranks without a launcher saved at once with those that they replaced."""
+    expected, actual = (
+        {f"checkpoints/{p.name}/" for p in (f / "checkpoints").glob("step_*")} for f in (reference, output)
+    )
+    return zip(sorted(actual - expected), sorted(expected - actual), strict=False)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkpointed import spoil_cached
 from on_ranks.tuning import batch, build, engine
 from ranks import metrics, wandistiller, write_json
 from recipes import recipe, student_engine
-from safetensors import safe_open
-from safetensors.torch import save_file
 from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
@@ -136,13 +135,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, wan1: Path, one_rank: torch
     data, *_ = prepare(job)
     prompts = [data.item_at(i).prompt for i in range(24)]
     bad = prompts[6]  # of the second step
-    for file in (folder / "cache" / "latents").rglob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            about = {key: what for key, what in opened.metadata().items() if not key.startswith("crc32")}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-        for key in (key for key, what in about.items() if what == bad):
-            tensors[f"{key}.x0"][0, 0, 1, 2] = math.inf
-        save_file(tensors, file, metadata=about)
+    spoil_cached(folder / "cache" / "latents", bad, (0, 0, 1, 2), math.inf, "x0")
     indices = [i for i, prompt in enumerate(prompts) if prompt == bad]
     return Broken(
         folder, bad, indices, [job.schedule.draw_sigma(Expert.HIGH_NOISE, i // 4, i) for i in indices]

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpointed import spoil_cached
 from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine
-from safetensors import safe_open
-from safetensors.torch import save_file
 from slow_cases import slow_but
 
 from wandistiller.batch import STUDENT, Expert
@@ -35,14 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
     """A cache in which the text of one prompt is not finite."""
     folder = tmp_path_factory.mktemp("prepared")
     wandistiller("prepare", "--recipe", recipe_file(folder, wan1, **SETTINGS))
-    for file in (folder / "cache" / "text").rglob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            about = {key: what for key, what in opened.metadata().items() if not key.startswith("crc32")}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-        bad = [key for key, what in about.items() if what == BAD]
-        for name in (name for name in tensors if name.partition(".")[0] in bad):
-            tensors[name][0, 0] = math.nan
-        save_file(tensors, file, metadata=about)
+    spoil_cached(folder / "cache" / "text", BAD, (0, 0), math.nan)
     return folder
 
 

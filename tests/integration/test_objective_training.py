@@ -12,6 +12,7 @@ from ranks import losses, metrics, wandistiller
 from recipes import PROMPTS, recipe_file, student_engine, train
 from small_wan import make_wan
 from states import state
+from torch import Tensor
 
 from wandistiller.batch import Conditioning, Expert
 from wandistiller.evaluation.draw_samples import set_steps
@@ -82,15 +83,21 @@ def test_losses_of_consistency_do_not_depend_on_ranks_stage_or_accumulation_and_
     assert losses(resumed) == losses(few)[2:]
 
 
+def by_stock(run: Path, noise: Tensor) -> tuple[WanPipeline, Tensor, Tensor]:
+    """The exported student, text_BLD of a prompt, and the latents that diffusers samples in two steps."""
+    pipe = WanPipeline.from_pretrained(run / "student", dtype=torch.float32)
+    no_guidance = {"do_classifier_free_guidance": False, "max_sequence_length": 512}
+    text_BLD, _ = pipe.encode_prompt(["a red circle"], **no_guidance)
+    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    torch.manual_seed(5)
+    stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
+    return pipe, text_BLD, stock
+
+
 @torch.no_grad()
 def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: Path) -> None:
-    pipe = WanPipeline.from_pretrained(few / "student", dtype=torch.float32)
-    text_BLD, _ = pipe.encode_prompt(
-        ["a red circle"], do_classifier_free_guidance=False, max_sequence_length=512
-    )
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
-    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
+    pipe, text_BLD, stock = by_stock(few, noise)
     trained_for = few_steps(7.0, 2, 0.875)
     assert pipe.scheduler.sigmas.tolist() == [*trained_for.sigmas, 0]
     networks = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2}
@@ -109,14 +116,8 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
 def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan2: Path) -> None:
     objective = {"name": "consistency", "intervals": 8, "steps": 2}
     output = trained(folder, wan2, "renoise", 1, objective=objective, student_config=NARROW)
-    pipe = WanPipeline.from_pretrained(output / "student", dtype=torch.float32)
-    text_BLD, _ = pipe.encode_prompt(
-        ["a red circle"], do_classifier_free_guidance=False, max_sequence_length=512
-    )
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
-    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    torch.manual_seed(5)
-    stock = pipe(prompt_embeds=text_BLD, latents=noise, num_inference_steps=2, **size).frames
+    pipe, text_BLD, stock = by_stock(output, noise)
     torch.manual_seed(5)
     fresh = torch.randn(noise.shape)
     teacher, shift = LocalTeacher({Expert.HIGH_NOISE: pipe.transformer}), open_wan(str(wan2)).shift

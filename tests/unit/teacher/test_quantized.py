@@ -37,6 +37,7 @@ from wandistiller.wan import activation_memory
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.pipeline import WanFolder, open_wan
 from wandistiller.wan.transformer import meta_transformer, shapes
+from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
 
 GUIDANCE = Guidance(NULL_LD, SCALES)
@@ -159,7 +160,8 @@ def test_a_rank_never_holds_much_more_than_the_quantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_transformer(0, 12, ffn_dim=512, num_attention_heads=4).save_pretrained(tmp_path)
-    config, reader = WanTransformer3DModel.load_config(tmp_path), WeightReader(tmp_path)
+    config = TransformerConfig.of(WanTransformer3DModel.load_config(tmp_path))
+    reader = WeightReader(tmp_path)
     every = activation_memory.storages
     real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
     monkeypatch.setattr(activation_memory, "storages", real)

@@ -18,46 +18,6 @@ from wandistiller.wan.components import known_config
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import TINY, open_wan, require_weights
 
-FOREIGN = [
-    ("model_index.json", "vae", ["evil", "Evil"]),
-    ("model_index.json", "text_encoder", ["os", "system"]),
-    ("model_index.json", "scheduler", ["diffusers", "WanPipeline"]),
-    ("model_index.json", "image_encoder", ["evil", "Evil"]),
-    ("tokenizer/tokenizer_config.json", "auto_map", {"AutoTokenizer": ["evil.Evil", None]}),
-    ("tokenizer/tokenizer_config.json", "tokenizer_class", "Evil"),
-    ("text_encoder/config.json", "architectures", ["Evil"]),
-    ("text_encoder/config.json", "auto_map", {"AutoModel": "evil.Evil"}),
-    ("vae/config.json", "_class_name", "Evil"),
-    ("transformer/config.json", "quantization_config", {"quant_method": "evil"}),
-]
-
-
-@pytest.mark.parametrize(("file", "key", "value"), FOREIGN)
-def test_a_class_or_code_that_is_not_of_wan_is_refused_before_anything_is_loaded(
-    wan1: Path, copy_of: Callable[..., Path], file: str, key: str, value: object
-) -> None:
-    folder = copy_of(wan1)
-    edit_json(folder / file, **{key: value})
-    with pytest.raises(ConfigError, match=f"{file}: `{key}` is "):
-        open_wan(str(folder))
-
-
-def test_a_second_transformer_that_the_index_leaves_out_is_refused(
-    wan2: Path, copy_of: Callable[..., Path]
-) -> None:
-    folder = copy_of(wan2)
-    edit_json(folder / "model_index.json", transformer_2=[None, None])
-    with pytest.raises(ConfigError, match=r"`transformer_2` is .*transformer_2/config.json is there"):
-        open_wan(str(folder))
-
-
-def test_index_and_file_name_one_scheduler(wan1: Path, copy_of: Callable[..., Path]) -> None:
-    """Stock diffusers takes the class of the index, with the settings of the file."""
-    folder = copy_of(wan1)
-    edit_json(folder / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
-    with pytest.raises(ConfigError, match=r"`scheduler` is .*Write the same in both"):
-        open_wan(str(folder))
-
 
 def test_weights_in_pickles_alone_are_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
     folder = copy_of(wan1)

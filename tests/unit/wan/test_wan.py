@@ -27,6 +27,7 @@ from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
@@ -111,7 +112,7 @@ def test_load_whole_is_bitwise_diffusers_from_pretrained(
 def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
     small_transformer(3).save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = TransformerConfig.of(read_json(tmp_path / "config.json"))
     assert_bit_equal(load_whole(WeightReader(tmp_path), config, dtype, CPU), by_diffusers(tmp_path, dtype))
 
 

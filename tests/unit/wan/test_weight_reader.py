@@ -1,6 +1,5 @@
 """Reading safetensors: the bytes of a tensor in any precision, and files that are not whole."""
 
-import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -106,20 +105,13 @@ def test_a_whole_folder_and_tensors_that_diffusers_ignores_are_no_problem(teache
     assert problems(teacher) == []
 
 
-def test_an_index_that_names_a_missing_file_or_a_tensor_that_is_not_in_it_is_a_problem(teacher: Path) -> None:
+def test_an_index_that_names_a_missing_file_is_a_problem(teacher: Path) -> None:
     small_transformer(1, 1).save_pretrained(teacher, max_shard_size="100KB")
     (teacher / NAME).unlink()
-    index = teacher / f"{NAME}.index.json"
-    whole = json.loads(index.read_text())
-    shards = sorted(set(whole["weight_map"].values()))
-    write_json(index, whole | {"weight_map": whole["weight_map"] | {"proj_out.none": shards[0]}})
-    assert "it lists `proj_out.none` in" in problems(teacher)[0]
-    write_json(index, whole)
-    (teacher / shards[1]).unlink()
+    shard = max(teacher.glob("*.safetensors"))
+    shard.unlink()
     (text,) = problems(teacher)
-    assert text.startswith(
-        f"{teacher / shards[1]}: there is no such file. Fetch this file again: `hf download"
-    )
+    assert text.startswith(f"{shard}: there is no such file. Fetch this file again: `hf download")
 
 
 @pytest.mark.parametrize(
