@@ -123,9 +123,9 @@ def not_offered_problems(json: DeepSpeedJson) -> list[str]:
     """List the sections that neither the student's nor the teacher's engine may have."""
     ds = json.raw
     problems = [json.problem(key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
-    asks = ds.get("compile", {})
-    if not isinstance(asks, dict) or any(k != "deepcompile" or v is not False for k, v in asks.items()):
-        problems.append(json.problem("compile", asks, COMPILE))
+    given = ds.get("compile", {})
+    if not isinstance(given, dict) or any(k != "deepcompile" or v is not False for k, v in given.items()):
+        problems.append(json.problem("compile", given, COMPILE))
     return problems
 
 

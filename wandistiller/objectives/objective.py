@@ -35,7 +35,7 @@ class Objective:
         return any(term.needs_teacher for term in self.terms)
 
     @property
-    def asks_at_noised(self) -> bool:
+    def predicts_at_noised(self) -> bool:
         """True if a term needs the teacher's prediction at noised states; one call is for all such terms."""
         return any(term.needs_teacher and term.states == NOISED for term in self.terms)
 
@@ -102,7 +102,7 @@ class Objective:
         Args:
             batches: by kind of states, of each micro-step.
         """
-        if not self.asks_at_noised:
+        if not self.predicts_at_noised:
             return [None] * len(batches)
         blocks = {m for term in self.terms for _, m in term.matched_blocks}
         return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))

@@ -123,9 +123,9 @@ class _Planner:
         starts = {}
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
-            steps |= its_steps | {"the student's judges": steps["student"] | call}
+            steps |= its_steps | {"teacher and critic at samples": steps["student"] | call}
             if slope:
-                steps["the student's judges, slope"] = steps["student"] | slope
+                steps["gradient through the critic"] = steps["student"] | slope
             student |= kept_of_it
             numel = sum(network_of(*other_shape(j, other.role))[0].values())
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)}

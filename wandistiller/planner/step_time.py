@@ -98,7 +98,7 @@ def _learners(job: Job) -> Iterator[_Learner]:
     finished = len(o.updates) * min(job.schedule.exits()) if o.others else 0
     calls = o.student_calls(job.schedule) + (o.calls_at_samples if swept(job) > 1 else 0)
     yield _Learner(STUDENT, student_shape(job), job.student_engine, 1, len(o.kinds), calls, finished)
-    for name, (role, _, engine) in job.others.items():  # the student's update asks it once
+    for name, (role, _, engine) in job.others.items():  # the student's update calls it once
         # with heads there are cached latents too, and a gradient of the input costs two calls more
         calls = (3 if role.has_heads else 1) / role.updates
         kinds = 2 if role.has_heads else 1
@@ -153,13 +153,13 @@ class StepTime:
     def ahead(self) -> float:
         """Seconds of the optimizer's step in which the teacher already predicts for the next one."""
         j, on_gpu = self.job, self.topology.accelerator
-        if j.objective.calls_at_samples or not j.objective.asks_at_noised or self.sharers > 1:
+        if j.objective.calls_at_samples or not j.objective.predicts_at_noised or self.sharers > 1:
             return 0.0
         if not j.teacher.works_ahead(on_gpu=on_gpu):
             return 0.0
         teacher, *_, optimizer = self.all()
-        asked = teacher.seconds(self.rates) / (teacher.times if matched_blocks(j) else 1)
-        return min(asked, optimizer.moving(self.rates))
+        predicting = teacher.seconds(self.rates) / (teacher.times if matched_blocks(j) else 1)
+        return min(predicting, optimizer.moving(self.rates))
 
     def rollouts(self) -> float:
         """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
@@ -177,7 +177,7 @@ class StepTime:
     def _teacher(self) -> list[StageTime]:
         """The calls of a step; of those that go through the blocks together the weights move once."""
         o, steps, call = self.job.objective, self.job.batch.accumulation, self.teacher_call()
-        kinds, sweeps = o.asks_at_noised + o.calls_at_samples, ceil(steps / swept(self.job))
+        kinds, sweeps = o.predicts_at_noised + o.calls_at_samples, ceil(steps / swept(self.job))
         if sweeps == steps:
             return [call._replace(times=steps * max(1, kinds))]
         each = steps / sweeps

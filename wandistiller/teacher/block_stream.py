@@ -19,7 +19,7 @@ class Buffers:
         self.held: list[Tensor | None] = [None] * BUFFERS
         """The block in each buffer, or on its way there, as it is stored in CPU memory."""
         self.current: Tensor | None = None
-        """The block that was asked for last."""
+        """The block that was fetched last."""
         self._streams = torch.get_device_module(device)
         self._copies = self._streams.Stream(device)
         self._arrived = [self._streams.Event() for _ in self.tensors]

@@ -13,8 +13,8 @@ from wandistiller.wan.pipeline import WanFolder
 T = TypeVar("T")
 
 
-class AsksTeacher(Protocol):
-    """The settings of a run that say what its teacher is asked, as in `config.job.Job`."""
+class CallsTeacher(Protocol):
+    """The settings of a run that say how its teacher is called, as in `config.job.Job`."""
 
     run: Any
     folder: WanFolder
@@ -24,12 +24,12 @@ class AsksTeacher(Protocol):
     buckets: list[Any]
 
 
-def branches(job: AsksTeacher) -> int:
+def branches(job: CallsTeacher) -> int:
     """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
     return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
 
 
-def swept(job: AsksTeacher) -> int:
+def swept(job: CallsTeacher) -> int:
     """Micro-steps whose samples go through the teacher together."""
     placement = job.teacher
     tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))

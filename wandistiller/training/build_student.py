@@ -68,14 +68,14 @@ def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None, ranks
     checkpointer.keep_frozen(models | others, job.output, job.resume_from)
     name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
     # samples begin with the high-noise expert, and none of its own reach the other
-    asked = {expert: model for expert, model in others.items() if expert is Expert.HIGH_NOISE}
+    called = {expert: model for expert, model in others.items() if expert is Expert.HIGH_NOISE}
     return Learner(
         models,
         job.student_engine,
         learning_rates=run.learning_rates,
         ema=run.ema,
         ema_start=run.ema_start,
-        frozen={expert: _placed(model, job.student_engine.dtype) for expert, model in asked.items()},
+        frozen={expert: _placed(model, job.student_engine.dtype) for expert, model in called.items()},
         merges_padding=run.merge_text_padding,
         ranks=ranks,
     )

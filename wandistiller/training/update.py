@@ -24,7 +24,7 @@ TEACHER = "the teacher's forward pass"
 """An activity of a step."""
 Reads = Callable[[int, int], dict[str, State]]
 """This rank's samples of an update and a micro-step by kind of states, by `Update.read` of its role."""
-Asked = list[tuple[dict[str, State], Prediction | None]]
+Predicted = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 
 
@@ -56,8 +56,8 @@ class Update:
         self.names = list(self.objective.weights(role))
         """Of the rows of loss_TB."""
         self._worker = worker("teacher")
-        self._begun: dict[int, Future[list[Asked]]] = {}
-        """What was asked for a later update, in the order of its micro-steps."""
+        self._begun: dict[int, Future[list[Predicted]]] = {}
+        """Predictions for a later update, in the order of its micro-steps."""
 
     def total(self, losses: Tensor | list[float]) -> Tensor | float:
         """Return the loss of the network: the weighted sum over the rows of loss_TB."""
@@ -74,25 +74,25 @@ class Update:
             reads: where the samples come from.
             following: the role's next update, if the teacher may already predict for it.
         """
-        asked = self._asked_ahead(update)
+        ahead_of_time = self._predicted_ahead(update)
         ahead = self._works_ahead and following is not None
         self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
-            together = asked.pop(0) if asked else self._ask(update, group, reads)
+            together = ahead_of_time.pop(0) if ahead_of_time else self._predict(update, group, reads)
             velocities = self._at_samples([batches for batches, _ in together])
             results += [self._micro_step(*of_one, v) for of_one, v in zip(together, velocities, strict=True)]
         return results
 
-    def _asked_ahead(self, update: int) -> list[Asked]:
+    def _predicted_ahead(self, update: int) -> list[Predicted]:
         if not (begun := self._begun.pop(update, None)):
             return []
         with activity(TEACHER):
             return begun.result()
 
     @property
-    def _asks(self) -> bool:
-        """True if the teacher is asked at all."""
+    def _has_teacher(self) -> bool:
+        """True if the teacher predicts for this role."""
         return self.role == STUDENT and self.teacher is not None
 
     @property
@@ -101,8 +101,8 @@ class Update:
         number, together = self.job.batch.accumulation, swept(self.job) if self.role == STUDENT else 1
         return [range(first, min(first + together, number)) for first in range(0, number, together)]
 
-    def _ask(self, update: int, group: range, reads: Reads) -> Asked:
-        """Read the samples of micro-steps that go through the teacher together, and ask it about them."""
+    def _predict(self, update: int, group: range, reads: Reads) -> Predicted:
+        """Read the samples of micro-steps that go through the teacher together, and let it predict."""
         with activity(READING):
             batches = [reads(update, micro) for micro in group]
         if self.objective.rolls_out(self.role):
@@ -111,7 +111,7 @@ class Update:
                 batches = [roll_out(b, self.student.velocity, self.job.schedule) for b in batches]
         return self._with_predictions(batches)
 
-    def _with_predictions(self, batches: list[dict[str, State]]) -> Asked:
+    def _with_predictions(self, batches: list[dict[str, State]]) -> Predicted:
         if self.role != STUDENT:
             return [(b, None) for b in batches]
         with activity(TEACHER):
@@ -122,24 +122,24 @@ class Update:
         """True if the teacher predicts for the next update while the optimizer updates the weights.
 
         Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
-        is asked about the student's samples. Ranks that share a sequence exchange parts of it in one order.
+        predicts at the student's samples. Ranks that share a sequence exchange parts of it in one order.
         """
-        if self.role != STUDENT or not self.objective.asks_at_noised or self.objective.rolls_out(STUDENT):
+        if self.role != STUDENT or not self.objective.predicts_at_noised or self.objective.rolls_out(STUDENT):
             return False
         return self.student.ranks.degree == 1 and self.job.teacher.works_ahead(on_gpu=on_accelerator())
 
     def _begin(self, update: int, reads: Reads) -> None:
-        """Read an update's samples, and ask the teacher about them, in a thread.
+        """Read an update's samples, and let the teacher predict, in a thread.
 
         Of hidden states to compare, which are large, only those of the first micro-steps.
         """
         groups = self._groups[:1] if self.objective.student_blocks else self._groups
 
-        def ask(group: range) -> Asked:
+        def predict(group: range) -> Predicted:
             batches = [reads(update, micro) for micro in group]
             return [*zip(batches, self.objective.predictions(self.teacher, batches), strict=True)]
 
-        self._begun[update] = self._worker.submit(lambda: [*map(ask, groups)])
+        self._begun[update] = self._worker.submit(lambda: [*map(predict, groups)])
 
     def _at_samples(self, batches: list[dict[str, State]]) -> list[list[Tensor] | None]:
         """Return the teacher's velocities at the student's samples of each micro-step, if several are known.
@@ -147,7 +147,7 @@ class Update:
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
         """
-        if not self._asks or len(batches) == 1 or not self.objective.rolls_out(STUDENT):
+        if not self._has_teacher or len(batches) == 1 or not self.objective.rolls_out(STUDENT):
             return [None] * len(batches)
         with activity(TEACHER):
             with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
@@ -169,8 +169,8 @@ class Update:
             if self.role == STUDENT:
                 targets = objective.targets(teacher, batches, self._networks, self.job.schedule)
                 predictions = self.student.predict(batches)
-                ask = (lambda _: at_samples) if at_samples else self._velocities
-                loss_TB, numbers = objective.losses(predictions, targets, batches, self._networks, ask)
+                teacher_at = (lambda _: at_samples) if at_samples else self._velocities
+                loss_TB, numbers = objective.losses(predictions, targets, batches, self._networks, teacher_at)
             else:
                 loss_TB = objective.losses_of(self.role, self.learner.predict(batches), batches)
                 numbers = {}

@@ -120,7 +120,7 @@ class Placement(Kernels, ABC):
         return 1
 
     def can_work_ahead(self) -> bool:
-        """Return whether a thread may ask the network: a rank asks it alone, and it leaves CPU time free."""
+        """Return whether a thread may call the network: no other rank takes part, and CPU time is left."""
         return False
 
     def works_ahead(self, *, on_gpu: bool) -> bool:
@@ -152,7 +152,7 @@ class Placement(Kernels, ABC):
         return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
 
     def behind(self, config: TransformerConfig) -> int:
-        """Bytes of weights that an accelerator still uses when the host has asked for the next ones."""
+        """Bytes of weights that an accelerator still uses when the host has sent the next ones."""
         return 0
 
     def in_all(self, experts: list[Bytes]) -> Bytes:
