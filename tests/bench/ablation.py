@@ -42,7 +42,7 @@ def train(name: str, steps: int, folder: Path) -> Path:
     del ds["activation_checkpointing"]
     ds["bf16"] = {"enabled": True}
     recipe = read_json("ds_configs/recipes/quickstart.json")
-    del recipe["teacher_device_strategy"], recipe["teacher_dtype"]
+    del recipe["teacher_dtype"]
     output = folder / f"{name.replace(' ', '_').replace(',', '')}_{steps}"
     recipe |= {
         "student_config": STUDENT,

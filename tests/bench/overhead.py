@@ -74,7 +74,7 @@ def recipe(folder: Path, teacher_path: Path, setting: str, batch: int) -> dict[s
     """Return the quick start's recipe, with short rollouts."""
     student, teacher = SETTINGS[setting]
     quick = read_json(CONFIGS / "recipes/quickstart.json")
-    for key in ("teacher_device_strategy", "teacher_dtype"):
+    for key in ("teacher_deepspeed_config", "teacher_dtype"):
         del quick[key]
     ds = read_json(CONFIGS / "student/quickstart.json") | {"train_batch_size": batch}
     del ds["scheduler"]

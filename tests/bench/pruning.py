@@ -44,7 +44,6 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
         "teacher_dtype": "float32",
     }
     quick = read_json("ds_configs/recipes/quickstart.json") | changes
-    del quick["teacher_device_strategy"]
     return read_job(read_run_config(quick, {}), 1)
 
 

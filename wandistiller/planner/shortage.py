@@ -16,7 +16,7 @@ TOO_MUCH = 1.2
 INSIST = "despite_plan"
 """Setting that starts it nevertheless."""
 HELPS = (
-    "What helps: `--deepspeed_config auto --teacher_device_strategy auto` take what fits, and `wandistiller "
+    "What helps: `--deepspeed_config auto --teacher_deepspeed_config auto` take what fits, and `wandistiller "
     f"plan` says what takes how much. `--{INSIST}` starts the run nevertheless."
 )
 

@@ -1,4 +1,4 @@
-"""Names for --teacher_device_strategy: the shipped teacher JSONs and their short names. Without torch."""
+"""Names for --teacher_deepspeed_config: the shipped teacher JSONs and their short names. Without torch."""
 
 from functools import cache
 
