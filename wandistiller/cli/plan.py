@@ -10,7 +10,7 @@ from typing import Any
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan_report import duration, report
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import RunConfig
+from wandistiller.config.run_config import ONLY_FLAGS, RunConfig
 from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, runs_of
 from wandistiller.config.summary import is_emulated
 from wandistiller.distributed import collectives
@@ -165,7 +165,10 @@ def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]
     Args:
         given: values of the recipe and of the flags, as the user wrote them.
     """
-    defaults, in_jsons = asdict(RunConfig()), {"teacher_dtype", *(f.name for f in fields(EngineOverrides))}
+    defaults, in_jsons = (
+        asdict(RunConfig()),
+        {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))},
+    )
     recipe = asdict(config) | {
         key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")
     }
