@@ -51,7 +51,6 @@ def on_tensors(change: Callable[[State, str], Any]) -> Callable[[Path], Any]:
     return rewrite
 
 
-HEADER_END = "its header should end at byte ...Fetch this file again"
 GAP = "its tensors overlap or leave a gap at byte ...Fetch this file again"
 NO_FILE = "it is not a safetensors file. Fetch this file again"
 NO_KIND = "its header lacks the type, shape or position of `...`. Fetch this file again"
