@@ -52,7 +52,7 @@ def test_a_run_that_needs_far_more_memory_than_is_free_is_refused_with_a_remedy_
 ) -> None:
     assert main(["train", *large, *dry]) == 2
     text = capsys.readouterr().err
-    assert "of CPU memory by its plan, and " in text and "--teacher_device_strategy auto" in text
+    assert "of CPU memory by its plan, and " in text and "--teacher_deepspeed_config auto" in text
     assert "`--despite_plan` starts the run nevertheless" in text and not (tmp_path / "run").exists()
 
 
