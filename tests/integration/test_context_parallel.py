@@ -105,7 +105,8 @@ def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
             assert found[name][what] == pytest.approx(of_steps, rel=1e-5), (name, what)
 
 
-@pytest.mark.parametrize("teacher", slow_but(["streamed"], TEACHERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", TEACHERS)
 def test_every_placement_serves_ranks_that_share_sequences(
     teacher: str, folder: Path, wan: Path, alone: dict[str, Found]
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise
     assert losses(replicas) == losses(swept)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
     folder: Path, wan2: Path, whole: Path
 ) -> None:

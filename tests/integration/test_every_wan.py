@@ -192,6 +192,7 @@ def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -
     assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
 
 
+@pytest.mark.slow
 def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
     paths = f"--student_path {run.student} --teacher_path {run.job.folder.name} --output {tmp_path}"
     words = f"evaluate {paths} --steps 1 --quick --prompts circle".split()

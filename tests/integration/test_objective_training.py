@@ -94,6 +94,7 @@ def by_stock(run: Path, noise: Tensor) -> tuple[WanPipeline, Tensor, Tensor]:
     return pipe, text_BLD, stock
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: Path) -> None:
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
@@ -197,6 +198,7 @@ def spoilt(folder: Path) -> Path:
     return wan
 
 
+@pytest.mark.slow
 def test_a_trajectory_run_does_not_load_the_teacher_and_shows_its_cached_pictures(
     folder: Path, spoilt: Path
 ) -> None:

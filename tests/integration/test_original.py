@@ -86,6 +86,7 @@ def test_single_files_open_as_the_same_networks(two_experts: Path, as_folder: Pa
         assert json.loads(about["wandistiller"])["shift"] == 4.0
 
 
+@pytest.mark.slow
 def test_eight_bit_weights_are_the_nearest_that_their_scale_allows(two_experts: Path, tmp_path: Path) -> None:
     dtypes = ("float8_e4m3fn", "bfloat16")
     for dtype in dtypes:

@@ -30,6 +30,7 @@ def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["wandistiller", "ds_configs"])
 def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(part: str, site: Path) -> None:
     tracked = run(["git", "ls-files", part]).stdout.split()

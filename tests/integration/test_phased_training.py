@@ -83,6 +83,7 @@ def test_a_resumed_stage_has_the_losses_bit_for_bit(folder: Path, wan2: Path, wh
         assert losses(folder / name) == losses(whole / name)[1:]
 
 
+@pytest.mark.slow
 def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
     high, low = ({line["watched"]["exit"] for line in metrics(whole / name)} for name in ("2_high", "3_low"))
     few = few_steps(SHIFT, 4, 0.875)

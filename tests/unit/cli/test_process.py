@@ -78,9 +78,8 @@ def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> N
     assert done.stderr == "interrupted by SIGTERM\n"
 
 
-@pytest.mark.parametrize(
-    "number", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]), ids=lambda s: s.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_compiler_s_first_error_tells_most_of_a_failed_build() -> None:
     assert reason(RuntimeError("one\nninja: stopped.")) == "ninja: stopped"
 
 
+@pytest.mark.slow
 def test_an_extension_that_does_not_build_ends_the_run_before_anything_is_loaded(
     tmp_path: Path, wan2: Path
 ) -> None:

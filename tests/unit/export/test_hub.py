@@ -88,6 +88,7 @@ def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read
     assert set(online["opened"]) == NEEDED_FIRST and online["revision"] == COMMIT
 
 
+@pytest.mark.slow
 def test_weights_are_fetched_when_they_are_required_and_nothing_else_ever(online: dict, whole: Path) -> None:
     assert set(online["required"]) == {str(f.relative_to(whole)) for f in whole.rglob("*") if f.is_file()}
     assert sorted(name for name, _ in online["downloads"]) == online["required"]

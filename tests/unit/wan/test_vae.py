@@ -3,7 +3,6 @@
 import pytest
 import torch
 from published_wan import VAE21 as PUBLISHED
-from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import Tensor
 
@@ -33,14 +32,15 @@ def test_a_call_of_one_tile_stays_whole_though_it_does_not_fit() -> None:
     assert not tiles and need == decoding(PUBLISHED, (1, 16, 1, 32, 32), accelerator=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param((1, 288, 480), id="2x2 tiles", marks=pytest.mark.slow),
+        pytest.param((1, 288, 480), id="2x2 tiles"),
         pytest.param((9, 64, 320), id="2 tiles, 9 frames"),
     ],
 )
-@pytest.mark.parametrize("name", slow_but(["Wan2.1"], VAES))
+@pytest.mark.parametrize("name", VAES)
 def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, size: tuple[int, ...]) -> None:
     (vae, spatial), (frames, *sides) = VAES[name], size
     pixels, z = (1, 3, frames, *sides), vae["z_dim"]
