@@ -18,7 +18,7 @@ NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 STREAMED = read_json("ds_configs/teacher/streamed.json") | FLOAT32
 FEW = read_json("ds_configs/student/few_step_wan.json") | FLOAT32 | {"train_batch_size": 8}
-NVME = read_json("ds_configs/student/zero3_nvme.json") | FLOAT32
+NVME = read_json("ds_configs/student/zero3_nvme.json") | FLOAT32 | {"train_batch_size": 8}
 for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"):
     del NVME[key]
 RUNS: dict[str, dict[str, Any]] = {
