@@ -1,4 +1,4 @@
-"""What does not go together in a run whose parts are sound, or with this machine."""
+"""Checks of a run whose parts are sound: settings that do not go together, or not with this machine."""
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint.resume import CHANGEABLE

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of its run, and what a run that resumes from it must have in common with it."""
+"""Identity, facts and settings of a run for its checkpoints: all that a resumed run is compared with."""
 
 import dataclasses
 from typing import Any

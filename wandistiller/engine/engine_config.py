@@ -53,7 +53,7 @@ class EngineConfig(DeepSpeedJson):
 
     @cached_property
     def recompute(self) -> CheckpointPolicy | None:
-        """What backward passes recompute; None: nothing."""
+        """The parts that backward passes recompute; None: nothing."""
         own = {key: value for key, value in self.block.items() if key in types_of(CheckpointPolicy)}
         return CheckpointPolicy(**own) if SECTION in self.raw else None
 

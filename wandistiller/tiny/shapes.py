@@ -67,7 +67,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Described:
-    """What the scenes of both worlds have; `str(scene)` is the canonical prompt."""
+    """Base of the scenes of both worlds; `str(scene)` is the canonical prompt."""
 
     templates: ClassVar[tuple[str, ...]]
     colour: str

@@ -25,7 +25,7 @@ SHARED = "shared_sequences"
 
 @dataclass(eq=False)
 class Sharing:
-    """Who computes a network's sequences at present."""
+    """The ranks that compute a network's sequences at present."""
 
     ranks: Ranks
 
