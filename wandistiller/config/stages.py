@@ -66,11 +66,10 @@ def runs_of(
     if problems := _stage_problems(where, stages, values | flags):
         raise ConfigError(*problems)
     values, problems = without_aliases(where, values)
-    for number, stage in enumerate(stages):
-        stages[number], wrong = without_aliases(f"{where}, stage {stage[NAME]}", stage)
-        problems += wrong
-    if problems:
+    read = [without_aliases(f"{where}, stage {stage[NAME]}", stage) for stage in stages]
+    if problems := problems + [text for _, wrong in read for text in wrong]:
         raise ConfigError(*problems)
+    stages = [stage for stage, _ in read]
     values |= {key: flags.pop(key) for key in ("output_dir", "cache_dir", "sample_dir") if key in flags}
     runs, found, folder = {}, [], ""
     for number, stage in enumerate(stages, 1):

@@ -7,7 +7,7 @@ import pytest
 from ranks import write_json
 
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import read_jobs, read_runs
+from wandistiller.config.stages import read_jobs, read_runs, runs_of
 from wandistiller.utils.errors import ConfigError
 
 OUTER = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out", "max_steps": 7, "seed": 3}
@@ -104,3 +104,10 @@ def test_problems_of_all_stages_come_at_once_and_the_recipe_s_own_once(tmp_path:
     assert sum("r.json: `height`" in line for line in lines) == 1
     assert any("stage match: `lr` is -1" in line for line in lines)
     assert any("stage few: `ema` is 2" in line for line in lines)
+
+
+def test_a_recipe_s_own_values_stay_as_they_were_given() -> None:
+    stage = {"name": "only", "num_steps": 3, "teacher_device_strategy": "gpu"}
+    given = OUTER | {"stages": [dict(stage)]}
+    (run,) = runs_of(given, {}, None, 1).values()
+    assert run.max_steps == 3 and given["stages"] == [stage]
