@@ -30,7 +30,8 @@ from wandistiller.teacher.base import (
     local_modules,
     without_guidance,
 )
-from wandistiller.training.build_student import require_finite_start
+from wandistiller.training.build_student import initial_learners, require_finite_start
+from wandistiller.training.prepare import prepare
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
@@ -250,3 +251,11 @@ def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
 def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
     job = read_job(read_run_config(json.loads((alone / "resolved" / "run.json").read_text()), {}), 1)
     assert job.resume_from
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_that_shares_samples_is_not_prepared_or_built_by_ranks_that_compute_alone() -> None:
+    job: Any = SimpleNamespace(run=SimpleNamespace(context_parallel=2), resume_from=None)
+    for begin in (lambda: prepare(job), lambda: initial_learners(job, None, None)):
+        with pytest.raises(ValueError, match="made by `ranks_of`"):
+            begin()
