@@ -79,10 +79,15 @@ class Update:
         self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
-            together = ahead_of_time.pop(0) if ahead_of_time else self._predict(update, group, reads)
-            velocities = self._at_samples([batches for batches, _ in together])
-            results += [self._micro_step(*of_one, v) for of_one, v in zip(together, velocities, strict=True)]
+            results += self._learn(
+                ahead_of_time.pop(0) if ahead_of_time else self._predict(update, group, reads)
+            )
         return results
+
+    def _learn(self, together: Predicted) -> list[MicroStepResult]:
+        """Make the micro-steps of a group; nothing refers to their samples when the next ones are read."""
+        velocities = self._at_samples([batches for batches, _ in together])
+        return [self._micro_step(*of_one, v) for of_one, v in zip(together, velocities, strict=True)]
 
     def _predicted_ahead(self, update: int) -> list[Predicted]:
         if not (begun := self._begun.pop(update, None)):
