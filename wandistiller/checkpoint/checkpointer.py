@@ -27,6 +27,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
 from wandistiller.student.ema import Ema
 from wandistiller.student.learner import Learner
+from wandistiller.student.trainable import is_adapter
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
@@ -175,18 +176,26 @@ def _content(trained: MasterWeights, average: Ema | None) -> tuple[list[Spec], I
     return specs, tensors()
 
 
-def keep_frozen(models: dict[Expert, nn.Module], output_dir: Path, resume_from: Path | None) -> None:
+def keep_frozen(
+    models: dict[Expert, nn.Module],
+    output_dir: Path,
+    resume_from: Path | None,
+    *,
+    adapters_alone: bool = False,
+) -> None:
     """Store the frozen weights, once for all checkpoints and before an engine casts them. Collective.
 
     Args:
         resume_from: the checkpoint from which the models have their frozen weights.
+        adapters_alone: all others are the teacher's, which has them.
     """
     folder = output_dir / "checkpoints" / FROZEN
     if collectives.rank() == 0:
         if folder.exists():
             shutil.rmtree(folder)
         for expert, model in models.items() if not resume_from else ():
-            if frozen := {name: p.data for name, p in model.named_parameters() if not p.requires_grad}:
+            frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
+            if frozen := {n: t for n, t in frozen.items() if not adapters_alone or is_adapter(n)}:
                 with atomic(frozen_file(folder.parent, expert)) as temporary:
                     save_file(frozen, temporary)
         if resume_from and (resume_from / FROZEN).exists():

@@ -43,6 +43,8 @@ class Facts:
     max_steps: Count | None = None
     before: list[str] | None = None
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
+    bases: list[str] | None = None
+    """Folder names of the teacher's networks whose weights the student's have beside their adapters."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     ema: float | None = None

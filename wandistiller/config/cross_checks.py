@@ -1,5 +1,7 @@
 """Checks of a run whose parts are sound: settings that do not go together, or not with this machine."""
 
+from dataclasses import fields
+
 from wandistiller.batch import PATH
 from wandistiller.checkpoint.resume import CHANGEABLE
 from wandistiller.config.job import Job
@@ -8,6 +10,8 @@ from wandistiller.data.colours import background_problems
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
+from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
+from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.objectives.base import Surroundings
@@ -37,6 +41,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
+    problems += shared_base_problems(job)
     problems += _nvme_problems(job, world) if here else []
     return problems + tuning_problems(run, job.student_transformer, job.student_engine)
 
@@ -187,6 +192,22 @@ def block_problems(job: Job) -> list[str]:
             f"`expert_blocks` is {blocks}. A student with two experts trains one in a step; write 1."
         )
     return problems
+
+
+def shared_base_problems(job: Job) -> list[str]:
+    """List what keeps adapters from learning on weights that arrive block by block, forward and backward."""
+    engine = job.student_engine
+    if not (job.shares_base and job.teacher.sweeps) or engine.recompute == CheckpointPolicy():
+        return []
+    why = (
+        f"The teacher is {job.teacher.describe()}, and the adapters learn on its weights, of which two or "
+        "three blocks are there at a time: backward must recompute every block."
+    )
+    if not engine.recompute:
+        remedy = "Add it, {} will do, or give the flag --gradient_checkpointing."
+        return [f"{engine.where}: `{SECTION}` is missing. {why} {remedy}"]
+    keys = [f.name for f in fields(CheckpointPolicy) if f.name in engine.block]
+    return [engine.problem(f"{BLOCK}.{key}", engine.block[key], f"{why} Leave it out.") for key in keys]
 
 
 def _media_problems(job: Job) -> list[str]:

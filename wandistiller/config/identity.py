@@ -109,6 +109,7 @@ def provenance(job: Job) -> Facts:
         objective=str(job.objective),
         max_steps=r.max_steps,
         before=job.start.history if job.start else None,
+        bases=[base.value for base in job.bases.values()] or None,
         **quantized_facts(job.teacher),
         **tuning(job),
     )

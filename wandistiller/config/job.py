@@ -21,6 +21,7 @@ from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.base import Role
 from wandistiller.objectives.objective import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
+from wandistiller.student.shared_base import obstacle, teacher_bases
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_steps
@@ -155,11 +156,29 @@ class Job:
         return [e for e in self.student_experts if self.objective.trained_expert in (None, e)]
 
     @property
+    def called_experts(self) -> list[Expert]:
+        """The student's networks that are called: the trained ones, and one that samples begin with."""
+        return [e for e in self.student_experts if e in self.trained_experts or e is Expert.HIGH_NOISE]
+
+    @cached_property
+    def bases(self) -> dict[Expert, Expert]:
+        """The teacher's network that each of the student's is, but for its adapters; empty if it is not."""
+        return teacher_bases(self)
+
+    @property
+    def shares_base(self) -> bool:
+        """True if the teacher, the student and networks beside it are one base with adapters for each."""
+        return bool(self.bases) and not obstacle(self)
+
+    @property
     def teachers_folder(self) -> WanFolder:
-        """The teacher, with the expert alone that an objective of one expert needs."""
+        """The teacher, with the experts alone that an objective of one expert needs."""
         if not (one := self.objective.trained_expert):
             return self.folder
-        return dataclasses.replace(self.folder, configs={one: self.folder.configs[one]})
+        shared = self.bases.items() if self.shares_base else ()
+        needed = {one, *(base for expert, base in shared if expert in self.called_experts)}
+        configs = {e: config for e, config in self.folder.configs.items() if e in needed}
+        return dataclasses.replace(self.folder, configs=configs)
 
     @property
     def is_cut(self) -> bool:

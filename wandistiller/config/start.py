@@ -1,7 +1,7 @@
 """The end of a run, from whose student another run starts: an earlier stage, or any run's folder."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class Start:
     """Objective and steps of that run and of those before it."""
     teacher: str = ""
     """Folder or hub id of that run's teacher."""
+    lora: dict[str, Any] | None = None
+    """The recipe key, if it trained adapters."""
+    bases: list[str] = field(default_factory=list)
+    """Folder names of the teacher's networks that these adapters are for; empty: of networks of its own."""
 
     @property
     def name(self) -> str:
@@ -44,7 +48,10 @@ def start_after(
 ) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
-    return Start(folder, transformer, experts, digest(identity, steps), history, facts.teacher_path)
+    adapters = facts.lora, facts.bases or []
+    return Start(
+        folder, transformer, experts, digest(identity, steps), history, facts.teacher_path, *adapters
+    )
 
 
 def recorded_stages(output: Path) -> list[Path]:

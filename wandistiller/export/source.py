@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel
+from torch import nn
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
@@ -16,11 +17,12 @@ from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.flow import RENOISE
 from wandistiller.student.projections import PROJECTIONS
-from wandistiller.student.trainable import Lora, add_lora
+from wandistiller.student.trainable import Lora, add_lora, is_adapter
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.weight_reader import WeightReader
 
 FACTS = "wandistiller.json"
 """File in an export with the facts of its run."""
@@ -74,6 +76,8 @@ class Source(NamedTuple):
         file is closed.
         """
         model = transformer.meta_transformer(self.facts.config)
+        if self.facts.bases:
+            self._read_base(model, name, dtype)
         if self.facts.lora:
             add_lora(model, Lora(**self.facts.lora), seed=0)
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
@@ -81,6 +85,23 @@ class Source(NamedTuple):
                 cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
                 transformer.set_parameter(model, parameter, cast)
         return model
+
+    def _read_base(self, model: WanTransformer3DModel, name: str, dtype: torch.dtype) -> None:
+        """Read the weights that the teacher has, and no checkpoint."""
+        base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
+        reader = WeightReader(self.teacher(weights=True).path / base)
+        for parameter, p in list(model.named_parameters()):
+            value = torch.empty(p.shape, dtype=transformer.parameter_dtype(parameter, dtype))
+            reader.read(parameter, value)
+            transformer.set_parameter(model, parameter, value)
+        if reader.faults:
+            raise ConfigError(*reader.faults)
+
+    def fill_adapters(self, name: str, model: nn.Module) -> None:
+        """Copy one expert's adapters into a model with some of the same kind."""
+        for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
+            if is_adapter(parameter):
+                model.get_parameter(parameter).data.copy_(value)
 
     def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
         model = self.network(name)

@@ -9,9 +9,11 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.student.projections import PROJECTIONS
+from wandistiller.teacher.block_source import SOURCE
 from wandistiller.wan.structure import PARTS
 
 
@@ -33,7 +35,7 @@ class Blocks:
         chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
         parts = PARTS[policy.checkpoint] if policy else ()
         self._whole, self._copies = chosen if not parts else set(), copies
-        self._recomputes = True
+        self._recomputes, self._source = True, getattr(model, SOURCE, None)
         for part in (block.get_submodule(name) for block in chosen for name in parts):
             part.forward = partial(self._run_part, part, part.forward)
         if self._whole or self._projections:
@@ -41,7 +43,10 @@ class Blocks:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Keep all activations within: reentrant checkpoints refuse gradients of inputs alone."""
+        """Keep all activations within: reentrant checkpoints refuse gradients of inputs alone.
+
+        But for those of weights that a source replaces: torch's other checkpoints recompute these.
+        """
         self._recomputes = False
         try:
             yield
@@ -52,9 +57,14 @@ class Blocks:
         return _checkpointed(part, run, self._copies, *inputs) if self._recomputes else run(*inputs)
 
     def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        recomputed = self._recomputes and block in self._whole
-        run = partial(_checkpointed, block, block, self._copies) if recomputed else block
-        h_BSD, number = run(h_BSD, *others), self._number[block]
+        run, number = block, self._number[block]
+        if self._recomputes and block in self._whole:
+            run = partial(_checkpointed, block, block, self._copies)
+        elif self._source:
+            run = partial(checkpoint, block, use_reentrant=False)
+        if self._source and number == len(self._number) - 1:
+            self._source.turn()
+        h_BSD = run(h_BSD, *others)
         if project := self._projections.get(str(number)):
             # inside the engine's forward, so that ZeRO-3 gathers the projection
             self.features[number] = project(h_BSD)

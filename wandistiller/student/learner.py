@@ -31,6 +31,7 @@ from wandistiller.engine.workarounds import (
 )
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
+from wandistiller.student.shared_base import whole_network
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import share_sequences
@@ -57,7 +58,7 @@ class Learner:
         """Put each model into an engine. Collective.
 
         Args:
-            models: from `set_trainable`.
+            models: from `set_trainable`, or `on_base`.
             learning_rates: factors by part, as in `parameter_patterns.factor`.
             ema: decay of the average of the weights, which begins after `ema_start` steps.
             role: only the student has the run's monitors.
@@ -71,12 +72,13 @@ class Learner:
         if policy:  # global to the process
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
         rates, self._frozen, self.ranks = learning_rates or {}, frozen or {}, ranks
-        for model in (*models.values(), *self._frozen.values()):
+        self.networks = {expert: whole_network(model) for expert, model in models.items()}
+        for model in (*self.networks.values(), *self._frozen.values()):
             if merges_padding:
                 merge_text_padding(model)
             share_sequences(model, ranks)
             use_kernels(model, kernels)
-        self._blocks = {expert: Blocks(model, policy, copies=copies) for expert, model in models.items()}
+        self._blocks = {e: Blocks(network, policy, copies=copies) for e, network in self.networks.items()}
         self.engines = {}
         for expert, model in models.items():  # the first engine of the student has the run's monitors
             monitored = role == STUDENT and not self.engines
@@ -98,7 +100,10 @@ class Learner:
 
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
-        return self.engines[expert] if expert in self.engines else next(iter(self.engines.values()))
+        return self.engines[self._trained_for(expert)]
+
+    def _trained_for(self, expert: Expert) -> Expert:
+        return expert if expert in self.engines else next(iter(self.engines))
 
     def predict(self, batches: dict[str, State]) -> dict[str, Prediction]:
         """Make one forward pass for all kinds of states, as engines count a backward by its forward."""
@@ -182,29 +187,27 @@ class Learner:
     def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
         x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
-        blocks = self._blocks_of(self.engine(batch.expert))
+        expert = self._trained_for(batch.expert)
+        blocks = self._blocks[expert]
         with torch.enable_grad(), blocks.stored():
-            network = self.engine(batch.expert).module
-            v_BCFHW = transformer.velocity(network, replace(batch, x_t_BCFHW=x_t_BCFHW))
+            given, call = replace(batch, x_t_BCFHW=x_t_BCFHW), self.engines[expert].module
+            v_BCFHW = transformer.velocity(self.networks[expert], given, call)
             features, blocks.features = blocks.features, {}
             slope_BCFHW, *_ = torch.autograd.grad(
                 value(Prediction(v_BCFHW, features, self.ranks.mean)), x_t_BCFHW
             )
         return self.ranks.mean(slope_BCFHW)
 
-    def _blocks_of(self, engine: Any) -> Blocks:
-        return next(blocks for expert, blocks in self._blocks.items() if self.engines[expert] is engine)
-
     def forward(self, batch: State) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
         if batch.expert in self._frozen:
             with torch.no_grad():
                 return Prediction(transformer.velocity(self._frozen[batch.expert], batch))
-        engine = self.engine(batch.expert)
+        expert = self._trained_for(batch.expert)
+        engine, blocks = self.engines[expert], self._blocks[expert]
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
-        network = engine if torch.is_grad_enabled() else engine.module
-        v_BCFHW = transformer.velocity(network, batch)
-        blocks = self._blocks_of(engine)
+        call = engine if torch.is_grad_enabled() else engine.module
+        v_BCFHW = transformer.velocity(self.networks[expert], batch, call)
         features, blocks.features = blocks.features, {}
         return Prediction(v_BCFHW, features, self.ranks.mean)
 
@@ -227,8 +230,9 @@ def _engine(
         )
     skip_nonfinite_steps(engine)
     leave_out_reduction_of_one_rank(engine)
+    network = whole_network(model)
     if config.stage == 3:
-        pace_fetches(transformer.called_in_turn(engine.module))
-    # data_types.buffer_dtype would have cast its tables
-    transformer.renew_rope(model, collectives.device())
+        pace_fetches(transformer.called_in_turn(network))
+    if network is model:  # data_types.buffer_dtype would have cast its tables
+        transformer.renew_rope(model, collectives.device())
     return engine

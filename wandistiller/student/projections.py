@@ -24,14 +24,14 @@ def add_projections(model: nn.Module, blocks: Iterable[int], width: int) -> None
     setattr(model, PROJECTIONS, projections)
 
 
-def add_heads(model: nn.Module, blocks: Iterable[int]) -> None:
-    """Give `model` a linear head on the normalised output of each of these blocks: a number for each patch.
+def add_heads(model: nn.Module) -> None:
+    """Give `model` linear heads on normalised outputs, after half, three quarters and all of its blocks.
 
-    Its weights start at 0, equal on every rank, and so do its outputs.
+    Each makes a number for each patch. Its weights start at 0, equal on every rank, and so do its outputs.
     """
-    width = TransformerConfig.of(model.config).width
+    width, layers = TransformerConfig.of(model.config).width, len(model.blocks)
     heads = nn.ModuleDict()
-    for k in blocks:
+    for k in sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}):
         heads[str(k)] = nn.Sequential(nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 1))
     for p in heads.parameters():
         nn.init.zeros_(p)

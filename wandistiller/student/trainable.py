@@ -125,6 +125,11 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model)
 
 
+def is_adapter(parameter: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's weight (peft 0.21)."""
+    return ".lora_" in parameter
+
+
 def set_trainable(
     model: nn.Module,
     frozen: list[str] | None,

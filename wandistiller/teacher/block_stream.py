@@ -1,10 +1,9 @@
 """Networks whose blocks lie in CPU memory and come to the device one after the other, into two buffers."""
 
-from functools import partial
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from wandistiller.teacher.block_source import BlockSource
 
 BUFFERS = 2
 """One for the block that is computed, one for the next, which arrives meanwhile."""
@@ -37,32 +36,31 @@ class Buffers:
         self._streams.current_stream().wait_event(self._arrived[place])
 
 
-class BlockStream:
+class BlockStream(BlockSource):
     """Copies a network's blocks to the device just before they are needed, each once for a sweep.
 
     A block's parameters are views of one of the buffers, so nothing is allocated in a call. While the device
     computes a block, the next one is copied into the other buffer, whose block was computed before.
     """
 
-    def __init__(self, blocks: nn.ModuleList, stored: list[Tensor], buffers: Buffers):
-        """Hook `blocks`, whose parameters are views of the buffers in turn.
+    def __init__(self, stored: list[Tensor], buffers: Buffers):
+        """Serve blocks whose parameters are views of the buffers in turn.
 
         Args:
             stored: the weights of each block in CPU memory, bytes as they lie in a buffer.
         """
+        super().__init__(len(stored))
         self._stored, self._buffers = stored, buffers
-        for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._enter, number))
 
-    def _enter(self, number: int, *_: Any) -> None:
+    def enter(self, number: int, ahead: list[int]) -> None:
         buffers, block, place = self._buffers, self._stored[number], number % BUFFERS
-        if buffers.current is block:  # another batch of a sweep
+        if buffers.current is block:  # another batch of a sweep, or its recomputation
             return
         buffers.current = block
         if buffers.held[place] is not block:
             buffers.fetch(block, place)
         buffers.wait(place)
-        following = (number + 1) % len(self._stored)  # after the last the first, for the next call
-        ahead, other = self._stored[following], following % BUFFERS
-        if other != place and buffers.held[other] is not ahead:
-            buffers.fetch(ahead, other)
+        for following in ahead[:1]:
+            other = following % BUFFERS
+            if other != place and buffers.held[other] is not self._stored[following]:
+                buffers.fetch(self._stored[following], other)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wandistiller.teacher.block_source import BlockSource
 from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.structure import in_block, split_name
@@ -42,13 +42,16 @@ class Slots:
             ]
         return self._free[-1]
 
-    def weights(self, network: int, number: int, layers: int, reader: WeightReader) -> Weights:
-        """Return the weights of a block once they are read, and let the next ones be read.
+    def weights(self, network: int, numbers: list[int], reader: WeightReader) -> Weights:
+        """Return the weights of the first of some blocks once they are read, and let the others be read.
+
+        Args:
+            numbers: of the block that is called, and of those that follow.
 
         Raises:
             ConfigError: they could not be read, or are not finite.
         """
-        wanted = [(network, (number + i) % layers) for i in range(min(1 + self.ahead, layers))]
+        wanted = [(network, number) for number in numbers[: 1 + self.ahead]]
         for key in self._held.keys() - set(wanted):
             self._held[key][1].exception()  # it may still be read
             self._free.append(self._held.pop(key)[0])
@@ -94,7 +97,7 @@ def read_by_block(
     for block in model.blocks:
         for leaf, value in empty.items():
             set_parameter(block, leaf, value)
-    _DiskBlocks(model.blocks, reader, slots)
+    _DiskBlocks(model, reader, slots).serve(model)
     return model
 
 
@@ -113,18 +116,19 @@ def check_blocks(
         yield number
 
 
-class _DiskBlocks:
-    """Gives the block that is called its weights, unless it was called last."""
+class _DiskBlocks(BlockSource):
+    """Reads the weights of the block that is called, unless it was called last."""
 
-    def __init__(self, blocks: nn.ModuleList, reader: WeightReader, slots: Slots):
-        self._reader, self._slots, self._layers = reader, slots, len(blocks)
-        for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._enter, number))
+    def __init__(self, model: nn.Module, reader: WeightReader, slots: Slots):
+        super().__init__(len(model.blocks))
+        self._reader, self._slots = reader, slots
+        self._parameters = [dict(block.named_parameters()) for block in model.blocks]
 
-    def _enter(self, number: int, block: nn.Module, *_: Any) -> None:
+    def enter(self, number: int, ahead: list[int]) -> None:
         key = id(self), number
-        if self._slots.current == key:  # another batch of a sweep
+        if self._slots.current == key:  # another batch of a sweep, or its recomputation
             return
         self._slots.current = key
-        for leaf, value in self._slots.weights(*key, self._layers, self._reader).items():
-            block.get_parameter(leaf).data = value
+        weights = self._slots.weights(id(self), [number, *ahead], self._reader)
+        for leaf, value in weights.items():
+            self._parameters[number][leaf].data = value

@@ -146,7 +146,7 @@ def load_streamed(
             weight.read(reader, name, pieces, ALONE, device)
         set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()
-    BlockStream(model.blocks, list(stored.values()), buffers)
+    BlockStream(list(stored.values()), buffers).serve(model)
     return model
 
 

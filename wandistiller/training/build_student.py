@@ -19,7 +19,7 @@ from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
-from wandistiller.export.source import read_source
+from wandistiller.export.source import Source, read_source
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -32,8 +32,9 @@ from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
 from wandistiller.student.projections import add_heads
+from wandistiller.student.shared_base import hollow_model, on_base, whole_network
 from wandistiller.student.slicing import WidthSlicer
-from wandistiller.student.trainable import set_trainable
+from wandistiller.student.trainable import is_adapter, set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
@@ -51,110 +52,137 @@ def initial_learners(
     if ranks.degree != job.run.context_parallel:
         raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     if job.resume_from:
-        return job, {STUDENT: build_student(job, ranks=ranks)} | build_others(job, ranks=ranks)
+        parts = Parts(job, teacher)
+        return job, {STUDENT: build_student(parts, ranks)} | build_others(parts, ranks)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
-    student = build_student(job, cuts, ranks)
+    parts = Parts(job, teacher, cuts)
+    student = build_student(parts, ranks)
     measure_start(job, data, teacher if data.has_latents else None, student)
-    return job, {STUDENT: student} | build_others(job, cuts, ranks)
+    return job, {STUDENT: student} | build_others(parts, ranks)
 
 
-def build_student(job: Job, cuts: dict[Expert, WidthSlicer] | None = None, ranks: Ranks = ALONE) -> Learner:
-    """Build the student in its engines: with initial weights, or blank if the run resumes. Collective.
+class Parts:
+    """What a run's networks are made of."""
 
-    Args:
-        cuts: how each network is cut from the teacher, if it is narrower.
-    """
+    def __init__(
+        self, job: Job, teacher: Teacher | None = None, cuts: dict[Expert, WidthSlicer] | None = None
+    ):
+        """Take the parts.
+
+        Args:
+            teacher: needed by networks that share its weights.
+            cuts: how each network is cut from the teacher, if it is narrower.
+        """
+        self.job, self.cuts = job, cuts or {}
+        self._shared = local_modules(without_guidance(teacher)) if job.shares_base else {}
+
+    def network(self, expert: Expert) -> nn.Module:
+        """Make a network of the student: blank if the run resumes, as another run left it, or new."""
+        job, config = self.job, self.job.student_transformer
+        if job.shares_base:
+            return hollow_model(config)
+        if job.bases:
+            return start_model(StudentConfig(experts="two"), config, job.folder, job.bases[expert], 0)
+        if job.resume_from:
+            return blank_model(config)
+        if not job.start:
+            return start_model(job.student, config, job.folder, expert, job.run.seed, self.cuts.get(expert))
+        return _start(job).finished(expert.value, torch.float32).requires_grad_(True)
+
+    def trainable(self, expert: Expert, *, projected: bool = False, heads: bool = False) -> nn.Module:
+        """Make a network of which the recipe trains some weights, or its trained parts on the teacher's.
+
+        Args:
+            projected: add the projections of hidden states that are compared.
+            heads: add heads.
+        """
+        job, model = self.job, self.network(expert)
+        matched = job.matched_objective.student_blocks if projected else []
+        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
+        if job.bases and job.start and not job.resume_from:
+            _start(job).fill_adapters(expert.value, model)
+        if heads:
+            add_heads(model)
+        return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model
+
+
+def _start(job: Job) -> Source:
+    """Read what another run left. Collective."""
+    with collectives.raise_on_all_ranks():
+        return read_source(job.start.folder, share=(collectives.rank(), collectives.world_size()))
+
+
+def build_student(parts: Parts, ranks: Ranks = ALONE) -> Learner:
+    """Build the student in its engines: with initial weights, or blank if the run resumes. Collective."""
     set_activity("building the student")
-    models, run, others = student_models(job, cuts), job.run, _untrained(job, cuts)
-    checkpointer.keep_frozen(models | others, job.output, job.resume_from)
+    job, run = parts.job, parts.job.run
+    models, others = student_models(parts), _untrained(parts)
+    checkpointer.keep_frozen(models | others, job.output, job.resume_from, adapters_alone=bool(job.bases))
     name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
     # samples begin with the high-noise expert, and none of its own reach the other
-    called = {expert: model for expert, model in others.items() if expert is Expert.HIGH_NOISE}
+    called = {
+        expert: whole_network(model) for expert, model in others.items() if expert in job.called_experts
+    }
     return Learner(
         models,
         job.student_engine,
         learning_rates=run.learning_rates,
         ema=run.ema,
         ema_start=run.ema_start,
-        frozen={expert: _placed(model, job.student_engine.dtype) for expert, model in called.items()},
+        frozen={expert: _placed(model, job) for expert, model in called.items()},
         merges_padding=run.merge_text_padding,
         ranks=ranks,
     )
 
 
-def _untrained(job: Job, cuts: dict[Expert, WidthSlicer] | None) -> dict[Expert, nn.Module]:
+def _untrained(parts: Parts) -> dict[Expert, nn.Module]:
     """Make the student's networks that an objective of one expert does not train, float32 on the CPU."""
-    left = [expert for expert in job.student_experts if expert not in job.trained_experts]
-    models = {
-        expert: _network(job, expert, (cuts or {}).get(expert)).requires_grad_(False) for expert in left
-    }
+    job = parts.job
+    models = {}
+    for expert in job.student_experts:
+        if expert not in job.trained_experts:
+            model = parts.trainable(expert) if job.bases else parts.network(expert)
+            models[expert] = model.requires_grad_(False)
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
     return models
 
 
-def _placed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _placed(model: nn.Module, job: Job) -> nn.Module:
     """Move a network that does not learn to where this rank computes, in the precision of its engine."""
-    for name in [name for name, _ in model.named_parameters()]:
-        kept = transformer.parameter_dtype(name, dtype)
-        value = model.get_parameter(name).detach().to(collectives.device(), kept)
-        transformer.set_parameter(model, name, value)
+    for name, p in list(model.named_parameters()):
+        if not job.shares_base or is_adapter(name):
+            kept = transformer.parameter_dtype(name, job.student_engine.dtype)
+            transformer.set_parameter(model, name, p.detach().to(collectives.device(), kept))
     return model.to(collectives.device()).eval().requires_grad_(False)
 
 
-def student_models(
-    job: Job, cuts: dict[Expert, WidthSlicer] | None = None, *, projected: bool = True
-) -> dict[Expert, nn.Module]:
+def student_models(parts: Parts, *, projected: bool = True, heads: bool = False) -> dict[Expert, nn.Module]:
     """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded.
 
-    Args:
-        projected: add the projections of hidden states that are compared.
+    Args: as in `Parts.trainable`.
     """
-    models = {expert: _network(job, expert, (cuts or {}).get(expert)) for expert in job.trained_experts}
-    matched = job.matched_objective.student_blocks if projected else []
-    for model in models.values():
-        width = job.folder.config.width
-        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, width)
-    if job.resume_from:
+    job = parts.job
+    models = {e: parts.trainable(e, projected=projected, heads=heads) for e in job.trained_experts}
+    if job.resume_from and not job.bases:
         loading.load_frozen(models, job.resume_from)
     return models
 
 
-def _network(job: Job, expert: Expert, cut: WidthSlicer | None) -> nn.Module:
-    """Make a network of the student: blank if the run resumes, as another run left it, or new."""
-    config = job.student_transformer
-    if job.resume_from:
-        return blank_model(config)
-    if not job.start:
-        return start_model(job.student, config, job.folder, expert, job.run.seed, cut)
-    with collectives.raise_on_all_ranks():
-        source = read_source(job.start.folder, share=(collectives.rank(), collectives.world_size()))
-    return source.finished(expert.value, torch.float32).requires_grad_(True)
-
-
-def build_others(
-    job: Job, cuts: dict[Expert, WidthSlicer] | None = None, ranks: Ranks = ALONE
-) -> dict[str, Learner]:
-    """Build what the objective trains beside the student, by role; blank if the run resumes. Collective.
-
-    Args:
-        cuts: those of the student, from which a network may start.
-    """
-    learners = {}
+def build_others(parts: Parts, ranks: Ranks = ALONE) -> dict[str, Learner]:
+    """Build what the objective trains beside the student, by role; blank if the run resumes. Collective."""
+    learners, job = {}, parts.job
     for name, (role, config, engine) in job.others.items():
         set_activity(f"building the {name}")
-        of_student = partial(student_models, job, cuts, projected=False)
-        models = role.origin(of_student, partial(_of_teacher, job, config))()
-        for model in models.values() if role.has_heads else ():
-            layers = len(model.blocks)
-            add_heads(model, sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}))
+        of_student = partial(student_models, parts, projected=False, heads=role.has_heads)
+        models = role.origin(of_student, partial(_of_teacher, job, config, heads=role.has_heads))()
         merges = job.run.merge_text_padding
         learners[name] = Learner(models, engine, role=name, merges_padding=merges, ranks=ranks)
     return learners
 
 
-def _of_teacher(job: Job, config: TransformerConfig) -> dict[Expert, nn.Module]:
+def _of_teacher(job: Job, config: TransformerConfig, *, heads: bool) -> dict[Expert, nn.Module]:
     """Make a network that is the teacher's whole expert of the trained noise levels.
 
     Of a student of one network it is the low-noise expert.
@@ -162,6 +190,8 @@ def _of_teacher(job: Job, config: TransformerConfig) -> dict[Expert, nn.Module]:
     (expert,), start = job.trained_experts, StudentConfig(experts=job.student.experts)
     model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, expert, 0)
     set_trainable(model, None, None, job.run.seed)
+    if heads:
+        add_heads(model)
     return {expert: model}
 
 

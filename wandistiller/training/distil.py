@@ -120,7 +120,7 @@ def _distil(job: Job) -> None:
     ranks = ranks_of(job)
     data, text, teacher = prepare(job, ranks)
     collectives.raise_if_stop_requested("before the first step")
-    if job.objective.needs_teacher or job.needs_measuring:
+    if job.objective.needs_teacher or job.needs_measuring or job.bases:
         teacher = teacher or guided_teacher(job, text, data.sample_prompts, ranks)
     job, learners = initial_learners(job, data, teacher, ranks)
     collectives.raise_if_stop_requested("before the first step")

@@ -1,6 +1,7 @@
 """One Wan transformer: its meta-device copy, sizes, parameter dtypes, kernels and velocity."""
 
 import inspect
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -110,14 +111,15 @@ def blank_state(
     return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=Expert.HIGH_NOISE)
 
 
-def velocity(model: nn.Module, state: State) -> Tensor:
+def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = None) -> Tensor:
     """Predict v_BCFHW = noise - x0, float32, with a WanTransformer3DModel; the only call of a network.
 
     Args:
         state: of any float dtypes, on the model's device.
+        call: what is called in its place, as its engine; it has the model's arguments.
     """
     dtype = model.patch_embedding.weight.dtype
-    return model(
+    return (call or model)(
         hidden_states=state.x_t_BCFHW.to(dtype),
         timestep=state.sigma_B.float() * TRAIN_TIMESTEPS,
         encoder_hidden_states=network_text(model, state.conditioning.text_BLD.to(dtype)),

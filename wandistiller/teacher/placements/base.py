@@ -81,6 +81,10 @@ class Placement(Kernels, ABC):
         """Return whether it can have `weights`, with the JSON around it."""
         return True
 
+    def can_be_shared(self) -> bool:
+        """Return whether each rank has it on the device of its student, which may then have the same weights."""
+        return False
+
     def weights_problems(self) -> list[str]:
         """Problems of `weights` here, and with the JSON's precision."""
         if self.weights and not self.holds_quantized():

@@ -49,6 +49,9 @@ class Engine(Placement):
     def holds_quantized(self) -> bool:
         return self.engine.stage == 0
 
+    def can_be_shared(self) -> bool:
+        return self.engine.stage == 0
+
     def problems(self, world: int) -> list[str]:
         if self.shards == "world" or self.engine.stage == 3:
             return []

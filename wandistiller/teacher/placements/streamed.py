@@ -52,6 +52,9 @@ class Streamed(Placement):
             for expert, reader in readers.items()
         }
 
+    def can_be_shared(self) -> bool:
+        return True
+
     def sweep(self, micro_steps: int, nbytes: int) -> int:
         return min(self.sweep_micro_steps or max(1, WAITING // nbytes), micro_steps)
 

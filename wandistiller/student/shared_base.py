@@ -1,0 +1,113 @@
+"""A network whose frozen weights are another's: in a run of adapters the teacher's, for every role."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from wandistiller.batch import Expert
+from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
+from wandistiller.teacher.block_source import SOURCE
+from wandistiller.teacher.placements.base import Placement
+from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer_config import TransformerConfig
+
+BASE_LAYER = ".base_layer."
+"""Part of the names of a linear layer with an adapter (peft 0.21)."""
+
+
+class AdaptersOf(Protocol):
+    """The settings that decide what the weights beside a run's adapters are, as in `config.job.Job`."""
+
+    run: Any
+    folder: WanFolder
+    student: StudentConfig
+    student_transformer: TransformerConfig
+    student_engine: EngineConfig
+    student_experts: list[Expert]
+    teacher: Placement
+    start: Any
+    bases: dict[Expert, Expert]
+
+
+def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
+    """Return the teacher's network that each of the student's is, but for adapters; empty if it is not."""
+    student, config, folder, start = job.student, job.student_transformer, job.folder, job.start
+    if job.run.lora is None or config.raw != folder.config.raw:
+        return {}
+    if start:
+        continues = start.lora == job.run.lora and start.teacher == job.run.teacher_path
+        return dict(zip(job.student_experts, map(Expert, start.bases), strict=True)) if continues else {}
+    if student.init != "teacher" or student.keep_layers == IMPORTANCE:
+        return {}
+    sources = {e: source_experts(student, folder, e) for e in job.student_experts}
+    copies_all = kept_layers(student, config, folder) == list(range(config.num_layers))
+    if not copies_all or any(len(experts) > 1 for experts in sources.values()):
+        return {}
+    return {e: expert for e, (expert,) in sources.items()}
+
+
+def obstacle(job: AdaptersOf) -> str:
+    """Say why networks that are the teacher's but for adapters cannot have its weights; empty if they can."""
+    engine, teacher = job.student_engine, job.teacher
+    if not teacher.can_be_shared():
+        return f"the teacher is {teacher.describe()}"
+    if engine.dtype != teacher.engine.dtype:
+        return f"its JSON has {teacher.engine.precision}, the student's {engine.precision}"
+    return ""
+
+
+class TrainedParts(nn.Module):
+    """The trained parts of a network, under the names that they have there: all that an engine is to know.
+
+    The rest is hidden from it, so that it neither casts, moves, cuts nor stores it.
+    """
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self._hidden = (network.train(),)
+        for name, module in network.named_modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                *path, leaf = name.split(".")
+                place: nn.Module = self
+                for part in path:
+                    if part not in place._modules:
+                        place.add_module(part, nn.Module())
+                    place = place._modules[part]
+                place.add_module(leaf, module)
+
+    @property
+    def network(self) -> nn.Module:
+        """The whole network."""
+        return self._hidden[0]
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.network(**inputs)
+
+
+def whole_network(model: nn.Module) -> nn.Module:
+    """Return the network whose trained parts `model` may be."""
+    return model.network if isinstance(model, TrainedParts) else model
+
+
+def hollow_model(config: TransformerConfig) -> nn.Module:
+    """Make a network of float32 weights on the CPU that take no memory, to be replaced."""
+    model = meta_transformer(config)
+    for name, p in list(model.named_parameters()):
+        set_parameter(model, name, torch.zeros(()).expand(p.shape))
+    return model
+
+
+def on_base(model: nn.Module, base: nn.Module) -> TrainedParts:
+    """Replace the frozen weights of `model` by those of `base`, which both then have; return the others."""
+    for name, p in list(model.named_parameters()):
+        if not p.requires_grad:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path) if path else model
+            module._parameters[leaf] = base.get_parameter(name.replace(BASE_LAYER, "."))
+    model.rope = base.rope
+    if source := getattr(base, SOURCE, None):
+        source.serve(model)
+    return TrainedParts(model)
