@@ -20,6 +20,12 @@ Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
 
+TEACHER = "teacher"
+"""Name of the teacher among the networks that are called at samples."""
+Judged = Mapping[str, Tensor]
+"""v_BCFHW at samples of the teacher, and of each role that is called there, float32, without gradient."""
+
+
 class Trained(Protocol):
     """A network that an objective trains beside the student."""
 
@@ -247,6 +253,8 @@ class TermOnSamples(Term):
 
     __slots__ = ()
     samples: ClassVar[bool] = True
+    judges: ClassVar[tuple[str, ...]] = ()
+    """Roles whose networks are called at the samples too."""
 
     @abstractmethod
     def sampled(self, v_BCFHW: Tensor, batch: State) -> State:
@@ -258,12 +266,12 @@ class TermOnSamples(Term):
         """
 
     @abstractmethod
-    def target_of_samples(self, sampled: State, teacher_BCFHW: Tensor, networks: Networks) -> Any:
+    def target_of_samples(self, sampled: State, judged: Judged, networks: Networks) -> Any:
         """Return what the student is to match, without gradient.
 
         Args:
             sampled: from the method of that name.
-            teacher_BCFHW: the teacher's velocity there.
+            judged: the velocities there.
         """
 
 

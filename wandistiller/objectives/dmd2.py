@@ -14,7 +14,9 @@ from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import (
     SATURATION,
+    TEACHER,
     Ask,
+    Judged,
     Limit,
     Networks,
     Role,
@@ -203,6 +205,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
     """
 
     states: ClassVar[str] = ROLLOUT
+    judges: ClassVar[tuple[str, ...]] = (CRITIC,)
     limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             "critic lags",
@@ -335,14 +338,13 @@ class Dmd2(TermOnSamples, TermWithRoles):
     def sampled(self, v_BCFHW: Tensor, batch: Rollout) -> Renoised:
         return renoised(batch, v_BCFHW)
 
-    def target_of_samples(self, sampled: Renoised, teacher_BCFHW: Tensor, networks: Networks) -> Target:
+    def target_of_samples(self, sampled: Renoised, judged: Judged, networks: Networks) -> Target:
         """Return the samples and the gradient in x0_BCFHW: t (v_teacher - v_critic), normalised.
 
         t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
         from the teacher's x0. Source: Yin et al. 2024, arXiv:2311.18828, equations 7 and 8.
         """
-        critic = networks.others[CRITIC]
-        critic_BCFHW, x0_BCFHW = critic.velocity(sampled), sampled.x0_BCFHW
+        teacher_BCFHW, critic_BCFHW, x0_BCFHW = judged[TEACHER], judged[CRITIC], sampled.x0_BCFHW
         away_BCFHW = x0_BCFHW - clean(sampled.x_t_BCFHW, teacher_BCFHW, sampled.sigma_B)
         scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
         step_B = (sampled.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
@@ -356,7 +358,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
             "deviation": x0_BCFHW.flatten(1).std(1),
         }
         if self.gan:
-            adversarial_BCFHW = self.gan * adversarial(sampled, critic)
+            adversarial_BCFHW = self.gan * adversarial(sampled, networks.others[CRITIC])
             numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())
             gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
         return Target(x0_BCFHW, gradient_BCFHW, numbers)

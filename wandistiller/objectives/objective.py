@@ -10,7 +10,7 @@ from torch import Tensor
 from wandistiller.batch import NOISED, STUDENT, Expert, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Ask, Limit, Networks, Role, Term
+from wandistiller.objectives.base import Ask, Judged, Limit, Networks, Role, Term
 from wandistiller.teacher.base import Teacher
 
 
@@ -107,6 +107,11 @@ class Objective:
         blocks = {m for term in self.terms for _, m in term.matched_blocks}
         return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))
 
+    @property
+    def judges(self) -> list[str]:
+        """Roles whose networks are called at the student's samples beside the teacher."""
+        return [role for term in self.terms if term.samples for role in term.judges]
+
     def sampled(self, predictions: dict[str, Prediction], batches: dict[str, State]) -> list[State]:
         """Return the student's samples at which the teacher is called, of each term with some.
 
@@ -146,18 +151,18 @@ class Objective:
         targets: list[Any],
         batches: dict[str, State],
         networks: Networks,
-        teacher: Callable[[list[State]], list[Tensor]] | None = None,
+        judge: Callable[[list[State]], list[Judged]] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the student's loss_TB of each term T, unweighted, float32, and numbers_B for metrics.
 
         Args:
             predictions: the student's, by kind of states.
             targets: from `targets`.
-            teacher: returns the teacher's velocities at samples.
+            judge: returns velocities at samples, of the teacher and of `judges`.
         """
         with torch.no_grad():
             sampled = self.sampled(predictions, batches)
-            at_samples = zip(sampled, teacher(sampled) if sampled else [], strict=True)
+            at_samples = zip(sampled, judge(sampled) if sampled else [], strict=True)
             targets = [
                 term.target_of_samples(*next(at_samples), networks) if term.samples else target
                 for term, target in zip(self.terms, targets, strict=True)

@@ -98,6 +98,13 @@ class Learner:
             share_adam_s_time(optimizer)
             optimizer.register_step_pre_hook(self._before_optimizer)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of all networks."""
+        return [
+            block for network in (*self.networks.values(), *self._frozen.values()) for block in network.blocks
+        ]
+
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
         return self.engines[self._trained_for(expert)]

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from wandistiller.engine.engine_config import BatchSize
+from wandistiller.engine.engine_config import BatchSize, EngineConfig
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
 
@@ -22,6 +22,9 @@ class CallsTeacher(Protocol):
     batch: BatchSize
     size: Any
     buckets: list[Any]
+    objective: Any
+    student_engine: EngineConfig
+    shares_base: bool
 
 
 def branches(job: CallsTeacher) -> int:
@@ -38,36 +41,83 @@ def swept(job: CallsTeacher) -> int:
     return placement.sweep(job.batch.accumulation, nbytes)
 
 
+def rolled_out(job: CallsTeacher) -> int:
+    """Micro-steps whose samples the student draws together, through weights that arrive block by block.
+
+    They may be of several updates of a step, between which the student does not change. ZeRO-3 gathers
+    adapters in the order of one call after the other.
+    """
+    if not job.shares_base or job.student_engine.stage == 3:
+        return 1
+    size, engine = job.size, job.student_engine
+    tokens = job.folder.tokens(size.height, size.width, size.num_frames)
+    nbytes = job.batch.micro * tokens * job.folder.config.width * engine.dtype.itemsize
+    return job.teacher.sweep(len(job.objective.updates) * job.batch.accumulation, nbytes)
+
+
 def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of `calls`, forward passes through `blocks`, none of which enters a block early.
 
     All of them finish a block before the first enters the next. Each computes what it computes alone, on the
-    same shapes. Gradients must be off outside too, as the calls' own contexts end in another order.
+    same shapes, and may be several forward passes. Gradients must be off outside too, as the calls' own
+    contexts end in another order. Within a call, others join those that run already, through whose blocks
+    they go.
     """
+    if outer := getattr(getcurrent(), "sweep", None):
+        return outer.join(calls)
     if len(calls) == 1:
         return [calls[0]()]
-    running = {i: greenlet(call) for i, call in enumerate(calls)}
-    own = set(running.values())
+    return _Sweep().run(blocks, calls)
 
-    def pause(*_: Any) -> None:
-        if (call := getcurrent()) in own:
+
+class _Sweep:
+    """Calls that take turns, a block each."""
+
+    def __init__(self) -> None:
+        self._running: list[greenlet] = []
+        self._results: dict[greenlet, Any] = {}
+
+    def run(self, blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Make the calls; they pause before each of `blocks`."""
+        hooks = [block.register_forward_pre_hook(self._pause, prepend=True) for block in blocks]
+        try:
+            own = [self._begin(call) for call in calls]
+            while self._running:
+                for call in list(self._running):
+                    self._resume(call)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for call in self._running:  # after an error; their contexts end too
+                call.throw()
+        return [self._results.pop(call) for call in own]
+
+    def join(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Make the calls beside those that run, for one of them, which waits for the results."""
+        caller = getcurrent()
+        own = [self._begin(call) for call in calls]  # to its first block, where the caller is
+        while any(call in self._running for call in own):
+            caller.parent.switch()
+        return [self._results.pop(call) for call in own]
+
+    def _begin(self, function: Callable[[], T]) -> greenlet:
+        call = greenlet(function)
+        call.sweep = self
+        self._running.append(call)
+        self._resume(call)
+        return call
+
+    def _resume(self, call: greenlet) -> None:
+        call.parent = getcurrent()  # to which it returns at its next block
+        result = call.switch()
+        if call.dead:
+            self._results[call] = result
+            self._running.remove(call)
+            call.sweep = None  # results must not wait for the collector of cycles
+
+    def _pause(self, *_: Any) -> None:
+        if getattr(call := getcurrent(), "sweep", None) is self:
             call.parent.switch()
-
-    hooks = [block.register_forward_pre_hook(pause, prepend=True) for block in blocks]
-    results: dict[int, T] = {}
-    try:
-        while running:
-            for i, call in list(running.items()):
-                result = call.switch()
-                if call.dead:
-                    results[i] = result
-                    del running[i]
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for call in running.values():  # after an error; their contexts end too
-            call.throw()
-    return [results[i] for i in range(len(calls))]
 
 
 def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:

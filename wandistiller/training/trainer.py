@@ -23,12 +23,13 @@ from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.teacher.sweep import swept
+from wandistiller.teacher.sweep import rolled_out, swept
 from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.interval import Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
+from wandistiller.training.roll_outs import RollOuts
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
 from wandistiller.training.update import Update
 from wandistiller.utils.logging import begin_step, set_activity
@@ -62,8 +63,9 @@ class Trainer:
         by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
         self.updates = [by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        updates, depth = job.run.max_steps * len(self.updates), swept(job)
-        self.reads = ReadAhead(self._read, job.batch.accumulation, updates, depth)
+        updates, depth = job.run.max_steps * len(self.updates), max(swept(job), rolled_out(job))
+        read = ReadAhead(self._read, job.batch.accumulation, updates, depth)
+        self.samples = RollOuts(job, read, self.student)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, text, teacher, self.student)
         self._recorded = recorded(job)
@@ -141,7 +143,7 @@ class Trainer:
     def update(self, update: Update, number: int, step: int) -> StepResult:
         """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
         following = None if self._draws(step + 1) else number + len(self.updates)
-        micro_steps = update.micro_steps(number, self.reads, following)
+        micro_steps = update.micro_steps(number, self.samples, following)
         set_activity(f"finishing step {step + 1}")
         over = Over(self.saves.over(), self.draws.over())
         learner = update.learner

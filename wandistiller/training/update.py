@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +13,17 @@ from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed.device import on_accelerator
-from wandistiller.objectives.base import Networks
+from wandistiller.objectives.base import TEACHER, Judged, Networks
 from wandistiller.student.learner import Learner
-from wandistiller.teacher.base import Teacher
-from wandistiller.teacher.sweep import swept
+from wandistiller.teacher.base import Teacher, local_modules, without_guidance
+from wandistiller.teacher.sweep import block_by_block, swept
 from wandistiller.training.ahead import worker
+from wandistiller.training.roll_outs import Reads
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
-TEACHER = "the teacher's forward pass"
+PREDICTING = "the teacher's forward pass"
 """An activity of a step."""
-Reads = Callable[[int, int], dict[str, State]]
-"""This rank's samples of an update and a micro-step by kind of states, by `Update.read` of its role."""
 Predicted = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 
@@ -92,7 +92,7 @@ class Update:
     def _predicted_ahead(self, update: int) -> list[Predicted]:
         if not (begun := self._begun.pop(update, None)):
             return []
-        with activity(TEACHER):
+        with activity(PREDICTING):
             return begun.result()
 
     @property
@@ -110,16 +110,12 @@ class Update:
         """Read the samples of micro-steps that go through the teacher together, and let it predict."""
         with activity(READING):
             batches = [reads(update, micro) for micro in group]
-        if self.objective.rolls_out(self.role):
-            roll_out = partial(self.objective.roll_out, self.role)
-            with activity("the student's sampling"):
-                batches = [roll_out(b, self.student.velocity, self.job.schedule) for b in batches]
         return self._with_predictions(batches)
 
     def _with_predictions(self, batches: list[dict[str, State]]) -> Predicted:
         if self.role != STUDENT:
             return [(b, None) for b in batches]
-        with activity(TEACHER):
+        with activity(PREDICTING):
             return [*zip(batches, self.objective.predictions(self.teacher, batches), strict=True)]
 
     @property
@@ -146,36 +142,59 @@ class Update:
 
         self._begun[update] = self._worker.submit(lambda: [*map(predict, groups)])
 
-    def _at_samples(self, batches: list[dict[str, State]]) -> list[list[Tensor] | None]:
-        """Return the teacher's velocities at the student's samples of each micro-step, if several are known.
+    def _at_samples(self, batches: list[dict[str, State]]) -> list[list[Judged] | None]:
+        """Return velocities at the student's samples of each micro-step, if several are known.
 
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
         """
         if not self._has_teacher or len(batches) == 1 or not self.objective.rolls_out(STUDENT):
             return [None] * len(batches)
-        with activity(TEACHER):
-            with torch.no_grad():  # of all kinds of states at once, as in the pass that learns
-                samples = [self.objective.sampled(self.student.predict(b), b) for b in batches]
-            predictions = iter(self.teacher.predict_all([s for of_one in samples for s in of_one], ()))
-            return [[next(predictions).v_BCFHW for _ in of_one] for of_one in samples]
+        with activity(PREDICTING), torch.no_grad():
+            # of all kinds of states at once, as in the pass that learns
+            predicted = self._together([partial(self.student.predict, b) for b in batches])
+            samples = list(map(self.objective.sampled, predicted, batches))
+            judged = iter(self._judge([s for of_one in samples for s in of_one]))
+            return [[next(judged) for _ in of_one] for of_one in samples]
+
+    def _judge(self, samples: list[State]) -> list[Judged]:
+        """Return velocities at samples, of the teacher and the networks that the objective asks for."""
+        roles = self.objective.judges
+        calls = [partial(self._networks.others[role].velocity, s) for role in roles for s in samples]
+        predictions, *others = self._together([partial(self.teacher.predict_all, samples, ()), *calls])
+        judged = [{TEACHER: p.v_BCFHW} for p in predictions]
+        for number, v_BCFHW in enumerate(others):
+            role, sample = divmod(number, len(samples))
+            judged[sample][roles[role]] = v_BCFHW
+        return judged
+
+    def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        """Make calls without gradients, block by block if all networks have weights that arrive so."""
+        if not (self.job.shares_base and self.job.teacher.sweeps) or self.job.student_engine.stage == 3:
+            return [call() for call in calls]
+        blocks = [
+            block for learner in (self.student, *self._networks.others.values()) for block in learner.blocks
+        ]
+        for network in dict.fromkeys(local_modules(without_guidance(self.teacher)).values()):
+            blocks += network.blocks
+        return block_by_block(blocks, calls)
 
     def _micro_step(
-        self, batches: dict[str, State], teacher: Prediction | None, at_samples: list[Tensor] | None
+        self, batches: dict[str, State], teacher: Prediction | None, at_samples: list[Judged] | None
     ) -> MicroStepResult:
         """Compute the loss and its gradients; on the last micro-step of an update the weights change.
 
         Args:
             teacher: its prediction at noised states.
-            at_samples: its velocities at the student's samples, if they are known.
+            at_samples: velocities at the student's samples, if they are known.
         """
         objective, first = self.objective, next(iter(batches.values()))
         with activity(f"the {self.role}'s forward pass"):
             if self.role == STUDENT:
                 targets = objective.targets(teacher, batches, self._networks, self.job.schedule)
                 predictions = self.student.predict(batches)
-                teacher_at = (lambda _: at_samples) if at_samples else self._velocities
-                loss_TB, numbers = objective.losses(predictions, targets, batches, self._networks, teacher_at)
+                judge = (lambda _: at_samples) if at_samples else self._judge
+                loss_TB, numbers = objective.losses(predictions, targets, batches, self._networks, judge)
             else:
                 loss_TB = objective.losses_of(self.role, self.learner.predict(batches), batches)
                 numbers = {}
@@ -184,6 +203,3 @@ class Update:
         with activity("the optimizer's step"):
             self.learner.step(first.expert)
         return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert, numbers)
-
-    def _velocities(self, samples: list[State]) -> list[Tensor]:
-        return [self.teacher.velocity(batch) for batch in samples]

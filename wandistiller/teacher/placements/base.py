@@ -82,7 +82,7 @@ class Placement(Kernels, ABC):
         return True
 
     def can_be_shared(self) -> bool:
-        """Return whether each rank has it on the device of its student, which may then have the same weights."""
+        """Return whether each rank has it where its student is, which may then have the same weights."""
         return False
 
     def weights_problems(self) -> list[str]:
