@@ -73,9 +73,15 @@ def recipe_file(folder: Path, wan: Path, name: str = "run", **more: Any) -> Path
 
 
 def train(
-    folder: Path, wan: Path, name: str = "run", *, ranks: int = 2, accelerator: str = "cpu", **more: Any
+    folder: Path,
+    wan: Path,
+    name: str = "run",
+    *flags: str,
+    ranks: int = 2,
+    accelerator: str = "cpu",
+    **more: Any,
 ) -> Path:
     """Train by a `recipe_file`; return the output folder."""
     file = recipe_file(folder, wan, name, **more)
-    wandistiller("train", "--recipe", file, ranks=ranks, accelerator=accelerator)
+    wandistiller("train", "--recipe", file, *flags, ranks=ranks, accelerator=accelerator)
     return folder / name

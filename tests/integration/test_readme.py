@@ -85,14 +85,14 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
     ids=named,
 )
 def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
-    command: Command, capsys: pytest.CaptureFixture
+    command: Command, capfd: pytest.CaptureFixture
 ) -> None:
     if "nvme" in command.line and not has_async_io():
         pytest.skip("no libaio here")
     if file := re.search(r"echo '(.*)' > (\S+)", text("docs/export.md")):  # a student config that one names
         Path(file[2]).write_text(file[1])
     code = main([*(word for word in command.ours if word != "--dry_run"), "--dry_run"])
-    problems = re.findall(r"^error: (.*)", capsys.readouterr().err, re.MULTILINE)
+    problems = re.findall(r"^error: (.*)", capfd.readouterr().err, re.MULTILINE)
     assert [p for p in problems if not MISSING_HERE.search(p)] == [] and code == (2 if problems else 0)
 
 

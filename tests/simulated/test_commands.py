@@ -56,10 +56,11 @@ def runs(wan2: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     data = media(folder / "data")
     for place, accelerator in ((CPU, "cpu"), (GPU, found.devices)):
         (folder / place).mkdir()
-        more = STEPS | ({"profile_memory": 1} if place == GPU else {})
+        flags = ["--profile_memory", "1"] if place == GPU else []
         if place == GPU:
             take_texts_of_cpus(wan2, folder / CPU / "cache", folder / GPU / "cache")
-        train(folder / place, wan2, ranks=1, accelerator=accelerator, data_path=str(data), **more)
+        how = {"ranks": 1, "accelerator": accelerator, "data_path": str(data)}
+        train(folder / place, wan2, "run", *flags, **how, **STEPS)
     return found
 
 

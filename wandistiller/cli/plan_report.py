@@ -12,6 +12,7 @@ from wandistiller.planner.other_work import before_the_steps, pictures
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.sweeps import base_sweeps
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.utils.system_memory import GIB
 
@@ -111,6 +112,13 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     waiting = sum(cost.waiting(rates) for cost in costs.all()) - ahead
     least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
     lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
+    if sweeps := base_sweeps(job):
+        updates, each = (
+            len(job.objective.updates),
+            ", ".join(f"{n:.3g} for {why}" for why, n in sweeps.items()),
+        )
+        mean = sum(sweeps.values()) / updates
+        lines.append(f"sweeps of the shared base: {mean:.2g} an update; in a step of {updates}, {each}")
     micro = costs.micro_batch_that_hides_streaming()
     if micro is not None:
         lines.append(

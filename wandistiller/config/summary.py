@@ -8,6 +8,7 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.engine.lr_preview import LEAD, steps_without_learning
+from wandistiller.student.shared_base import obstacle
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.wan.transformer import count_parameters
 
@@ -77,11 +78,23 @@ def summary(job: Job) -> list[str]:
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
         *(f"{key:<14} {value}" for key, value in tuning(job).items()),
+        *_base(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
         *without_learning(job.student_engine, r.max_steps),
         f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
     ]
+
+
+def _base(job: Job) -> list[str]:
+    """Say whether the networks of a run of adapters have one copy of the weights beside them."""
+    if not job.run.lora:
+        return []
+    roles = ", ".join(["teacher", "student", *job.others])
+    if job.shares_base:
+        return [f"base      one copy of its weights for {roles}, {job.teacher.describe()}"]
+    why = obstacle(job) if job.bases else "the student is another network than the teacher"
+    return [f"base      a copy each for {roles}, as {why}"]
 
 
 def _guidance(job: Job) -> str:

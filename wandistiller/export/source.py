@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
@@ -17,6 +17,7 @@ from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.flow import RENOISE
 from wandistiller.student.projections import PROJECTIONS
+from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.student.trainable import Lora, add_lora, is_adapter
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.logging import set_activity
@@ -70,32 +71,24 @@ class Source(NamedTuple):
         return self._fused(name, dtype) if self.facts.lora else self.network(name, dtype)
 
     def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-        """One expert as it was trained, on the CPU: with adapters, without feature matching's projections.
+        """One expert as it was trained, on the CPU, without feature matching's projections; no adapters.
 
         Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
         file is closed.
         """
         model = transformer.meta_transformer(self.facts.config)
-        if self.facts.bases:
-            self._read_base(model, name, dtype)
-        if self.facts.lora:
-            add_lora(model, Lora(**self.facts.lora), seed=0)
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if not parameter.startswith(PROJECTIONS):
                 cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
                 transformer.set_parameter(model, parameter, cast)
         return model
 
-    def _read_base(self, model: WanTransformer3DModel, name: str, dtype: torch.dtype) -> None:
-        """Read the weights that the teacher has, and no checkpoint."""
-        base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
-        reader = WeightReader(self.teacher(weights=True).path / base)
-        for parameter, p in list(model.named_parameters()):
-            value = torch.empty(p.shape, dtype=transformer.parameter_dtype(parameter, dtype))
-            reader.read(parameter, value)
-            transformer.set_parameter(model, parameter, value)
-        if reader.faults:
-            raise ConfigError(*reader.faults)
+    def adapters(self, name: str) -> WanTransformer3DModel:
+        """One expert with its adapters; its other weights take no memory, and are not its own."""
+        model = hollow_model(self.facts.config)
+        add_lora(model, Lora(**self.facts.lora), seed=0)
+        self.fill_adapters(name, model)
+        return model
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
         """Copy one expert's adapters into a model with some of the same kind."""
@@ -104,14 +97,32 @@ class Source(NamedTuple):
                 model.get_parameter(parameter).data.copy_(value)
 
     def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
-        model = self.network(name)
-        model.fuse_lora()
-        model.unload_lora()
-        # names, because a list of the parameters themselves would keep the old ones in memory
-        for parameter in [name for name, _ in model.named_parameters()]:
-            cast = model.get_parameter(parameter).to(transformer.parameter_dtype(parameter, dtype))
-            transformer.set_parameter(model, parameter, cast)
+        """Add the adapters to the other weights, one after the other, in float32."""
+        adapters, model = self.adapters(name), transformer.meta_transformer(self.facts.config)
+        layers = {layer: module for layer, module in adapters.named_modules() if hasattr(module, "lora_A")}
+        with torch.no_grad():
+            for parameter, value in self._beside_adapters(name):
+                if (layer := parameter.removesuffix(".weight")) in layers:
+                    value = value + layers[layer].get_delta_weight("default")
+                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+                transformer.set_parameter(model, parameter, cast)
         return model
+
+    def _beside_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of all other weights, float32: the teacher's, or the checkpoint's."""
+        if not self.facts.bases:
+            for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
+                if not (is_adapter(parameter) or parameter.startswith(PROJECTIONS)):
+                    yield parameter.replace(BASE_LAYER, "."), value
+            return
+        base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
+        reader = WeightReader(self.teacher(weights=True).path / base)
+        for parameter, p in transformer.meta_transformer(self.facts.config).named_parameters():
+            value = torch.empty(p.shape)
+            reader.read(parameter, value)
+            yield parameter, value
+        if reader.faults:
+            raise ConfigError(*reader.faults)
 
     def teacher(self, weights: bool) -> WanFolder:
         """The teacher's pipeline folder."""

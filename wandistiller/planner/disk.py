@@ -17,7 +17,7 @@ from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
-from wandistiller.planner.student_network import network_of, other_shape, student_network
+from wandistiller.planner.student_network import other_network, student_network
 from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
 from wandistiller.wan.components import text_config
 from wandistiller.wan.hub import bytes_to_fetch
@@ -65,11 +65,14 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
     kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = count_parameters(job.student_transformer)
-    student = experts * 2 * weights + trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
+    student = experts * 2 * weights
+    if job.bases:  # the teacher has them
+        student += (experts - trained) * 4 * network.trained_numel
+    else:
+        student += trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
     for other in job.others.values():
-        numel = network_of(*other_shape(job, other.role)).trained_numel
-        checkpoint += (4 + optimizer_states(other.engine)) * numel
+        checkpoint += (4 + optimizer_states(other.engine)) * other_network(job, other.role).trained_numel
     files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
     if not job.previous:
         return files

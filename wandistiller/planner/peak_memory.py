@@ -19,7 +19,7 @@ from wandistiller.planner.student_memory import (
     spread_bytes,
     student_parts,
 )
-from wandistiller.planner.student_network import matched_blocks, network_of, other_shape, student_network
+from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, teacher_parts
 from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
@@ -118,7 +118,7 @@ class _Planner:
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
         j, cast = self.job, cast_bytes(self.network, self.job.student_engine)
-        kept, call = self._teacher(j.batch.micro, swept(j)) if j.objective.needs_teacher else ({}, {})
+        kept, call = self._teachers()
         student, gathered, steps = self._student(cast)
         starts = {}
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
@@ -127,15 +127,16 @@ class _Planner:
             if slope:
                 steps["gradient through the critic"] = steps["student"] | slope
             student |= kept_of_it
-            numel = sum(network_of(*other_shape(j, other.role))[0].values())
+            numel = other_network(j, other.role).trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)}
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
-        held, start = self.base | kept | student, Bytes(host=4 * weights * len(j.student_experts))
+        held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
+        start = Bytes(host=4 * each * len(j.student_experts))
         starts = {"start": {"student's weights in float32": start}} | starts
-        exported = Bytes(host=(4 if j.run.lora else 2) * weights)  # a LoRA is fused in float32
+        exported = Bytes(host=2 * weights + 4 * (self.network.trained_numel if j.run.lora else 0))
         return {
             **({"prepare": self._prepare()} if coding else {}),
             "load": PhasePeak(
@@ -152,6 +153,14 @@ class _Planner:
             **({"draw": self._draw(kept | student, call, gathered)} if coding else {}),
             "export": PhasePeak(self.base | {"a network": exported}),
         }
+
+    def _teachers(self) -> tuple[Parts, Parts]:
+        """Memory that the teacher keeps, for others' use too, and of a call; empty without one."""
+        j = self.job
+        if not (j.objective.needs_teacher or j.shares_base):
+            return {}, {}
+        kept, call = self._teacher(j.batch.micro, swept(j))
+        return kept, call if j.objective.needs_teacher else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
@@ -179,8 +188,8 @@ class _Planner:
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.student_experts} - {*j.trained_experts}:  # the samples begin with it
-            whole = count_parameters(j.student_transformer) * engine.dtype.itemsize
-            kept["student's finished expert"] = Bytes(device=whole)
+            numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
+            kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
@@ -195,7 +204,7 @@ class _Planner:
         """Memory of a network beside the student: what is kept, alternatives of its updates, its slope's."""
         j, engine, ranks, name = self.job, other.engine, self.machine.ranks, other.role.name
         has_heads = other.role.has_heads  # on samples and cached latents
-        network = network_of(*other_shape(j, other.role))
+        network = other_network(j, other.role)
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
         saved = self.saved(other.transformer, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}

@@ -21,6 +21,7 @@ from wandistiller.planner.student_network import (
     student_model,
     student_shape,
 )
+from wandistiller.planner.sweeps import base_sweeps, sweeps_of
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.student.projections import PROJECTIONS
 from wandistiller.teacher.sweep import branches, swept
@@ -249,7 +250,11 @@ class StepTime:
             )
         moves: list[Transfer] = []
         if engine.stage == 3:
-            moves += self._gathered(one, gradients + engine.dtype.itemsize * network.frozen_numel)
+            frozen = 0 if j.shares_base else network.frozen_numel
+            moves += self._gathered(one, gradients + engine.dtype.itemsize * frozen)
+        if base_sweeps(j):
+            sweeps = sweeps_of(j, one.role)
+            moves += [each._replace(nbytes=round(sweeps * each.nbytes)) for each in self._streamed()]
         times, tflops = one.updates * j.batch.accumulation, self.rates.tflops
         # stages 1 and 2 give gradients away on the stream that computes, or on another, for whose copies to
         # CPU memory the host waits, so that it launches little meanwhile (deepspeed 0.19.8)

@@ -37,7 +37,17 @@ def student_shape(job: Job) -> tuple[Any, ...]:
 
 def student_network(job: Job) -> Network:
     """Parameters of one student network, adapters and projections included."""
-    return network_of(*student_shape(job))
+    return _own(job, network_of(*student_shape(job)))
+
+
+def other_network(job: Job, role: Role) -> Network:
+    """Parameters of a network that is trained beside the student."""
+    return _own(job, network_of(*other_shape(job, role)))
+
+
+def _own(job: Job, network: Network) -> Network:
+    """Leave out the frozen weights that are the teacher's."""
+    return Network(network.trained) if job.shares_base else network
 
 
 def other_shape(job: Job, role: Role) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ from wandistiller.utils.errors import ConfigError
 
 @pytest.mark.gpu
 def test_a_gpu_s_memory_is_recorded_in_three_steps_and_no_loss_changes(tmp_path: Path, wan1: Path) -> None:
-    for name, more in (("plain", {}), ("recorded", {"profile_memory": 2})):
-        settings = {"max_steps": 4, "sample_prompts": ["a circle"]} | more
-        train(tmp_path, wan1, name, ranks=1, accelerator="cuda", **settings)
+    settings = {"max_steps": 4, "sample_prompts": ["a circle"]}
+    for name, flags in (("plain", []), ("recorded", ["--profile_memory", "2"])):
+        train(tmp_path, wan1, name, *flags, ranks=1, accelerator="cuda", **settings)
     assert not (tmp_path / "plain" / "profile_memory").exists()
     record = pickle.loads((tmp_path / "recorded" / "profile_memory" / "rank_0.pickle").read_bytes())
     assert {"alloc", "free_completed"} <= {event["action"] for event in record["device_traces"][0]}

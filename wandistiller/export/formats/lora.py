@@ -94,7 +94,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
     facts = source.facts
     if facts.lora:
         for name in source.experts:
-            model = source.network(name)
+            model = source.adapters(name)
             config = model.peft_config["default"]
             yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
         return
@@ -165,8 +165,9 @@ def write_adapter_card(
         comfy: the card's folder once it is in its place, beside the files for ComfyUI; else empty.
     """
     facts = source.published
-    base = facts.teacher_path if facts.init == "teacher" else facts.init
-    base += "/student" if facts.before else ""  # the export of the run that it starts from
+    base = facts.teacher_path
+    if not facts.bases and facts.init != "teacher":  # the export of the run that it starts from
+        base = f"{facts.init}/student" if facts.before else facts.init
     where = repository or (BESIDE if comfy else HERE)
     calls = [
         f'pipe.load_lora_weights("{where}", weight_name="{file}"{more})'
