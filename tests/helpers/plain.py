@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from diffusers import WanTransformer3DModel
+from peft import LoraConfig
 from recipes import ADAM
 
 from wandistiller.batch import Expert, State
@@ -36,13 +37,26 @@ SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
 
 
 def networks(job: Job) -> tuple[dict[Expert, WanTransformer3DModel], WanTransformer3DModel]:
-    """The teacher's experts, and the student made of the first and the last block of its low-noise one."""
-    folder = job.folder.path
+    """The teacher's experts, and the student: the first and the last block of the low-noise one, or all.
+
+    With the recipe key `lora` it has adapters, by peft.
+    """
+    folder, config = job.folder.path, job.student_transformer
     teacher = {e: WanTransformer3DModel.from_pretrained(folder / e.value).eval() for e in Expert}
-    student = WanTransformer3DModel.from_config({**teacher[Expert.LOW_NOISE].config, "num_layers": 2})
+    student = WanTransformer3DModel.from_config(config.raw)
     weights = teacher[Expert.LOW_NOISE].state_dict()
-    student.load_state_dict({k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()})
+    if config.num_layers == 2:
+        weights = {k: weights[k.replace("blocks.1.", "blocks.3.")] for k in student.state_dict()}
+    student.load_state_dict(weights)
+    if lora := job.run.lora:
+        torch.manual_seed(job.run.seed)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        student.add_adapter(LoraConfig(r=lora["rank"], lora_alpha=lora["rank"], target_modules=targets))
     return teacher, student
+
+
+def learned(model: WanTransformer3DModel) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def whole(text_BLD: torch.Tensor) -> torch.Tensor:
@@ -88,9 +102,9 @@ class PlainDmd2:
         self.data, self.text, _ = prepare(job)
         adam = dict(ADAM["params"])
         self.optimizers = {
-            self.student: torch.optim.AdamW(self.student.parameters(), **adam),
+            self.student: torch.optim.AdamW(learned(self.student), **adam),
             self.critic: torch.optim.AdamW(
-                self.critic.parameters(), **adam | {"lr": settings.critic_lr or adam["lr"]}
+                learned(self.critic), **adam | {"lr": settings.critic_lr or adam["lr"]}
             ),
         }
 
@@ -118,7 +132,7 @@ class PlainDmd2:
         optimizer = self.optimizers[network]
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learned(network), 1.0)
         optimizer.step()
         return loss.item()
 

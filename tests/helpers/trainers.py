@@ -13,6 +13,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.build_student import build_others, build_student
+from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 
@@ -36,5 +37,7 @@ def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
     """Make a trainer of its own parts, or of those of another run."""
     job = job_of(given)
     ranks = ranks_of(job)
-    learners = {STUDENT: build_student(job, ranks=ranks)} | build_others(job, ranks=ranks)
-    return Trainer(job, *(parts or parts_of(job)), learners)
+    parts = parts or parts_of(job)
+    builder = NetworkBuilder(job, parts[-1])
+    learners = {STUDENT: build_student(builder, ranks)} | build_others(builder, ranks)
+    return Trainer(job, *parts, learners)

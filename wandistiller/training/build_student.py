@@ -7,7 +7,6 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from wandistiller.batch import STUDENT, Batch, Expert
@@ -19,7 +18,6 @@ from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
-from wandistiller.export.source import Source, read_source
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -32,10 +30,11 @@ from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
 from wandistiller.student.projections import add_heads
-from wandistiller.student.shared_base import hollow_model, on_base, whole_network
+from wandistiller.student.shared_base import whole_network
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import is_adapter, set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
+from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
@@ -52,72 +51,21 @@ def initial_learners(
     if ranks.degree != job.run.context_parallel:
         raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     if job.resume_from:
-        parts = Parts(job, teacher)
-        return job, {STUDENT: build_student(parts, ranks)} | build_others(parts, ranks)
+        builder = NetworkBuilder(job, teacher)
+        return job, {STUDENT: build_student(builder, ranks)} | build_others(builder, ranks)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
-    parts = Parts(job, teacher, cuts)
-    student = build_student(parts, ranks)
+    builder = NetworkBuilder(job, teacher, cuts)
+    student = build_student(builder, ranks)
     measure_start(job, data, teacher if data.has_latents else None, student)
-    return job, {STUDENT: student} | build_others(parts, ranks)
+    return job, {STUDENT: student} | build_others(builder, ranks)
 
 
-class Parts:
-    """What a run's networks are made of."""
-
-    def __init__(
-        self, job: Job, teacher: Teacher | None = None, cuts: dict[Expert, WidthSlicer] | None = None
-    ):
-        """Take the parts.
-
-        Args:
-            teacher: needed by networks that share its weights.
-            cuts: how each network is cut from the teacher, if it is narrower.
-        """
-        self.job, self.cuts = job, cuts or {}
-        self._shared = local_modules(without_guidance(teacher)) if job.shares_base else {}
-
-    def network(self, expert: Expert) -> nn.Module:
-        """Make a network of the student: blank if the run resumes, as another run left it, or new."""
-        job, config = self.job, self.job.student_transformer
-        if job.shares_base:
-            return hollow_model(config)
-        if job.bases:
-            return start_model(StudentConfig(experts="two"), config, job.folder, job.bases[expert], 0)
-        if job.resume_from:
-            return blank_model(config)
-        if not job.start:
-            return start_model(job.student, config, job.folder, expert, job.run.seed, self.cuts.get(expert))
-        return _start(job).finished(expert.value, torch.float32).requires_grad_(True)
-
-    def trainable(self, expert: Expert, *, projected: bool = False, heads: bool = False) -> nn.Module:
-        """Make a network of which the recipe trains some weights, or its trained parts on the teacher's.
-
-        Args:
-            projected: add the projections of hidden states that are compared.
-            heads: add heads.
-        """
-        job, model = self.job, self.network(expert)
-        matched = job.matched_objective.student_blocks if projected else []
-        set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
-        if job.bases and job.start and not job.resume_from:
-            _start(job).fill_adapters(expert.value, model)
-        if heads:
-            add_heads(model)
-        return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model
-
-
-def _start(job: Job) -> Source:
-    """Read what another run left. Collective."""
-    with collectives.raise_on_all_ranks():
-        return read_source(job.start.folder, share=(collectives.rank(), collectives.world_size()))
-
-
-def build_student(parts: Parts, ranks: Ranks = ALONE) -> Learner:
+def build_student(builder: NetworkBuilder, ranks: Ranks = ALONE) -> Learner:
     """Build the student in its engines: with initial weights, or blank if the run resumes. Collective."""
     set_activity("building the student")
-    job, run = parts.job, parts.job.run
-    models, others = student_models(parts), _untrained(parts)
+    job, run = builder.job, builder.job.run
+    models, others = student_models(builder), _untrained(builder)
     checkpointer.keep_frozen(models | others, job.output, job.resume_from, adapters_alone=bool(job.bases))
     name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
     # samples begin with the high-noise expert, and none of its own reach the other
@@ -136,13 +84,13 @@ def build_student(parts: Parts, ranks: Ranks = ALONE) -> Learner:
     )
 
 
-def _untrained(parts: Parts) -> dict[Expert, nn.Module]:
+def _untrained(builder: NetworkBuilder) -> dict[Expert, nn.Module]:
     """Make the student's networks that an objective of one expert does not train, float32 on the CPU."""
-    job = parts.job
+    job = builder.job
     models = {}
     for expert in job.student_experts:
         if expert not in job.trained_experts:
-            model = parts.trainable(expert) if job.bases else parts.network(expert)
+            model = builder.trainable(expert) if job.bases else builder.network(expert)
             models[expert] = model.requires_grad_(False)
     if job.resume_from:
         loading.load_frozen(models, job.resume_from)
@@ -158,24 +106,26 @@ def _placed(model: nn.Module, job: Job) -> nn.Module:
     return model.to(collectives.device()).eval().requires_grad_(False)
 
 
-def student_models(parts: Parts, *, projected: bool = True, heads: bool = False) -> dict[Expert, nn.Module]:
+def student_models(
+    builder: NetworkBuilder, *, projected: bool = True, heads: bool = False
+) -> dict[Expert, nn.Module]:
     """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded.
 
-    Args: as in `Parts.trainable`.
+    Args: as in `NetworkBuilder.trainable`.
     """
-    job = parts.job
-    models = {e: parts.trainable(e, projected=projected, heads=heads) for e in job.trained_experts}
+    job = builder.job
+    models = {e: builder.trainable(e, projected=projected, heads=heads) for e in job.trained_experts}
     if job.resume_from and not job.bases:
         loading.load_frozen(models, job.resume_from)
     return models
 
 
-def build_others(parts: Parts, ranks: Ranks = ALONE) -> dict[str, Learner]:
+def build_others(builder: NetworkBuilder, ranks: Ranks = ALONE) -> dict[str, Learner]:
     """Build what the objective trains beside the student, by role; blank if the run resumes. Collective."""
-    learners, job = {}, parts.job
+    learners, job = {}, builder.job
     for name, (role, config, engine) in job.others.items():
         set_activity(f"building the {name}")
-        of_student = partial(student_models, parts, projected=False, heads=role.has_heads)
+        of_student = partial(student_models, builder, projected=False, heads=role.has_heads)
         models = role.origin(of_student, partial(_of_teacher, job, config, heads=role.has_heads))()
         merges = job.run.merge_text_padding
         learners[name] = Learner(models, engine, role=name, merges_padding=merges, ranks=ranks)

@@ -16,13 +16,14 @@ from torch import Tensor
 from wandistiller.batch import Conditioning, Expert, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.flow import FewSteps, FlowSchedule, clean
-from wandistiller.objectives.base import Networks
+from wandistiller.objectives.base import TEACHER, Networks
 from wandistiller.objectives.dmd2 import (
     CRITIC,
     RENOISED,
     Dmd2,
     Renoised,
     Rollout,
+    Target,
     drawn,
     heads_loss,
     renoised,
@@ -63,12 +64,19 @@ class Critic:
         self.velocity, self.slope = velocity, slope
 
 
-def networks(critic: Critic) -> Networks:
-    """Return those of a run; the student is not asked."""
-    return Networks(gaussian(0, 1), {CRITIC: critic})
+OF_TEACHER = gaussian(0.5, 0.3)
+NETWORKS = Networks(gaussian(0, 1))
 
 
-TEACHER = gaussian(0.5, 0.3)
+def target_of_samples(
+    term: Dmd2,
+    at: State,
+    critic: Callable[[State], Tensor],
+    slope: Callable[..., Tensor] | None = None,
+) -> Target:
+    """What the student is to match at samples, where the teacher is `OF_TEACHER`."""
+    judged = {TEACHER: OF_TEACHER(at), CRITIC: critic(at)}
+    return term.target_of_samples(at, judged, Networks(NETWORKS.student, {CRITIC: Critic(critic, slope)}))
 
 
 def score(batch: State, mean: float, deviation: float) -> Tensor:
@@ -79,7 +87,7 @@ def score(batch: State, mean: float, deviation: float) -> Tensor:
 def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
     """x0 = (x + t^2 score) / (1 - t), so x0_critic - x0_teacher is t^2 / (1 - t) times the difference."""
     at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
-    gradient = Dmd2().target_of_samples(at, TEACHER(at), networks(Critic(gaussian(-0.2, 0.8)))).gradient_BCFHW
+    gradient = target_of_samples(Dmd2(), at, gaussian(-0.2, 0.8)).gradient_BCFHW
     t = at.sigma_B.view(-1, 1, 1, 1, 1)
     difference = t**2 / (1 - t) * (score(at, -0.2, 0.8) - score(at, 0.5, 0.3))
     away = at.x0_BCFHW - (at.x_t_BCFHW + t**2 * score(at, 0.5, 0.3)) / (1 - t)
@@ -90,19 +98,23 @@ def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
 def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
     batch, v = start(), keyed_normal((4, *SHAPE), "v")
     at = renoised(batch, v)
-    target = Dmd2().target_of_samples(at, TEACHER(at), networks(Critic(TEACHER)))
+    target = target_of_samples(Dmd2(), at, OF_TEACHER)
     assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
     assert target.numbers["critic_share"].tolist() == pytest.approx([1.0] * 4)
 
 
 def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
     batch, v = start(), keyed_normal((4, *SHAPE), "v").requires_grad_()
-    objective, others = Objective((Dmd2(),)), networks(Critic(gaussian(-0.2, 0.8)))
+    objective, critic = Objective((Dmd2(),)), gaussian(-0.2, 0.8)
     of = {Dmd2.states: Prediction(v)}
-    loss_TB, _ = objective.losses(of, [None], {Dmd2.states: batch}, others, lambda at: [TEACHER(*at)])
+
+    def judge(samples: list[State]) -> list[dict[str, Tensor]]:
+        return [{TEACHER: OF_TEACHER(at), CRITIC: critic(at)} for at in samples]
+
+    loss_TB, _ = objective.losses(of, [None], {Dmd2.states: batch}, NETWORKS, judge)
     loss_TB.sum().backward()
     at = renoised(batch, v.detach())
-    gradient = Dmd2().target_of_samples(at, TEACHER(at), others).gradient_BCFHW
+    gradient = target_of_samples(Dmd2(), at, critic).gradient_BCFHW
     numel = v[0].numel()  # x0 = x - sigma v, and the loss is a mean over a sample
     expected = -batch.sigma_B.view(-1, 1, 1, 1, 1) * gradient / numel
     torch.testing.assert_close(v.grad, expected)
@@ -207,8 +219,7 @@ def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
             logits = {0: (a * x).flatten(1)[..., None]}
             return torch.autograd.grad(value(Prediction(x, logits)), x)[0]
 
-    others = networks(Critic(TEACHER, slope))
-    found = Dmd2(gan=0.03).target_of_samples(batch, TEACHER(batch), others).gradient_BCFHW
+    found = target_of_samples(Dmd2(gan=0.03), batch, OF_TEACHER, slope).gradient_BCFHW
     x0 = batch.x0_BCFHW.detach().requires_grad_()
     t = batch.sigma_B.view(-1, 1, 1, 1, 1)
     logit_B = a * ((1 - t) * x0 + t * start().renoise.x_t_BCFHW).flatten(1).mean(1)

@@ -1,0 +1,215 @@
+"""Runs of adapters on the teacher's own weights: bit-equal to copies, to plain PyTorch, resumed, exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import exported
+from diffusers import WanTransformer3DModel
+from plain import PlainDmd2
+from ranks import losses, metrics
+from recipes import recipe, student_engine, train
+from safetensors.torch import load_file
+from slow_cases import slow_but
+from trainers import job_of, trainer_of
+
+from wandistiller.batch import STUDENT, Expert
+from wandistiller.config.summary import summary
+from wandistiller.objectives.dmd2 import CRITIC
+from wandistiller.planner.sweeps import base_sweeps
+
+STEPS = 4
+LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
+DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2, "critic_lr": 2e-3}
+CONSISTENCY = {"name": "consistency", "edges": 4}
+OBJECTIVES = {
+    "velocity": "velocity",
+    "consistency": CONSISTENCY,
+    "dmd2": DMD2,
+    "heads": DMD2 | {"gan": 0.03},
+    "sum": [DMD2, CONSISTENCY],
+    "feature": ["velocity", {"name": "feature", "blocks": [1, 3]}],
+}
+COPIES = {"wandistiller": {"placement": "owner"}}
+PLACEMENTS = {
+    "replicated": {"zero_optimization": {"stage": 0}},
+    "streamed": {"wandistiller": {"placement": "streamed"}},
+    "files": {"wandistiller": {"placement": "files"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+def trained(
+    folder: Path, wan: Path, name: str, teacher: dict[str, Any], *, ranks: int = 1, **more: Any
+) -> Path:
+    return train(folder, wan, name, ranks=ranks, teacher_deepspeed_config=teacher, **LORA | more)
+
+
+def learned(output: Path) -> dict[str, torch.Tensor]:
+    """All that the last checkpoint has of every role: weights and moments."""
+    last = max((output / "checkpoints").glob("step_*"))
+    files = sorted(last.rglob("rank_*.safetensors"))
+    return {f"{file.relative_to(last)} {name}": t for file in files for name, t in load_file(file).items()}
+
+
+def assert_same(output: Path, reference: Path) -> None:
+    """The same losses and gradients, of all roles, and the same weights and moments, bit for bit."""
+    numbers = [
+        [(line["loss"], line["grad_norm"], line.get("critic", {}).get("loss")) for line in metrics(one)]
+        for one in (output, reference)
+    ]
+    assert numbers[0] == numbers[1]
+    ours, theirs = learned(output), learned(reference)
+    assert ours.keys() == theirs.keys()
+    assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
+
+
+RUNS = [(o, p) for o in OBJECTIVES for p in PLACEMENTS]
+
+
+@pytest.fixture(scope="module")
+def copies(folder: Path, wan2: Path) -> dict[str, Path]:
+    """Runs whose teacher, student and critic have weights of their own, by objective; filled as needed."""
+    return {}
+
+
+@pytest.mark.parametrize(("objective", "placement"), slow_but([("sum", "streamed")], RUNS))
+def test_adapters_on_one_base_learn_what_they_learn_on_copies_bitwise(
+    folder: Path, wan2: Path, copies: dict[str, Path], objective: str, placement: str
+) -> None:
+    given = {"objective": OBJECTIVES[objective]}
+    if objective not in copies:
+        copies[objective] = trained(folder, wan2, f"{objective}_copies", COPIES, **given)
+    teacher = PLACEMENTS[placement]
+    assert_same(trained(folder, wan2, f"{objective}_{placement}", teacher, **given), copies[objective])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["replicated", "streamed"])
+def test_two_ranks_on_one_base_learn_what_they_learn_on_copies_bitwise(
+    folder: Path, wan2: Path, placement: str
+) -> None:
+    given = {"ranks": 2, "objective": OBJECTIVES["dmd2"]}
+    reference = trained(folder, wan2, f"two_copies_{placement}", COPIES, **given)
+    assert_same(trained(folder, wan2, f"two_{placement}", PLACEMENTS[placement], **given), reference)
+
+
+@pytest.mark.slow
+def test_zero_3_cuts_the_adapters_alone_and_has_the_losses_of_zero_2(folder: Path, wan2: Path) -> None:
+    two, three = (
+        trained(folder, wan2, f"zero{n}", PLACEMENTS["streamed"], ranks=2, deepspeed_config=student_engine(n))
+        for n in (2, 3)
+    )
+    assert losses(three) == pytest.approx(losses(two), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "nf4", "float8"])
+def test_a_streamed_base_in_few_bits_learns_what_a_resident_one_does_bitwise(
+    folder: Path, wan2: Path, weights: str
+) -> None:
+    given = {"objective": OBJECTIVES["dmd2"], "max_steps": 2}
+    resident, streamed = (
+        trained(folder, wan2, f"{weights}_{n}", {"wandistiller": {"weights": weights} | block}, **given)
+        for n, block in (("resident", {}), ("streamed", {"placement": "streamed"}))
+    )
+    assert_same(streamed, resident)
+
+
+def test_losses_and_adapters_after_6_updates_equal_those_of_plain_pytorch_and_peft(
+    folder: Path, wan2: Path, one_rank: torch.device
+) -> None:
+    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
+    more = {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "objective": DMD2, "deepspeed_config": engine}
+    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    trainer = trainer_of(recipe(folder, wan2, output_dir=str(folder / "plain"), **LORA | more))
+    plain = PlainDmd2(trainer.job)
+    for step in range(2):
+        result, (loss, critic) = trainer.train_step(step), plain.step(step)
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
+    for role, network in {STUDENT: plain.student, CRITIC: plain.critic}.items():
+        ours = dict(trainer.learners[role].engine(Expert.HIGH_NOISE).module.named_parameters())
+        theirs = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        assert list(ours) == list(theirs)
+        for name, p in theirs.items():
+            torch.testing.assert_close(
+                ours[name].detach(), p.detach(), rtol=1e-4, atol=1e-5, msg=f"{role} {name}"
+            )
+
+
+@pytest.mark.parametrize("objective", ["velocity", "consistency", "dmd2", "sum"])
+def test_the_base_comes_to_the_device_as_often_as_planned(
+    folder: Path, wan2: Path, one_rank: torch.device, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block or two may be there still when a sweep turns or begins; roll-outs may end early."""
+    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
+    more = {"objective": OBJECTIVES[objective], "deepspeed_config": engine}
+    more |= {
+        "teacher_deepspeed_config": PLACEMENTS["streamed"],
+        "output_dir": str(folder / f"count_{objective}"),
+    }
+    trainer, fetched = trainer_of(recipe(folder, wan2, **LORA | more)), []
+    (buffers,) = {source._buffers for source in sources(trainer)}
+    fetch = buffers.fetch
+    monkeypatch.setattr(buffers, "fetch", lambda *args: (fetched.append(args), fetch(*args)))
+    trainer.train_step(0)
+    planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.updates)
+    sweeps = len(fetched) / trainer.job.folder.config.num_layers
+    assert 0.5 * planned <= sweeps <= planned
+    assert planned / updates <= 4
+
+
+def sources(trainer: Any) -> list[Any]:
+    return [network.block_source for network in trainer.student.networks.values()]
+
+
+@pytest.fixture(scope="module")
+def streamed(folder: Path, wan2: Path) -> Path:
+    return trained(folder, wan2, "whole", PLACEMENTS["streamed"], objective=DMD2)
+
+
+def test_a_checkpoint_has_the_adapters_and_their_optimizer_alone(streamed: Path) -> None:
+    last = max((streamed / "checkpoints").glob("step_*"))
+    assert not (last / "frozen").exists()
+    assert learned(streamed) and all(".lora_" in name for name in learned(streamed))
+
+
+@pytest.mark.parametrize("name", slow_but(["copies"], ["copies", "streamed"]))
+def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
+    folder: Path, wan2: Path, streamed: Path, name: str
+) -> None:
+    teacher = COPIES if name == "copies" else PLACEMENTS[name]
+    middle = str(streamed / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, f"resumed_{name}", teacher, objective=DMD2, resume=middle)
+    assert losses(resumed) == losses(streamed)[2:]
+    ours, theirs = learned(resumed), learned(streamed)
+    assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
+
+
+def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: Path, wan2: Path) -> None:
+    student = exported(streamed)
+    teacher = WanTransformer3DModel.from_pretrained(wan2 / "transformer_2")
+    last = learned(streamed)
+    adapters = {
+        n.split("/")[-1].removesuffix(".default.weight"): t for n, t in last.items() if " weights/0/" in n
+    }
+    for name, p in teacher.named_parameters():
+        layer, value = name.removesuffix(".weight"), p.detach()
+        if f"{layer}.lora_A" in adapters:
+            a, b = adapters[f"{layer}.lora_A"].view(4, -1), adapters[f"{layer}.lora_B"].view(-1, 4)
+            value = value + b @ a
+        assert torch.equal(student[name], value.to(student[name].dtype)), name
+
+
+def test_the_summary_says_which_roles_have_one_copy(folder: Path, wan2: Path, one_rank: torch.device) -> None:
+    given = recipe(folder, wan2, output_dir=str(folder / "said"), **LORA | {"objective": DMD2})
+    for teacher, text in ((PLACEMENTS["streamed"], "one copy of its weights"), (COPIES, "a copy each")):
+        lines = summary(job_of(given | {"teacher_deepspeed_config": teacher}))
+        (base,) = (line for line in lines if line.startswith("base"))
+        assert base.startswith(f"base      {text} for teacher, student, critic")
