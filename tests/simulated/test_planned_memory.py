@@ -30,7 +30,7 @@ ROOMY = {"zero2": 1.35}
 
 At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
 """
-LATE = {"zero3_offload_64": 1.4, "zero3": 1.15, "zero_inference_nvme": 1.2}
+LATE = {"zero3_offload_64": 1.4, "zero3_offload_all": 1.3, "zero3": 1.15, "zero_inference_nvme": 1.2}
 """Student or teacher JSON, or its beginning -> the most by which a run may exceed its plan; else a tenth.
 
 At stage 3 blocks, gradients and activations that the GPU has yet to finish with are not planned; the device

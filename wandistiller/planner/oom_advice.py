@@ -20,6 +20,8 @@ SHOWN = 3
 """Number of combinations of shipped JSONs in the advice."""
 LEAST = 0.01
 """Smallest share of the memory in use that is worth a line if it is saved."""
+SAVED = 0.1
+"""Smallest share of a run's memory that other JSONs must save: a plan is off by as much."""
 
 
 def advice(job: Job, spent: Spent, machine: Machine, preparing: bool = False) -> list[str]:
@@ -49,7 +51,7 @@ def needed(job: Job, spent: Spent, machine: Machine, preparing: bool) -> int:
 def _settings(job: Job, spent: Spent, machine: Machine, preparing: bool) -> Iterator[str]:
     """The simplest JSONs that fit and take less than the run's own, at its global batch and precision."""
     known = job.teacher.memory_known
-    most_of_it = (1 - LEAST) * needed(job, spent, machine, preparing)
+    most_of_it = (1 - SAVED) * needed(job, spent, machine, preparing)
 
     def saves(choice: Choice) -> bool:
         return not known or needed(choice.job, spent, machine, preparing) < most_of_it
