@@ -27,7 +27,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
 from wandistiller.student.ema import Ema
 from wandistiller.student.learner import Learner
-from wandistiller.student.trainable import is_adapter
+from wandistiller.student.lora import is_adapter
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
@@ -10,8 +11,9 @@ from wandistiller.config.start import Start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.media import LETTERBOX
+from wandistiller.student.lora import Lora
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, fingerprint, write_json
+from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
 
 
 def recorded(job: Job) -> dict[str, Any]:
@@ -80,8 +82,18 @@ def data_digest(job: Job) -> str:
 
 def tuning(job: Job) -> dict[str, Any]:
     """Return settings of trained parts and averages that are not the default."""
-    keys = ("ema", "ema_start", "learning_rates", "frozen", "lora")
-    return {key: value for key in keys if (value := getattr(job.run, key))}
+    keys = ("ema", "ema_start", "learning_rates", "frozen")
+    given = {key: value for key in keys if (value := getattr(job.run, key))}
+    return given | ({"lora": adapters(job.run.lora)} if job.run.lora is not None else {})
+
+
+def adapters(lora: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
+    files = {expert: Lora(**lora).start_of(expert) for expert in Expert}
+    starts = {expert.value: file_digest(file) for expert, file in files.items() if file}
+    return {key: value for key, value in lora.items() if key != "start"} | (
+        {"start": starts} if starts else {}
+    )
 
 
 def provenance(job: Job) -> Facts:

@@ -112,7 +112,12 @@ class RunConfig:
         None, 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest'
     )
     frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
-    lora: dict | None = learning(None, 'train adapters only: {"rank": 16, "alpha": 16, "targets": ["to_q"]}')
+    lora: dict | None = learning(
+        None,
+        'train adapters only, by default of the whole teacher: {"rank": 64, "start": FILE}',
+        nargs="?",
+        const={},
+    )
     deterministic: bool = learning(
         False, "the same bits in every run on GPUs too, which is slower; on CPUs they are"
     )

@@ -15,6 +15,9 @@ from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.validation import types_of, value_problems
 
+WHOLE_TEACHER = {"experts": "all"}
+"""The student of a run of adapters that names none."""
+
 
 def merged(
     values: dict[str, Any],
@@ -48,6 +51,8 @@ def merged(
     if emulated is not None:
         values |= _open_precisions(values | flags, named, emulated)
     given = values | flags
+    if given.get("lora") is not None and "student_config" not in given:
+        values["student_config"] = WHOLE_TEACHER
     problems += _dtype_problems(origin, named, given.get("teacher_dtype")) if named else []
     problems += _prompt_problems(origin, given)
     sharers, ranks = given.get("context_parallel"), collectives.world_size() if world is None else world

@@ -18,6 +18,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import StudentConfig, read_student_config
+from wandistiller.student.lora import Lora
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import read_placement
@@ -183,5 +184,6 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
         sample_interval=None,
         sample_prompts=run.sample_prompts or items.spread(),
         teacher_dtype=None,
+        lora=run.lora if run.lora != {} else {"rank": Lora().rank},
         **dataclasses.asdict(EngineOverrides()),
     )

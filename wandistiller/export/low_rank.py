@@ -1,6 +1,7 @@
 """Low-rank adapters cut out of the difference between a student and its teacher of the same shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ class Adapter(NamedTuple):
     """peft's; None: alpha is the rank."""
     note: str = ""
     """What a reader of the card must know besides the rank."""
+    factors: Mapping[str, float] = MappingProxyType({})
+    """alpha / rank of layers."""
 
     @property
     def sentence(self) -> str:

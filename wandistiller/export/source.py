@@ -16,9 +16,9 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.flow import RENOISE
+from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
-from wandistiller.student.trainable import Lora, add_lora, is_adapter
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer

@@ -46,8 +46,8 @@ class StudentConfig:
     keep_layers: Layers = "uniform"
     """Teacher layers that are copied: `uniform` (evenly spaced), `ends` (first and last), their numbers, or
     `importance`: those without which the teacher's velocity changes most, measured on cached data."""
-    experts: Literal["one", "two"] = "one"
-    """`one` network for all sigma, or `two`, split at the teacher's boundary."""
+    experts: Literal["one", "two", "all"] = "one"
+    """`one` network for all sigma, or `two`, split at the teacher's boundary; `all`: as many as it has."""
     from_expert: Literal["low_noise", "high_noise", "average"] = "low_noise"
     """Source of a one-expert student: `low_noise`, `high_noise`, or the `average` of their weights."""
 
@@ -67,6 +67,8 @@ def read_student_config(
     problems, good = check(where, values, types_of(StudentConfig))
     student = StudentConfig(**good)
     student = replace(student, **_shares(student, folder.config))
+    if student.experts == "all":
+        student = replace(student, experts="one" if folder.boundary is None else "two")
     problems += _teacher_problems(where, student, folder)
     if problems:
         raise ConfigError(*problems)

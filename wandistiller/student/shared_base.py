@@ -11,7 +11,7 @@ from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, 
 from wandistiller.teacher.block_source import SOURCE
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import meta_transformer, set_parameter
+from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
 from wandistiller.wan.transformer_config import TransformerConfig
 
 BASE_LAYER = ".base_layer."
@@ -38,7 +38,10 @@ def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        continues = start.lora == job.run.lora and start.teacher == job.run.teacher_path
+        kinds = [
+            {k: v for k, v in (lora or {}).items() if k != "start"} for lora in (start.lora, job.run.lora)
+        ]
+        continues = kinds[0] == kinds[1] and start.teacher == job.run.teacher_path
         return dict(zip(job.student_experts, map(Expert, start.bases), strict=True)) if continues else {}
     if student.init != "teacher" or student.keep_layers == IMPORTANCE:
         return {}
@@ -47,6 +50,10 @@ def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
     if not copies_all or any(len(experts) > 1 for experts in sources.values()):
         return {}
     return {e: expert for e, (expert,) in sources.items()}
+
+
+def _kind(lora: dict[str, Any] | None) -> dict[str, Any] | None:
+    return lora and {key: value for key, value in lora.items() if key != "start"}
 
 
 def obstacle(job: AdaptersOf) -> str:
@@ -107,7 +114,7 @@ def on_base(model: nn.Module, base: nn.Module) -> TrainedParts:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path) if path else model
             module._parameters[leaf] = base.get_parameter(name.replace(BASE_LAYER, "."))
-    model.rope = base.rope
+    share_rope(model, base)
     if source := getattr(base, SOURCE, None):
         source.serve(model)
     return TrainedParts(model)

@@ -1,41 +1,22 @@
-"""The student's trained weights: frozen parts, learning-rate factors, LoRA."""
+"""The student's trained weights: frozen parts, learning-rate factors, or adapters alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-import torch
-from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.student.lora import Lora, add_lora, lora_problems
 from wandistiller.student.projections import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
-from wandistiller.utils.validation import Count, Positive, check, types_of
 from wandistiller.wan import transformer
-from wandistiller.wan.structure import ATTENTION_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""
 DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_range_test_min_lr": 1e-3}}
 """Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """The recipe key `lora`: only low-rank matrices of linear layers are trained, W + alpha / rank B A.
-
-    Source: Hu et al. 2021, arXiv:2106.09685.
-    """
-
-    rank: Count = 16
-    alpha: Positive | None = None
-    """None: the rank, so that the factor is 1."""
-    targets: Annotated[list[str], Field(min_length=1)] = field(default_factory=ATTENTION_MAPS.copy)
-    """Parts whose linear layers get an adapter, as in `parameter_patterns.names_part`."""
 
 
 class TrainingKeys(Protocol):
@@ -72,7 +53,7 @@ def tuning_problems(run: TrainingKeys, config: TransformerConfig, engine: Engine
     if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(f"recipe: {cause}. Remove them.")
-    return problems + (_lora_problems(run, config) if run.lora is not None else [])
+    return problems + (lora_problems(run.lora, run.frozen, config) if run.lora is not None else [])
 
 
 def _ema_problems(run: TrainingKeys, engine: EngineConfig) -> list[str]:
@@ -90,44 +71,6 @@ def _ema_problems(run: TrainingKeys, engine: EngineConfig) -> list[str]:
         )
         problems.append(problem("recipe", "ema", run.ema, remedy))
     return problems
-
-
-def _lora_problems(run: TrainingKeys, config: TransformerConfig) -> list[str]:
-    problems, good = check("recipe", run.lora, types_of(Lora), "lora.")
-    if not find_spec("peft"):
-        problems.append("recipe: `lora` needs peft. Run: pip install peft")
-    if run.frozen:
-        remedy = "With `lora` all but the adapters is frozen; remove it."
-        problems.append(problem("recipe", "frozen", run.frozen, remedy))
-    layers = _linear(transformer.meta_transformer(config))
-    return problems + unknown_parts("recipe", "lora.targets", Lora(**good).targets, layers)
-
-
-def _linear(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-
-
-def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
-    """Freeze `model` and add adapters with zero output at first, equal on every rank."""
-    from peft import LoraConfig
-
-    layers = [name for name in _linear(model) if not name.startswith(PROJECTIONS)]
-    targets = [name for name in layers if any_names(lora.targets, name)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=targets))
-
-
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters' weights under the names of diffusers' loader."""
-    from peft.utils import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model)
-
-
-def is_adapter(parameter: str) -> bool:
-    """Return whether a parameter's name is that of an adapter's weight (peft 0.21)."""
-    return ".lora_" in parameter
 
 
 def set_trainable(

@@ -29,10 +29,11 @@ from wandistiller.student.config import (
 from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
+from wandistiller.student.lora import is_adapter
 from wandistiller.student.projections import add_heads
 from wandistiller.student.shared_base import whole_network
 from wandistiller.student.slicing import WidthSlicer
-from wandistiller.student.trainable import is_adapter, set_trainable
+from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
 from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.utils.errors import ConfigError

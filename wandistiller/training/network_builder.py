@@ -9,6 +9,7 @@ from wandistiller.distributed import collectives
 from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
 from wandistiller.student.initialize import blank_model, start_model
+from wandistiller.student.lora import Lora, begin_with
 from wandistiller.student.projections import add_heads
 from wandistiller.student.shared_base import hollow_model, on_base
 from wandistiller.student.slicing import WidthSlicer
@@ -56,6 +57,8 @@ class NetworkBuilder:
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
         if job.bases and job.start and not job.resume_from:
             _start(job).fill_adapters(expert.value, model)
+        elif job.run.lora and not job.resume_from and (file := Lora(**job.run.lora).start_of(expert)):
+            begin_with(model, file)
         if heads:
             add_heads(model)
         return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model

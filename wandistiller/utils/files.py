@@ -143,13 +143,21 @@ def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
     parts = []
     for folder in folders:
         for file in sorted(f for f in folder.rglob("*") if f.is_file()):
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                head = stream.read(1 << 20)
-                stream.seek(max(0, size - (1 << 20)))
-                ends = hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
-            parts.append((f"{folder.name}/{file.relative_to(folder)}", size, ends))
+            parts.append((f"{folder.name}/{file.relative_to(folder)}", *_ends(file)))
     return parts
+
+
+def file_digest(file: Path) -> str:
+    """Hash a file by its size, first and last MiB."""
+    return digest(_ends(file))
+
+
+def _ends(file: Path) -> tuple[int, str]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(1 << 20)
+        stream.seek(max(0, size - (1 << 20)))
+        return size, hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
 
 
 def file_fingerprint(path: Path) -> str:

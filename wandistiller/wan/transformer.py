@@ -46,6 +46,11 @@ def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None)
     model.rope = type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len).to(device)
 
 
+def share_rope(model: WanTransformer3DModel, other: WanTransformer3DModel) -> None:
+    """Give `model` the rope tables of another network of its config, where that computes."""
+    model.rope = other.rope
+
+
 def called_in_turn(model: WanTransformer3DModel) -> list[nn.Module]:
     """Return the modules that have nearly all weights, in the order of their calls."""
     return [model.condition_embedder, *model.blocks]

@@ -155,7 +155,9 @@ def sweeps(fault: str) -> bool:
     blocks = nn.ModuleList(nn.Identity() for _ in range(3))
     stored = [torch.full((MANY,), n, dtype=torch.uint8, pin_memory=True) for n in range(3)]
     buffers, found = block_stream.Buffers(MANY, torch.device(GPU)), []
-    block_stream.BlockStream(blocks, stored, buffers)
+    network = nn.Module()
+    network.blocks = blocks
+    block_stream.BlockStream(stored, buffers).serve(network)
     for number in (0, 1, 2, 0, 1, 2):
         blocks[number](torch.ones(1, device=GPU))
         found.append(buffers.tensors[number % block_stream.BUFFERS].float().mean())

@@ -1,13 +1,14 @@
 """`--format lora`, or `--adapter`: the LoRA of a run with `lora`, else the difference to the teacher."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
@@ -25,7 +26,7 @@ from wandistiller.export.model_card import (
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source, clip
 from wandistiller.flow import EULER
-from wandistiller.student.trainable import adapter_state
+from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.sampling import few_step_config
@@ -96,7 +97,14 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         for name in source.experts:
             model = source.adapters(name)
             config = model.peft_config["default"]
-            yield Adapter(adapter_state(model), config.lora_alpha, config.r, config.to_dict())
+            yield Adapter(
+                adapter_state(model),
+                config.lora_alpha,
+                config.r,
+                config.to_dict(),
+                _ranks(model),
+                _factors(model),
+            )
         return
     teacher = source.teacher(weights=True)
     own, theirs = facts.transformer, teacher.config.raw
@@ -128,15 +136,31 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         yield adapter
 
 
+def _factors(model: nn.Module) -> dict[str, float]:
+    """Return alpha / rank of each layer's adapter."""
+    return {n: m.scaling["default"] for n, m in model.named_modules() if hasattr(m, "lora_A")}
+
+
+def _ranks(model: nn.Module) -> str:
+    """Say which other ranks layers have."""
+    ranks = Counter(m.r["default"] for m in model.modules() if hasattr(m, "lora_A"))
+    return (
+        ""
+        if len(ranks) == 1
+        else f"; layers by rank: {', '.join(f'{n} of {r}' for r, n in sorted(ranks.items()))}"
+    )
+
+
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     """The adapter's weights under the names that ComfyUI reads, and diffusers too.
 
     The factor alpha / rank is in the weights: diffusers 0.42.1 takes no `.alpha` of a layer outside the
     blocks.
     """
-    renamed, factor = {}, adapter.alpha / adapter.rank
+    renamed = {}
     for name, value in adapter.state.items():
         layer, _, part = name.rpartition(".lora_")
+        factor = adapter.factors.get(layer, adapter.alpha / adapter.rank)
         layer = "diffusion_model." + original_name(f"{layer}.").removesuffix(".")
         renamed[f"{layer}.lora_{part}"] = value * factor if name.endswith(B) else value.contiguous()
     return renamed

@@ -1,0 +1,92 @@
+"""LoRA files that others made: for diffusers, for ComfyUI and the original Wan, and of kohya's trainers."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from diffusers import WanPipeline
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from wandistiller.utils.errors import ConfigError
+
+PREFIX = "transformer."
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+class LowRank(NamedTuple):
+    """A change of a linear layer's weight: B A."""
+
+    a: Tensor
+    """[rank, in]."""
+    b: Tensor
+    """[out, rank], with the factor alpha / rank in it."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The changes in a file, by the names of diffusers' layers."""
+
+    layers: dict[str, LowRank]
+    left_out: list[str] = field(default_factory=list)
+    """Keys that are no change of a linear layer's weight, such as differences of biases and norms."""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(one.rank for one in self.layers.values())
+
+
+def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
+    """Read a LoRA by diffusers' own rules of names.
+
+    Args:
+        weights: read them; without, the layers are on the meta device.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            state = {key: _tensor(opened, key, weights) for key in opened.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read as a .safetensors file: {error}.") from None
+    try:
+        converted = WanPipeline.lora_state_dict(dict(state))
+    except (KeyError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise ConfigError(f"{file}: is no LoRA of a Wan that diffusers can read: {error}.") from None
+    factor = _factor(metadata)
+    layers, left_out = {}, [key for key in state if key.endswith((".diff", ".diff_b"))]
+    for key, value in converted.items():
+        name = key.removeprefix(PREFIX)
+        layer = name.removesuffix(A)
+        if name.endswith(A) and f"{key.removesuffix(A)}{B}" in converted:
+            layers[layer] = LowRank(value, converted[f"{key.removesuffix(A)}{B}"] * factor)
+        elif not name.endswith((A, B)):
+            left_out.append(name)
+    if not layers:
+        raise ConfigError(
+            f"{file}: has no LoRA of a Wan transformer. Its keys begin with {next(iter(state), '')}."
+        )
+    return LoraFile(layers, sorted(set(left_out)))
+
+
+def _tensor(opened: safe_open, key: str, weights: bool) -> Tensor:
+    """Read a tensor, float32; of its weights the shape alone unless they are wanted."""
+    if weights or key.endswith(".alpha"):
+        return opened.get_tensor(key).float()
+    return torch.empty(opened.get_slice(key).get_shape(), device="meta")
+
+
+def _factor(metadata: dict[str, str]) -> float:
+    """Return alpha / rank of a file for diffusers, which has them in its metadata."""
+    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    rank, alpha = (config.get(f"{PREFIX}{key}") for key in ("r", "lora_alpha"))
+    return alpha / rank if rank and alpha else 1.0
