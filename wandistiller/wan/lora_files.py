@@ -1,6 +1,7 @@
 """LoRA files that others made: for diffusers, for ComfyUI and the original Wan, and of kohya's trainers."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from wandistiller.utils.errors import ConfigError
 
 PREFIX = "transformer."
 A, B = ".lora_A.weight", ".lora_B.weight"
+IN_A_FOLDER = "pytorch_lora_weights.safetensors"
+"""As diffusers saves it."""
+KOHYA = re.compile(r"lora_unet_blocks_(\d+)_(self_attn|cross_attn|ffn)_(\w+)")
 
 
 class LowRank(NamedTuple):
@@ -52,6 +56,7 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
     Raises:
         ConfigError: it is no such file.
     """
+    file = file / IN_A_FOLDER if file.is_dir() else file
     try:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
@@ -59,7 +64,7 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read as a .safetensors file: {error}.") from None
     try:
-        converted = WanPipeline.lora_state_dict(dict(state))
+        converted = WanPipeline.lora_state_dict({_original(key): value for key, value in state.items()})
     except (KeyError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ConfigError(f"{file}: is no LoRA of a Wan that diffusers can read: {error}.") from None
     factor = _factor(metadata)
@@ -72,10 +77,18 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
         elif not name.endswith((A, B)):
             left_out.append(name)
     if not layers:
-        raise ConfigError(
-            f"{file}: has no LoRA of a Wan transformer. Its keys begin with {next(iter(state), '')}."
-        )
+        first = next(iter(state), "none")
+        raise ConfigError(f"{file}: has no LoRA of a Wan transformer; its first key is {first}.")
     return LoraFile(layers, sorted(set(left_out)))
+
+
+def _original(key: str) -> str:
+    """Return a key of kohya's trainers as the original Wan's: of the former diffusers 0.42.1 wants all."""
+    layer, _, rest = key.partition(".")
+    if not (found := KOHYA.fullmatch(layer)):
+        return key
+    number, part, leaf = found.groups()
+    return f"diffusion_model.blocks.{number}.{part}.{leaf}.{rest}"
 
 
 def _tensor(opened: safe_open, key: str, weights: bool) -> Tensor:

@@ -1,0 +1,126 @@
+"""Adapters: ranks by part, and a start from a LoRA that others made."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import wandistiller
+from recipes import recipe, recipe_file
+from safetensors.torch import load_file
+from small_wan import small_transformer
+from states import state
+from torch import Tensor
+from trainers import job_of
+
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.student.lora import Lora, add_lora, begin_with
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.transformer import velocity
+
+
+def ranks(lora: Lora) -> dict[str, int]:
+    model = small_transformer(0, 2)
+    add_lora(model, lora, seed=0)
+    return {name: m.r["default"] for name, m in model.named_modules() if hasattr(m, "lora_A")}
+
+
+def test_the_last_part_that_names_a_layer_gives_its_rank() -> None:
+    lora = Lora(rank=4, targets=["to_q", "ffn"], ranks={"ffn": 8, "blocks.1.ffn.net.2": 2})
+    assert ranks(lora) == {
+        "blocks.0.attn1.to_q": 4,
+        "blocks.0.attn2.to_q": 4,
+        "blocks.0.ffn.net.0.proj": 8,
+        "blocks.0.ffn.net.2": 8,
+        "blocks.1.attn1.to_q": 4,
+        "blocks.1.attn2.to_q": 4,
+        "blocks.1.ffn.net.0.proj": 8,
+        "blocks.1.ffn.net.2": 2,
+    }
+
+
+@pytest.mark.parametrize("alpha", [None, 6.0])
+def test_without_alpha_the_factor_of_every_layer_is_1(alpha: float | None) -> None:
+    model = small_transformer(0, 1)
+    add_lora(model, Lora(rank=4, alpha=alpha, targets=["to_q", "ffn"], ranks={"ffn": 8}), seed=0)
+    factors = {m.r["default"]: m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
+    assert factors == ({4: 1.0, 8: 1.0} if alpha is None else {4: 1.5, 8: 0.75})
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
+    """A LoRA of rank 4 for ComfyUI, from a run."""
+    folder = tmp_path_factory.mktemp("published")
+    run = recipe_file(folder, wan1, lora={"rank": 4, "alpha": 2}, student_config={}, max_steps=2)
+    wandistiller("train", "--recipe", run)
+    output = folder / "it.safetensors"
+    wandistiller("export", "--checkpoint", folder / "run", "--output", output, "--format", "lora")
+    return folder / "it.safetensors"
+
+
+def sampled(model: torch.nn.Module) -> Tensor:
+    x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
+    with torch.no_grad():
+        return velocity(model, state(x, torch.tensor([0.9, 0.3]), text))
+
+
+def test_adapters_of_a_higher_rank_begin_as_the_file(published: Path, wan1: Path) -> None:
+    model, teacher = (type(small_transformer(0)).from_pretrained(wan1 / "transformer") for _ in range(2))
+    add_lora(model, Lora(rank=8, alpha=4), seed=0)
+    before = sampled(model)
+    begin_with(model, published)
+    assert torch.equal(before, sampled(teacher))
+    for name, a in load_file(published).items():
+        if name.endswith("lora_A.weight"):
+            b = load_file(published)[name.replace("lora_A", "lora_B")]
+            layer = name.removeprefix("diffusion_model.").removesuffix(".lora_A.weight")
+            for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2")):
+                layer = layer.replace(ours, theirs)
+            *path, leaf = layer.split(".")
+            leaf = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}[leaf]
+            teacher.get_parameter(".".join([*path, leaf, "weight"])).data += b.float() @ a.float()
+    torch.testing.assert_close(sampled(model), sampled(teacher), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(sampled(model), before)
+
+
+WHOLE = {"student_config": {}, "max_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        ({"rank": 2}, "whose rank is 4. Write that as `lora.rank`, or more"),
+        ({"rank": 4, "targets": ["to_q"]}, "Add to `lora.targets`: attn1.to_k, attn1.to_out.0"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(
+    published: Path, wan1: Path, tmp_path: Path, lora: dict[str, Any], text: str
+) -> None:
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), **WHOLE)
+    with pytest.raises(ConfigError, match=text):
+        read_job(RunConfig(**given, lora=lora | {"start": str(published)}), 1)
+
+
+def test_a_start_for_another_teacher_is_refused(published: Path, wide: Path, tmp_path: Path) -> None:
+    given = recipe(tmp_path, wide, output_dir=str(tmp_path / "run"), **WHOLE)
+    with pytest.raises(ConfigError, match="this teacher has no such layer of that shape"):
+        read_job(RunConfig(**given, lora={"rank": 4, "start": str(published)}), 1)
+
+
+def test_adapters_alone_need_no_student_config_and_are_of_the_whole_teacher(
+    wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    file = recipe_file(tmp_path, wan2, lora={}, max_steps=1)
+    given = recipe(tmp_path, wan2)
+    del given["student_config"]
+    from wandistiller.config.shorthands import merged
+
+    job = job_of(vars_of(merged(given | {"output_dir": str(tmp_path / "run"), "lora": {}}, {}, str(file))))
+    assert job.student.experts == "two" and job.student_transformer == job.folder.config
+    assert job.run.lora == {"rank": 16} and len(job.bases) == 2
+
+
+def vars_of(run: RunConfig) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in run.__slots__}

@@ -1,0 +1,100 @@
+"""LoRA files in the names of diffusers, ComfyUI and kohya's trainers: the same changes of the same layers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.lora_files import LoraFile, read_lora
+
+RANK, ALPHA = 4, 2.0
+LAYERS = {
+    "blocks.0.attn1.to_q": ("blocks.0.self_attn.q", (8, 8)),
+    "blocks.0.attn2.to_out.0": ("blocks.0.cross_attn.o", (8, 8)),
+    "blocks.1.ffn.net.0.proj": ("blocks.1.ffn.0", (12, 8)),
+    "blocks.1.ffn.net.2": ("blocks.1.ffn.2", (8, 12)),
+}
+"""Names in diffusers -> those of the original Wan, and outputs and inputs."""
+
+
+def factors(layer: str) -> tuple[Tensor, Tensor]:
+    outputs, inputs = LAYERS[layer][1]
+    return keyed_normal((RANK, inputs), layer, "a"), keyed_normal((outputs, RANK), layer, "b")
+
+
+def of_diffusers(folder: Path) -> Path:
+    state = {}
+    for layer in LAYERS:
+        a, b = factors(layer)
+        state |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(LAYERS)}
+    WanPipeline.save_lora_weights(folder, state, transformer_lora_adapter_metadata=config)
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def of_names(file: Path, name: str, down: str, up: str) -> Path:
+    """A file with alpha in tensors of its own."""
+    state = {}
+    for layer, (original, _) in LAYERS.items():
+        a, b = factors(layer)
+        own = name.format(original if "." in name else original.replace(".", "_"))
+        state |= {f"{own}.{down}.weight": a, f"{own}.{up}.weight": b, f"{own}.alpha": torch.tensor(ALPHA)}
+    save_file(state, file)
+    return file
+
+
+def made(form: str, folder: Path) -> Path:
+    if form == "diffusers":
+        return of_diffusers(folder)
+    name, down, up = {
+        "comfy": ("diffusion_model.{}", "lora_A", "lora_B"),
+        "comfy, older": ("diffusion_model.{}", "lora_down", "lora_up"),
+        "kohya": ("lora_unet_{}", "lora_down", "lora_up"),
+    }[form]
+    return of_names(folder / "file.safetensors", name, down, up)
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
+def test_every_reader_s_names_give_the_same_changes(form: str, tmp_path: Path) -> None:
+    found = read_lora(made(form, tmp_path))
+    assert found.layers.keys() == LAYERS.keys() and found.rank == RANK and found.left_out == []
+    for layer, (a, b) in found.layers.items():
+        down, up = factors(layer)
+        torch.testing.assert_close(b @ a, ALPHA / RANK * (up @ down))
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
+def test_without_weights_the_shapes_are_known_from_the_header(form: str, tmp_path: Path) -> None:
+    found = read_lora(made(form, tmp_path), weights=False)
+    shapes = {layer: (b.shape[0], a.shape[1]) for layer, (a, b) in found.layers.items()}
+    assert shapes == {layer: shape for layer, (_, shape) in LAYERS.items()}
+    assert all(a.is_meta for a, _ in found.layers.values())
+
+
+def read_without_weights(file: Path) -> LoraFile:
+    return read_lora(file, weights=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read as a .safetensors file"),
+        ({"something": torch.zeros(1)}, "has no LoRA of a Wan transformer; its first key is something"),
+        ({"diffusion_model.head": torch.zeros(1)}, "is no LoRA of a Wan that diffusers can read"),
+    ],
+)
+def test_another_file_is_refused_with_what_is_in_it(
+    content: dict[str, Tensor] | None, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "other.safetensors"
+    if content:
+        save_file(content, file)
+    else:
+        file.write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match=text):
+        read_without_weights(file)
