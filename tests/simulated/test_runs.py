@@ -36,6 +36,19 @@ RUNS: dict[str, dict[str, Any]] = {
         "deepspeed_config": student_engine(3),
     },
 }
+ONE_BASE = {"student_config": {}, "lora": {"rank": 2, "targets": ["to_q", "ffn.net.2"]}}
+JOINT = [DMD2 | {"gan": 0.03}, {"name": "consistency", "intervals": 8, "edges": 2}]
+FILES = read_json("ds_configs/teacher/files.json") | FLOAT32
+INT8 = STREAMED | {"wandistiller": {"placement": "streamed", "weights": "int8"}}
+RUNS |= {
+    f"adapters on one base, {name}": ONE_BASE | {"teacher_deepspeed_config": teacher, "objective": objective}
+    for name, teacher, objective in (
+        ("replicated", {}, JOINT),
+        ("streamed", STREAMED, JOINT),
+        ("files", FILES, DMD2),
+        ("streamed in 8 bits", INT8, DMD2),
+    )
+}
 
 if has_async_io():
     RUNS["dmd2 on NVMe"] = {"objective": DMD2, "deepspeed_config": NVME}

@@ -96,7 +96,8 @@ def read_by_block(
     empty = slots.make_for(of_block)
     for block in model.blocks:
         for leaf, value in empty.items():
-            set_parameter(block, leaf, value)
+            # `data` counts its changes by itself: autograd must not take another block's arrival for a change
+            set_parameter(block, leaf, value.data)
     _DiskBlocks(model, reader, slots).serve(model)
     return model
 
