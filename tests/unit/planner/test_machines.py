@@ -23,6 +23,7 @@ from wandistiller.utils.system_memory import GIB
 FOLDER = ROOT / "ds_configs" / "machines"
 PATHS = ("teacher_path", "data_path", "output_dir")
 CPU_MEMORY = {
+    "1x16_wan2.1_14b_lora": 64,
     "1x24_wan2.1_14b": 128,
     "1x24_wan2.2_a14b": 192,
     "4x24_wan2.1_14b": 256,
@@ -54,7 +55,7 @@ def test_a_shipped_recipe_fits_its_machine(
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
     assert main(["plan", *flags, *machine.split()]) == 0
     output = capsys.readouterr().err
-    batch = 8 if name.endswith("_video") else 64
+    batch = {"video": 8, "lora": 4}.get(name.rpartition("_")[2], 64)
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
 
 
