@@ -6,18 +6,21 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import exported
-from diffusers import WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from plain import PlainDmd2
 from ranks import losses, metrics
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
 from slow_cases import slow_but
+from states import state
 from trainers import job_of, trainer_of
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.config.summary import summary
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.planner.sweeps import base_sweeps
+from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.transformer import velocity
 
 STEPS = 4
 LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
@@ -205,6 +208,21 @@ def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: P
             a, b = adapters[f"{layer}.lora_A"].view(4, -1), adapters[f"{layer}.lora_B"].view(-1, 4)
             value = value + b @ a
         assert torch.equal(student[name], value.to(student[name].dtype)), name
+
+
+def test_a_finished_run_has_a_lora_file_that_makes_its_student_of_the_unchanged_teacher(
+    streamed: Path, wan2: Path
+) -> None:
+    """By diffusers' own loader; the student is made of the low-noise expert."""
+    pipe = WanPipeline.from_pretrained(wan2)
+    pipe.load_lora_weights(str(streamed / "lora.safetensors"), load_into_transformer_2=True)
+    student = WanTransformer3DModel.from_pretrained(streamed / "student" / "transformer")
+    x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
+    given = state(x, torch.tensor([0.9, 0.3]), text)
+    with torch.no_grad():
+        found, wanted = velocity(pipe.transformer_2, given), velocity(student, given)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # its weights are in bf16
+    assert "load_lora_weights" in (streamed / "lora.card" / "README.md").read_text()
 
 
 def test_the_summary_says_which_roles_have_one_copy(folder: Path, wan2: Path, one_rank: torch.device) -> None:

@@ -18,6 +18,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import extensions
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
+from wandistiller.export.formats.lora import LoraFormat
 from wandistiller.export.output import replaced
 from wandistiller.export.source import read_source
 from wandistiller.monitoring import environment, memory_usage
@@ -69,6 +70,8 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
                 output / DONE, {"stages": [job.stage for job in stages], "student": str(output / "student")}
             )
             collectives.log0("%-9s %s", "student", output / "student")
+        if stages[-1].bases:
+            _export_adapters(stages[-1], output)
         _log_next(stages[-1], output / "student")
 
 
@@ -109,6 +112,16 @@ def _export(job: Job) -> Path:
         collectives.log0("%-9s %s", name, path)
     write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
     return finished
+
+
+def _export_adapters(job: Job, output: Path) -> None:
+    """Export the adapters of a finished run for ComfyUI and diffusers, on rank 0; log how they are loaded."""
+    source = read_source(job.output)
+    *files, card = LoraFormat(format="original").write(source, output / "lora.safetensors")
+    for file, more in zip(files, ("", ", load_into_transformer_2=True"), strict=False):
+        collectives.log0("%-9s %s", "adapters", file)
+        collectives.log0('%-9s pipe.load_lora_weights("%s"%s)', "", file, more)
+    collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card / "README.md")
 
 
 @within("load")
