@@ -25,7 +25,7 @@ from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
-from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
+from wandistiller.wan.activation_memory import activation_bytes, call_bytes, checkpoint_bytes, compared_bytes
 from wandistiller.wan.components import text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
@@ -75,7 +75,7 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     p, engine = _Planner(job, machine), job.student_engine
     recomputes = engine if engine.recompute else engine.replaced(**{SECTION: {}})
     both = recomputes, engine.without_recompute
-    checkpointed, kept = (p.saved(job.student_transformer, each, p.samples) for each in both)
+    checkpointed, kept = (p.saved(job.student_transformer, each, p.samples).transient for each in both)
     return checkpointed, kept
 
 
@@ -110,10 +110,12 @@ class _Planner:
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
-    def saved(self, config: TransformerConfig, engine: EngineConfig, samples: int) -> int:
-        """Bytes of the activations of a learning network."""
+    def saved(self, config: TransformerConfig, engine: EngineConfig, samples: int) -> Bytes:
+        """Memory of the activations of a learning network."""
+        given = config, engine, self.latent, samples
         how = {"accelerator": self.gpu, "sharers": self.sharers}
-        return activation_bytes(config, engine, self.latent, samples, **how)
+        away = checkpoint_bytes(*given, **how)
+        return Bytes(transient=activation_bytes(*given, **how) - away, host=away)
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
@@ -191,7 +193,7 @@ class _Planner:
             numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
-        passes = step | {"student's activations": Bytes(transient=saved)} | self._compared()
+        passes = step | {"student's activations": saved} | self._compared()
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
             spread = spread_bytes(self.network, engine, ranks)
@@ -213,11 +215,11 @@ class _Planner:
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
-        passes = step | {f"{name}'s activations": Bytes(transient=saved)}
+        passes = step | {f"{name}'s activations": saved}
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input, without checkpointing
             whole = self.saved(other.transformer, engine.without_recompute, j.batch.micro)
-            slope = {f"{name}'s activations, all kept": Bytes(transient=whole)}
+            slope = {f"{name}'s activations, all kept": whole}
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:

@@ -104,6 +104,28 @@ def activation_bytes(
     return kept - -(-layers // policy.checkpoint_every) * (part - inputs) + first
 
 
+def checkpoint_bytes(
+    config: TransformerConfig,
+    engine: EngineConfig,
+    latent: Latent,
+    micro: int,
+    *,
+    accelerator: bool,
+    sharers: int = 1,
+) -> int:
+    """Count the bytes of `activation_bytes` that an accelerator's checkpoints keep in CPU memory.
+
+    All inputs of each, also those that others have (deepspeed 0.19.8, `cpu_checkpointing`).
+    """
+    policy = engine.recompute
+    if not (accelerator and policy and engine.keeps_checkpoints_on_cpu):
+        return 0
+    saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
+    names = PARTS[policy.checkpoint] or (BLOCK,)
+    number = -(-config.num_layers // policy.checkpoint_every)
+    return number * sum(saved[f"{name} inputs"] for name in names)
+
+
 def call_bytes(
     config: TransformerConfig,
     engine: EngineConfig,

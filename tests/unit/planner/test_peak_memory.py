@@ -229,7 +229,8 @@ def test_adapters_of_a_7b_take_little_beside_its_weights(published: Path) -> Non
 
     lora = {"rank": 16, "targets": ["to_q"]}
     adapters = 20 * 2 * 2 * 16 * 5120  # 20 blocks, self- and cross-attention, two matrices
-    assert optimizer(lora=lora) == pytest.approx(18 * adapters, rel=0.01) and optimizer() > 100e9
+    half = {"student_config": "ds_configs/students/half.json"}
+    assert optimizer(lora=lora, **half) == pytest.approx(18 * adapters, rel=0.01) and optimizer() > 100e9
 
 
 def test_a_moving_average_lies_where_the_optimizer_does(published: Path) -> None:
@@ -245,3 +246,43 @@ def test_two_ranks_take_what_was_planned(tmp_path: Path) -> None:
     plan, peak = planned.predicted(recipe, 2), planned.measured(recipe, 2)
     # tests/bench/memory.py holds 10 %; libraries and threads differ by 100 MiB from processor to processor
     assert 0.85 < plan["train"] / peak["train"] < 1.2, (plan, peak)
+
+
+# Adapters on one base
+
+
+def of_adapters(published: Path, **more: Any) -> dict[str, Bytes]:
+    """The memory of a step by its use: the recipe for a 14B on 16 GB with other settings."""
+    given = read_json("ds_configs/machines/1x16_wan2.1_14b_lora.json") | more
+    paths = ("teacher_path", "data_path", "output_dir")
+    run = job(published, ONE_24, **{key: value for key, value in given.items() if key not in paths})
+    phase = plan(run, ONE_24, coding=False)["train"]
+    return phase.kept | phase.alternatives["student"]
+
+
+def test_teacher_student_and_critic_have_the_base_once_and_two_blocks_of_it_on_the_gpu(
+    published: Path,
+) -> None:
+    """14.3B parameters in bf16; of rank 64 an adapter has 2 x 64 x 5120 elements, on 8 maps of 40 blocks."""
+    parts, adapters = of_adapters(published), 2 * 64 * 5120 * 8 * 40
+    base = parts["teacher's weights"]
+    assert 26 * GIB < base.node < 27 * GIB and base.device < 2 * GIB
+    for role in ("student's", "critic's"):
+        assert parts[f"{role} weights"].device == 2 * adapters
+        assert parts[f"{role} float32 weights and optimizer"].host >= 12 * adapters
+    assert sum(b.node for b in parts.values()) == base.node
+
+
+def test_checkpoints_in_cpu_memory_are_planned_there(published: Path) -> None:
+    """Of each block the hidden states of 32,760 patches in bf16, and what all blocks are given."""
+    engine = read_json("ds_configs/student/lora_wan.json")
+    both = {"cpu_checkpointing": True, "partition_activations": True}  # as DeepSpeed wants them on a CPU
+    on_cpu = engine | {"activation_checkpointing": both}
+    clip = {"num_frames": 81, "batch_size": 1}
+    here, away = (
+        of_adapters(published, deepspeed_config=one, **clip)["student's activations"]
+        for one in (engine, on_cpu)
+    )
+    states = 40 * 32760 * 5120 * 2
+    assert here.host == 0 and states < away.host < 1.15 * states
+    assert away.transient < here.transient - 0.9 * states

@@ -98,8 +98,9 @@ def test_no_micro_batch_hides_the_streaming_of_a_teacher_that_does_not_stream(pu
 
 
 def test_adapters_need_no_gradients_of_the_frozen_weights(published: Path) -> None:
+    half = {"student_config": "ds_configs/students/half.json"}
     full, adapters = (
-        StepTime(job(published, ONE_24, lora=lora), ONE_24, RATES).all()[1].tflop
+        StepTime(job(published, ONE_24, lora=lora, **half), ONE_24, RATES).all()[1].tflop
         for lora in (None, {"rank": 16})
     )
     # twice forward and once backward, not twice; but for the text
