@@ -212,7 +212,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "three.txt").write_text("\n".join([*PROMPTS.splitlines()[:2], "x"]))
     flags = "--recipe ds_configs/recipes/quickstart.json " + SHORT["train"]
     wandistiller("train", *flags.split(), cwd=made)
-    for name in ("quarter", "two_steps", "few_step", "video", "few_step_video"):
+    for name in ("quarter", "two_steps", "few_step", "video", "few_step_video", "lora"):
         (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
     return made
 
