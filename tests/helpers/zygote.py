@@ -4,6 +4,7 @@ Launchers have tests of their own; here a process gets its rank from the environ
 """
 
 import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -87,6 +88,7 @@ def _become(words: list[str], cwd: str, rank: Rank) -> None:
         for file, stream in ((rank.out, 1), (rank.err, 2)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        faulthandler.dump_traceback_later(LONGEST - 10)  # where it hangs
         os.environ.clear()
         os.environ.update(rank.env)
         os.chdir(cwd)
