@@ -17,8 +17,10 @@ from trainers import job_of, trainer_of
 
 from wandistiller.batch import STUDENT, Expert
 from wandistiller.config.summary import summary
+from wandistiller.export.source import read_source
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.planner.sweeps import base_sweeps
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
@@ -208,6 +210,12 @@ def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: P
             a, b = adapters[f"{layer}.lora_A"].view(4, -1), adapters[f"{layer}.lora_B"].view(-1, 4)
             value = value + b @ a
         assert torch.equal(student[name], value.to(student[name].dtype)), name
+
+
+def test_adapters_are_not_added_to_a_teacher_that_has_changed(streamed: Path) -> None:
+    source = read_source(streamed)._replace(teacher_identity="another")
+    with pytest.raises(ConfigError, match="not as they were when they were trained"):
+        source.finished("transformer", torch.float32)
 
 
 def test_a_finished_run_has_a_lora_file_that_makes_its_student_of_the_unchanged_teacher(

@@ -113,10 +113,8 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
     lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
     if sweeps := base_sweeps(job):
-        updates, each = (
-            len(job.objective.updates),
-            ", ".join(f"{n:.3g} for {why}" for why, n in sweeps.items()),
-        )
+        updates = len(job.objective.updates)
+        each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())
         mean = sum(sweeps.values()) / updates
         lines.append(f"sweeps of the shared base: {mean:.2g} an update; in a step of {updates}, {each}")
     micro = costs.micro_batch_that_hides_streaming()

@@ -91,9 +91,8 @@ def adapters(lora: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
     files = {expert: Lora(**lora).start_of(expert) for expert in Expert}
     starts = {expert.value: file_digest(file) for expert, file in files.items() if file}
-    return {key: value for key, value in lora.items() if key != "start"} | (
-        {"start": starts} if starts else {}
-    )
+    kept = {key: value for key, value in lora.items() if key != "start"}
+    return kept | ({"start": starts} if starts else {})
 
 
 def provenance(job: Job) -> Facts:

@@ -20,6 +20,7 @@ from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.files import fingerprint
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import WanFolder, open_wan
@@ -39,6 +40,8 @@ class Source(NamedTuple):
     folder: Path
     facts: Facts
     recipe: dict[str, Any]
+    teacher_identity: str = ""
+    """Commit or fingerprint of the teacher's networks, as in the run's identity."""
 
     @property
     def published(self) -> Facts:
@@ -116,7 +119,14 @@ class Source(NamedTuple):
                     yield parameter.replace(BASE_LAYER, "."), value
             return
         base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
-        reader = WeightReader(self.teacher(weights=True).path / base)
+        teacher = self.teacher(weights=True)
+        found = teacher.revision or fingerprint(teacher.path / e.value for e in teacher.configs)
+        if found != self.teacher_identity:
+            raise ConfigError(
+                f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "
+                "not as they were when they were trained. Put the files back that the run had."
+            )
+        reader = WeightReader(teacher.path / base)
         for parameter, p in transformer.meta_transformer(self.facts.config).named_parameters():
             value = torch.empty(p.shape)
             reader.read(parameter, value)
@@ -148,7 +158,7 @@ def read_source(
         raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
     averaged = facts.ema is not None if averaged is None else averaged
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
-    return Source(folder, replace(facts, averaged=averaged), recipe)
+    return Source(folder, replace(facts, averaged=averaged), recipe, state["identity"]["teacher"])
 
 
 def few_step_facts(folder: Path) -> Facts | None:

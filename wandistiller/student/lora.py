@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wandistiller.batch import Expert
+from wandistiller.distributed import collectives
 from wandistiller.student.projections import PROJECTIONS
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
@@ -114,7 +115,11 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
 @torch.no_grad()
 def begin_with(model: nn.Module, file: Path) -> None:
     """Let the adapters of `model` begin as a LoRA file; what they have beyond its rank is as new."""
-    for layer, (a, b) in read_lora(file).layers.items():
+    read = read_lora(file)
+    if left := read.left_out:
+        text = "warning   %s: %d of its keys change no weight of a linear layer and are left out, such as %s"
+        collectives.log0(text, file, len(left), left[0])
+    for layer, (a, b) in read.layers.items():
         module, rank = model.get_submodule(layer), len(a)
         module.lora_A["default"].weight[:rank] = a
         module.lora_B["default"].weight[:, :rank] = b / module.scaling["default"]

@@ -18,7 +18,7 @@ from wandistiller.teacher.base import Teacher, local_modules, without_guidance
 
 
 class NetworkBuilder:
-    """What a run's networks are made of."""
+    """Builder of a run's networks, of the teacher's weights, another run's, or zeros."""
 
     def __init__(
         self, job: Job, teacher: Teacher | None = None, cuts: dict[Expert, WidthSlicer] | None = None
