@@ -38,11 +38,10 @@ def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        kinds = [
-            {k: v for k, v in (lora or {}).items() if k != "start"} for lora in (start.lora, job.run.lora)
-        ]
-        continues = kinds[0] == kinds[1] and start.teacher == job.run.teacher_path
-        return dict(zip(job.student_experts, map(Expert, start.bases), strict=True)) if continues else {}
+        continues = _kind(start.lora) == _kind(job.run.lora) and start.teacher == job.run.teacher_path
+        if not (continues and start.bases):  # of networks of its own
+            return {}
+        return dict(zip(job.student_experts, map(Expert, start.bases), strict=True))
     if student.init != "teacher" or student.keep_layers == IMPORTANCE:
         return {}
     sources = {e: source_experts(student, folder, e) for e in job.student_experts}
@@ -53,6 +52,7 @@ def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
 
 
 def _kind(lora: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings of adapters without what they began with."""
     return lora and {key: value for key, value in lora.items() if key != "start"}
 
 
