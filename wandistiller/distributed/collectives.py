@@ -125,8 +125,7 @@ def gather_problems(problems: list[str]) -> list[str]:
     """Gather the problems of all ranks, each once, on every rank. Collective, if there are others."""
     if world_size() == 1:
         return problems
-    if not dist.is_initialized():
-        init("warning")
+    _join()
     return list(dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs))
 
 
@@ -138,6 +137,7 @@ def on_any_rank(condition: bool) -> bool:
 @contextmanager
 def raise_on_all_ranks(kind: type[Problems] = ConfigError) -> Iterator[None]:
     """Gather the errors of all ranks at the end of the block and raise them on all. Collective."""
+    _join()  # outside of `try`: ranks that could not join cannot gather why
     problems: list[str] = []
     try:
         yield
@@ -145,6 +145,11 @@ def raise_on_all_ranks(kind: type[Problems] = ConfigError) -> Iterator[None]:
         problems = error.problems
     if problems := gather_problems(problems):
         raise kind(*problems)
+
+
+def _join() -> None:
+    if world_size() > 1 and not dist.is_initialized():
+        init("warning")
 
 
 def all_reduce_sum(value: float) -> float:

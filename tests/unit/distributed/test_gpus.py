@@ -5,7 +5,7 @@ import torch
 from on_ranks.gpus import compared
 from ranks import call, free_port
 
-from wandistiller.distributed import device, gpus
+from wandistiller.distributed import collectives, device, gpus
 from wandistiller.utils.errors import ConfigError
 
 
@@ -57,3 +57,20 @@ def test_more_ranks_than_gpus_on_a_node_are_refused_before_cuda_starts(
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="Rank 2 of this node has no GPU of its own: 2 can be seen"):
         gpus.take_gpu()
+
+
+def test_a_rank_that_could_not_join_the_others_does_not_join_again_to_say_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def refuse() -> None:
+        tried.append(1)
+        raise ConfigError("two ranks on one GPU")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(gpus, "take_gpu", refuse)
+    with pytest.raises(ConfigError, match="two ranks"), collectives.raise_on_all_ranks():
+        collectives.on_any_rank(True)
+    assert len(tried) == 1  # the others have left, and a second rendezvous would wait for them for ever
