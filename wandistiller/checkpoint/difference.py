@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 MADE_OF = {
-    "teacher": ("teacher_path", "teacher_revision"),
+    "teacher": ("teacher_path", "teacher_revision", "teacher_lora"),
     "student": ("student_config",),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),

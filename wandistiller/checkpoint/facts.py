@@ -45,6 +45,8 @@ class Facts:
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
     bases: list[str] | None = None
     """Folder names of the teacher's networks whose weights the student's have beside their adapters."""
+    teacher_lora: list[dict[str, Any]] | None = None
+    """LoRA files added to the teacher's networks, as the recipe key."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     ema: float | None = None

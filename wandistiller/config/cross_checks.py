@@ -16,7 +16,9 @@ from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.objectives.base import Surroundings
 from wandistiller.student.trainable import tuning_problems
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
+from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
 from wandistiller.wan.transformer import numels, top_modules
 
@@ -41,7 +43,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
-    problems += shared_base_problems(job)
+    problems += shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
     return problems + tuning_problems(run, job.student_transformer, job.student_engine)
 
@@ -208,6 +210,15 @@ def shared_base_problems(job: Job) -> list[str]:
         return [f"{engine.where}: `{SECTION}` is missing. {why} {remedy}"]
     keys = [f.name for f in fields(CheckpointPolicy) if f.name in engine.block]
     return [engine.problem(f"{BLOCK}.{key}", engine.block[key], f"{why} Leave it out.") for key in keys]
+
+
+def added_problems(folder: WanFolder, teacher: Placement) -> list[str]:
+    """List the placement that does not add LoRA files to the teacher's weights."""
+    if not folder.added or teacher.reads_all():
+        return []
+    remedy = "Name a device_map without it, or another placement."
+    text = f"It may leave modules on disk, from where they are read without `teacher_lora`. {remedy}"
+    return [teacher.engine.problem(f"{BLOCK}.placement", teacher.name, text)]
 
 
 def _media_problems(job: Job) -> list[str]:

@@ -13,7 +13,8 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
+from wandistiller.utils.files import digest, ends_of_files, file_digest, write_json
+from wandistiller.wan.added_lora import as_settings
 
 
 def recorded(job: Job) -> dict[str, Any]:
@@ -39,8 +40,7 @@ def identity(job: Job) -> dict[str, Any]:
         student |= {"init": job.start.identity}
     params = {k: v for k, v in engine.section("optimizer.params").items() if k not in ("torch_adam", "fused")}
     return {
-        # a hub id's weights may not be here yet, but its commit identifies them
-        "teacher": job.folder.revision or fingerprint(_teacher_folders(job)),
+        "teacher": job.folder.identity,
         "student": digest(student, job.student_transformer.raw),
         "data": data_digest(job),
         "objective": str(job.objective),
@@ -121,6 +121,7 @@ def provenance(job: Job) -> Facts:
         max_steps=r.max_steps,
         before=job.start.history if job.start else None,
         bases=[base.value for base in job.bases.values()] or None,
+        teacher_lora=as_settings(job.folder.added) or None,
         **quantized_facts(job.teacher),
         **tuning(job),
     )

@@ -37,6 +37,10 @@ JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
 Objectives = Annotated[
     str | dict | list[str | dict], write('a name, an object with a "name", or a list of these')
 ]
+AddedLoras = Annotated[
+    str | dict | list[str | dict],
+    write('a file name, an object with a "file", or a list of these'),
+]
 Buckets = Annotated[
     bool | list[Annotated[list[Count], Len(2, 2)]],
     write("true, false, or a list of [height, width], in pixels"),
@@ -62,6 +66,9 @@ class RunConfig:
 
     teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
+    teacher_lora: AddedLoras | None = paths(
+        None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'
+    )
     data_path: str = paths(
         "", "prompts: .txt, .jsonl, .csv, .tsv, a folder of media with .txt beside, or `tiny`"
     )

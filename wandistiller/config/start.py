@@ -35,6 +35,8 @@ class Start:
     """The recipe key, if it trained adapters."""
     bases: list[str] = field(default_factory=list)
     """Folder names of the teacher's networks that these adapters are for; empty: of networks of its own."""
+    teacher_lora: list[dict[str, Any]] = field(default_factory=list)
+    """LoRA files that were added to that teacher."""
 
     @property
     def name(self) -> str:
@@ -48,7 +50,7 @@ def start_after(
 ) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
-    adapters = facts.lora, facts.bases or []
+    adapters = facts.lora, facts.bases or [], facts.teacher_lora or []
     return Start(
         folder, transformer, experts, digest(identity, steps), history, facts.teacher_path, *adapters
     )

@@ -23,7 +23,8 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError, readable
-from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for
+from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import usual_config
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -67,6 +68,8 @@ def read_job(
     given, ranks = run, replicas(run, world)
     with collecting(problems):
         folder = open_wan(run.teacher_path, revision=run.teacher_revision)
+        if run.teacher_lora:
+            folder = with_loras(folder, read_added("recipe", "teacher_lora", run.teacher_lora))
         with collecting(problems):
             student, transformer, start = _read_student(run, folder, previous)
     with collecting(problems):

@@ -27,6 +27,10 @@ class Adapter(NamedTuple):
     factors: Mapping[str, float] = MappingProxyType({})
     """alpha / rank of layers."""
 
+    def factor(self, layer: str) -> float:
+        """Return alpha / rank of a layer."""
+        return self.factors.get(layer, self.alpha / self.rank)
+
     @property
     def sentence(self) -> str:
         return f"Rank {self.rank}{self.note}"

@@ -20,11 +20,10 @@ from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.utils.errors import ConfigError, readable
-from wandistiller.utils.files import fingerprint
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
-from wandistiller.wan.pipeline import WanFolder, open_wan
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
 
 FACTS = "wandistiller.json"
 """File in an export with the facts of its run."""
@@ -120,13 +119,12 @@ class Source(NamedTuple):
             return
         base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
         teacher = self.teacher(weights=True)
-        found = teacher.revision or fingerprint(teacher.path / e.value for e in teacher.configs)
-        if found != self.teacher_identity:
+        if teacher.identity != self.teacher_identity:
             raise ConfigError(
                 f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "
                 "not as they were when they were trained. Put the files back that the run had."
             )
-        reader = WeightReader(teacher.path / base)
+        reader = teacher.reader(Expert(base))
         for parameter, p in transformer.meta_transformer(self.facts.config).named_parameters():
             value = torch.empty(p.shape)
             reader.read(parameter, value)
@@ -135,8 +133,9 @@ class Source(NamedTuple):
             raise ConfigError(*reader.faults)
 
     def teacher(self, weights: bool) -> WanFolder:
-        """The teacher's pipeline folder."""
-        return open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
+        """The teacher's pipeline folder, with the LoRA files that were added to its networks."""
+        folder = open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
+        return with_loras(folder, read_added(str(self.folder), "teacher_lora", self.facts.teacher_lora or []))
 
 
 def read_source(

@@ -21,9 +21,10 @@ class _Weights:
     """The source tensors of a student's network, read one at a time; averaged over several experts."""
 
     def __init__(self, student: StudentConfig, folder: WanFolder, expert: Expert):
-        from_teacher = [folder.path / e.value for e in source_experts(student, folder, expert)]
-        sources = from_teacher if student.init == "teacher" else [transformer_folder(student.init, expert)]
-        self.readers = [WeightReader(source) for source in sources]
+        if student.init == "teacher":
+            self.readers = [folder.reader(source) for source in source_experts(student, folder, expert)]
+        else:
+            self.readers = [WeightReader(transformer_folder(student.init, expert))]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor, float32 on the CPU."""

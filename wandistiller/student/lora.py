@@ -74,14 +74,13 @@ def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -
     problems = []
     for file in dict.fromkeys(filter(None, map(lora.start_of, Expert))):
         try:
-            layers = read_lora(file, weights=False).layers
+            read = read_lora(file, weights=False)
         except ConfigError as error:
             problems += error.problems
             continue
         named = f"recipe: `lora.start` is {file}, "
-        shapes = transformer.shapes(config)
-        given = {layer: [len(b), a.shape[1]] for layer, (a, b) in layers.items()}
-        if other := next((layer for layer in given if shapes.get(f"{layer}.weight") != given[layer]), None):
+        layers = read.layers
+        if other := read.other_layer(transformer.shapes(config)):
             text = f"which changes `{other}`, and this teacher has no such layer of that shape"
             problems.append(f"{named}{text}. Give a LoRA that was made for it.")
         elif without := sorted({layer.split(".", 2)[-1] for layer in layers if layer not in targets}):

@@ -10,6 +10,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
 from wandistiller.teacher.block_source import SOURCE
 from wandistiller.teacher.placements.base import Placement
+from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -38,7 +39,10 @@ def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        continues = _kind(start.lora) == _kind(job.run.lora) and start.teacher == job.run.teacher_path
+        teacher = job.run.teacher_path, as_settings(folder.added)
+        continues = (
+            _kind(start.lora) == _kind(job.run.lora) and (start.teacher, start.teacher_lora) == teacher
+        )
         if not (continues and start.bases):  # of networks of its own
             return {}
         return dict(zip(job.student_experts, map(Expert, start.bases), strict=True))

@@ -45,7 +45,7 @@ def build_teacher(
         raise ConfigError(*problems)
     owner = placement.owner(peers)
     here = owner is None or collectives.rank() == owner
-    readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs} if here else {}
+    readers = {expert: folder.reader(expert) for expert in folder.configs} if here else {}
     experts = {}
     with suppress(Stopped) if owner is not None else nullcontext():  # raised on all ranks below
         experts = placement.load_all(folder, readers) if here else {}
@@ -88,7 +88,7 @@ def unquantized_teacher(
     """
     placement, dtype = replace(placement, compile=False), placement.engine.dtype
     device = _device(placement)
-    readers = {expert: WeightReader(folder.path / expert.value) for expert in folder.configs}
+    readers = {expert: folder.reader(expert) for expert in folder.configs}
     experts = {
         expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
         for expert, reader in readers.items()

@@ -223,9 +223,10 @@ def _quantization_error(
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     r = job.run
     weights = fingerprint(job.folder.path / e.value for e in job.folder.configs)
+    added = job.folder.added_identities  # nothing in caches of other teachers, as `quantized`
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
-    quantized = quantized_facts(job.teacher).values()  # nothing in caches of other teachers
-    return digest(weights, text_fingerprint, guidance, job.teacher.engine.precision, *quantized)
+    quantized = quantized_facts(job.teacher).values()
+    return digest(weights, text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added)
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:

@@ -46,6 +46,11 @@ class LoraFile:
         """The largest rank of a layer."""
         return max(one.rank for one in self.layers.values())
 
+    def other_layer(self, shapes: dict[str, list[int]]) -> str:
+        """Return the first layer that a network of these parameters' shapes lacks; empty if it has all."""
+        given = {layer: [len(b), a.shape[1]] for layer, (a, b) in self.layers.items()}
+        return next((layer for layer in given if shapes.get(f"{layer}.weight") != given[layer]), "")
+
 
 def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
     """Read a LoRA by diffusers' own rules of names.

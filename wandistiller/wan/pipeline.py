@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from huggingface_hub import constants
 
 from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError, problem, readable
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import digest, fingerprint, read_json
+from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems
 from wandistiller.wan.checks import (
     component_problems,
     pipeline_problems,
@@ -27,6 +28,7 @@ from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Us
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.weight_reader import WeightReader
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
 TINY = {"tiny": _EMBEDDED / "pipeline", "tiny-video": _EMBEDDED / "video_pipeline"}
@@ -46,6 +48,8 @@ class WanFolder:
     vae: dict[str, Any]
     revision: str | None = None
     """Commit of a hub id; later fetches use the same."""
+    added: tuple[AddedLora, ...] = ()
+    """LoRA files that are added to the networks' weights when they are read."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -69,6 +73,24 @@ class WanFolder:
     def temporal(self) -> int:
         """Frames per latent frame."""
         return self.vae.get("scale_factor_temporal", 4)
+
+    @property
+    def identity(self) -> str:
+        """Equal for networks of the same weights: a commit or the files' fingerprint, and what is added."""
+        # a hub id's weights may not be here yet, but its commit identifies them
+        own = self.revision or fingerprint(self.path / expert.value for expert in self.configs)
+        return digest(own, self.added_identities) if self.added else own
+
+    @property
+    def added_identities(self) -> list[list[Any]]:
+        return [one.identity for one in self.added]
+
+    def reader(self, expert: Expert) -> WeightReader:
+        """Open the weights of an expert, with what is added to them."""
+        folder = self.path / expert.value
+        if not self.added:
+            return WeightReader(folder)
+        return MergingReader(folder, added_changes(self.added, expert))
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""
@@ -180,6 +202,17 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
     transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
     return WanFolder(path, name, transformers, boundary, float(shift), vae.values, commit)
+
+
+def with_loras(folder: WanFolder, added: list[AddedLora]) -> WanFolder:
+    """Return the pipeline with LoRA files added to its networks, after those that it has.
+
+    Raises:
+        ConfigError: they are not for its networks.
+    """
+    if problems := added_problems(folder.name, added, folder.configs):
+        raise ConfigError(*problems)
+    return replace(folder, added=(*folder.added, *added))
 
 
 def student_of(name: str) -> str:

@@ -14,7 +14,7 @@ from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.low_rank import Adapter, B, extract
+from wandistiller.export.low_rank import A, Adapter, B, extract
 from wandistiller.export.model_card import (
     BESIDE,
     HERE,
@@ -28,6 +28,8 @@ from wandistiller.export.source import Source, clip
 from wandistiller.flow import EULER
 from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.wan.added_lora import added_changes, sum_of
+from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.sampling import few_step_config
 from wandistiller.wan.weight_reader import WeightReader
@@ -97,7 +99,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         for name in source.experts:
             model = source.adapters(name)
             config = model.peft_config["default"]
-            yield Adapter(
+            adapter = Adapter(
                 adapter_state(model),
                 config.lora_alpha,
                 config.r,
@@ -105,6 +107,7 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
                 _ranks(model),
                 _factors(model),
             )
+            yield _with_teachers(adapter, source, name)
         return
     teacher = source.teacher(weights=True)
     own, theirs = facts.transformer, teacher.config.raw
@@ -136,6 +139,25 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         yield adapter
 
 
+def _with_teachers(adapter: Adapter, source: Source, name: str) -> Adapter:
+    """Return the sum of an expert's adapter and of what was added to the teacher that it was trained on.
+
+    So the file is for the teacher as it was published, without `teacher_lora`.
+    """
+    if not (source.facts.bases and source.facts.teacher_lora):
+        return adapter
+    base = dict(zip(source.experts, source.facts.bases, strict=True))[name]
+    layers = added_changes(source.teacher(weights=False).added, Expert(base))
+    for layer in (key.removesuffix(A) for key in adapter.state if key.endswith(A)):
+        own = LowRank(adapter.state[layer + A], adapter.state[layer + B] * adapter.factor(layer))
+        layers[layer] = sum_of(layers.get(layer), own)
+    state = {}
+    for layer, (a, b) in layers.items():
+        state |= {layer + A: a, layer + B: b}
+    note = f"{adapter.note}, beside those of `teacher_lora`, which are in it"
+    return Adapter(state, adapter.rank, adapter.rank, note=note)
+
+
 def _factors(model: nn.Module) -> dict[str, float]:
     """Return alpha / rank of each layer's adapter."""
     return {n: m.scaling["default"] for n, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -160,7 +182,7 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     renamed = {}
     for name, value in adapter.state.items():
         layer, _, part = name.rpartition(".lora_")
-        factor = adapter.factors.get(layer, adapter.alpha / adapter.rank)
+        factor = adapter.factor(layer)
         layer = "diffusion_model." + original_name(f"{layer}.").removesuffix(".")
         renamed[f"{layer}.lora_{part}"] = value * factor if name.endswith(B) else value.contiguous()
     return renamed

@@ -95,6 +95,10 @@ class Placement(Kernels, ABC):
             return [self.engine.problem(KEY, self.weights, text)]
         return weights_problems(self.engine, self.weights)
 
+    def reads_all(self) -> bool:
+        """Return whether all weights come from the readers that `load` is given."""
+        return True
+
     def teacher_problems(self, modules: list[str], gpus: int) -> list[str]:
         """Problems of the settings with the teacher's top `modules` and this rank's GPUs."""
         return []

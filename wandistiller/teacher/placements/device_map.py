@@ -52,6 +52,10 @@ class DeviceMap(OnOneRank):
     def holds_quantized(self) -> bool:
         return False  # accelerate's hooks would move and rebuild them
 
+    def reads_all(self) -> bool:
+        # accelerate reads what is on disk itself, and may put any module there
+        return isinstance(self.device_map, dict) and "disk" not in self.device_map.values()
+
     def problems(self, world: int) -> list[str]:
         problems = super().problems(world)
         if not find_spec("accelerate"):

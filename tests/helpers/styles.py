@@ -1,0 +1,43 @@
+"""LoRA files that change what a teacher draws, and teachers on disk with such a change in their weights."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from wandistiller.utils.keyed_random import keyed_normal
+
+RANK = 3
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def style(wan: Path, file: Path, *parts: str, seed: int = 0) -> Path:
+    """Write a LoRA in diffusers' names for the layers of the first expert whose names have one of `parts`."""
+    state = {}
+    for name, value in load_file(wan / "transformer" / WEIGHTS).items():
+        layer = name.removesuffix(".weight")
+        if name.endswith(".weight") and any(part in name for part in parts):
+            outputs, inputs = value.shape
+            state[f"transformer.{layer}.lora_A.weight"] = keyed_normal((RANK, inputs), seed, layer, "a")
+            state[f"transformer.{layer}.lora_B.weight"] = 0.1 * keyed_normal(
+                (outputs, RANK), seed, layer, "b"
+            )
+    save_file(state, file)
+    return file
+
+
+def with_style(wan: Path, target: Path, *added: tuple[Path, float], experts: tuple[str, ...]) -> Path:
+    """Copy a pipeline and add LoRA files, each with its strength, to the weights of experts: W + s B A."""
+    shutil.copytree(wan, target)
+    for expert in experts:
+        weights = load_file(file := target / expert / WEIGHTS)
+        for lora, strength in added:
+            state = load_file(lora)
+            for name in (key for key in state if key.endswith(".lora_A.weight")):
+                layer = name.removesuffix(".lora_A.weight")
+                change = strength * state[f"{layer}.lora_B.weight"] @ state[name]
+                key = layer.removeprefix("transformer.") + ".weight"
+                weights[key] = weights[key] + change.to(torch.float32)
+        save_file(weights, file, {"format": "pt"})
+    return target

@@ -1,0 +1,125 @@
+"""Runs whose teacher has a LoRA added: those of the teacher of merged weights, by every placement."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from ranks import losses, wandistiller
+from recipes import recipe_file, train
+from safetensors.torch import load_file
+from slow_cases import slow_but
+from states import state
+from styles import style, with_style
+
+from wandistiller.export.source import read_source
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.transformer import velocity
+
+EXPERTS = ("transformer", "transformer_2")
+RUN = {"max_steps": 2, "save_every": 2, "sample_every": 2}
+LORA = {
+    "student_config": {},
+    "lora": {"rank": 4},
+    "objective": {"name": "dmd2", "steps": 4, "critic_updates": 1},
+}
+ZERO_0, ZERO_3 = (
+    {"zero_optimization": {"stage": n, "stage3_param_persistence_threshold": 0}} for n in (0, 3)
+)
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "replicated": ZERO_0,
+    "sharded": ZERO_3,
+    "streamed": {"wandistiller": {"placement": "streamed"}},
+    "files": {"wandistiller": {"placement": "files"}},
+    "owner": {"wandistiller": {"placement": "owner"}},
+    "device map": {"wandistiller": {"placement": "device_map", "device_map": {"*": "cpu"}}},
+    "int8": ZERO_0 | {"wandistiller": {"weights": "int8"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("styles")
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path, wan2: Path) -> Path:
+    return style(wan2, folder / "style.safetensors", "to_q", "to_out", "ffn")
+
+
+@pytest.fixture(scope="module")
+def merged(folder: Path, wan2: Path, file: Path) -> Path:
+    return with_style(wan2, folder / "merged", (file, 0.5), experts=EXPERTS)
+
+
+def added(file: Path) -> dict[str, Any]:
+    return {"teacher_lora": {"file": str(file), "strength": 0.5}}
+
+
+@pytest.mark.parametrize("placement", slow_but(["streamed"], PLACEMENTS))
+def test_a_run_is_that_of_the_teacher_of_merged_weights_bitwise(
+    folder: Path, wan2: Path, file: Path, merged: Path, placement: str
+) -> None:
+    given = RUN | {"teacher_deepspeed_config": PLACEMENTS[placement]}
+    one = train(folder, wan2, f"{placement}_added", **given, **added(file))
+    other = train(folder, merged, f"{placement}_merged", **given)
+    assert losses(one) == losses(other)
+    weights = [load_file(next((run / "student").rglob("transformer/*.safetensors"))) for run in (one, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, wan2: Path, file: Path) -> Path:
+    given = RUN | LORA | {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    return train(folder, wan2, "adapters", ranks=1, **given, **added(file))
+
+
+@pytest.mark.slow
+def test_adapters_learn_what_they_learn_of_the_teacher_of_merged_weights_bitwise(
+    folder: Path, adapters: Path, merged: Path
+) -> None:
+    given = RUN | LORA | {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    assert losses(adapters) == losses(train(folder, merged, "adapters_merged", ranks=1, **given))
+
+
+def test_the_file_of_adapters_brings_the_teachers_lora_too_to_the_unchanged_teacher(
+    adapters: Path, wan2: Path
+) -> None:
+    pipe = WanPipeline.from_pretrained(wan2)
+    pipe.load_lora_weights(str(adapters / "lora.safetensors"), load_into_transformer_2=True)
+    student = read_source(adapters).finished("transformer", torch.float32)
+    x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
+    given = state(x, torch.tensor([0.9, 0.3]), text)
+    with torch.no_grad():
+        found, wanted = velocity(pipe.transformer_2, given), velocity(student, given)
+        unchanged = velocity(WanPipeline.from_pretrained(wan2).transformer_2, given)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # the file is in bf16
+    assert (unchanged - wanted).norm() > 10 * (found - wanted).norm()
+
+
+def test_an_export_is_refused_once_the_teachers_lora_has_changed(
+    adapters: Path, wan2: Path, file: Path
+) -> None:
+    before = file.read_bytes()
+    style(wan2, file, "to_q", seed=1)
+    with pytest.raises(ConfigError, match="not as they were when they were trained"):
+        read_source(adapters).finished("transformer", torch.float32)
+    file.write_bytes(before)
+
+
+def test_another_strength_is_another_teacher_for_a_run_that_goes_on(
+    folder: Path, wan2: Path, adapters: Path, file: Path
+) -> None:
+    more = RUN | LORA | {"max_steps": 3, "teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    given = recipe_file(folder, wan2, "adapters", **more, teacher_lora=str(file))
+    error = wandistiller("train", "--recipe", given, code=2).stderr
+    assert "teacher" in error and "teacher_lora" in error
+
+
+def test_a_placement_that_may_leave_weights_on_disk_is_refused(folder: Path, wan2: Path, file: Path) -> None:
+    teacher = {"wandistiller": {"placement": "device_map", "device_map": "sequential"}}
+    given = recipe_file(folder, wan2, "disk", **RUN, **added(file), teacher_deepspeed_config=teacher)
+    error = wandistiller("train", "--recipe", given, code=2).stderr
+    assert "It may leave modules on disk, from where they are read without `teacher_lora`" in error

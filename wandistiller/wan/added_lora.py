@@ -1,0 +1,119 @@
+"""LoRA files added to a pipeline's networks as their weights are read: W + strength B A."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AllowInfNan
+from torch import Tensor
+
+from wandistiller.batch import Expert
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import file_digest
+from wandistiller.utils.validation import Text, check, types_of
+from wandistiller.wan.lora_files import LowRank, read_lora
+from wandistiller.wan.transformer import shapes
+from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedLora:
+    """A LoRA file and how it is added."""
+
+    file: Text
+    """Of diffusers, ComfyUI or kohya's trainers."""
+    strength: Annotated[float, AllowInfNan(False)] = 1.0
+    """Factor of the change."""
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """The network that it is added to; None: to each."""
+
+    def is_for(self, expert: Expert) -> bool:
+        return self.expert in (None, expert.name.lower())
+
+    @property
+    def identity(self) -> list[Any]:
+        """Equal for the same change, wherever the file lies."""
+        return [file_digest(Path(self.file)), self.strength, self.expert]
+
+
+def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
+    """Check a setting: a file, an object with the fields of `AddedLora`, or a list of such.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems, added = [], []
+    for number, one in enumerate(given if isinstance(given, list) else [given]):
+        name = f"{key}.{number}." if isinstance(given, list) else f"{key}."
+        found, good = check(where, {"file": one} if isinstance(one, str) else one, types_of(AddedLora), name)
+        if not found and "file" not in good:
+            found = [f"{where}: `{name}file` is missing. Write the name of a LoRA file."]
+        problems += found
+        added += [] if found else [AddedLora(**good)]
+    if problems:
+        raise ConfigError(*problems)
+    return added
+
+
+def added_problems(
+    where: str, added: Iterable[AddedLora], configs: dict[Expert, TransformerConfig]
+) -> list[str]:
+    """List the problems of LoRA files that are to be added to these networks; weights are not read."""
+    problems = []
+    for one in added:
+        experts = [expert for expert in configs if one.is_for(expert)]
+        if not experts or one.expert and len(configs) == 1:
+            problems.append(f'{where}: `expert` is "{one.expert}", but it has one network. Leave it out.')
+            continue
+        try:
+            read = read_lora(Path(one.file), weights=False)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if other := read.other_layer(shapes(configs[experts[0]])):
+            text = f"which changes `{other}`, and {where} has no such layer of that shape"
+            problems.append(f"{one.file}: is a LoRA {text}. Give one that was made for it.")
+    return problems
+
+
+def added_changes(added: Iterable[AddedLora], expert: Expert) -> dict[str, LowRank]:
+    """Return what all files together change of each layer, by diffusers' names, strengths in it; float32."""
+    changes: dict[str, LowRank] = {}
+    for one in added:
+        for layer, (a, b) in read_lora(Path(one.file)).layers.items() if one.is_for(expert) else ():
+            changes[layer] = sum_of(changes.get(layer), LowRank(a, b * one.strength))
+    return changes
+
+
+def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:
+    """Return the sum of two changes of a layer, of which one may be missing: B A = B1 A1 + B2 A2."""
+    if not (first and second):
+        return first or second
+    return LowRank(torch.cat([first.a, second.a]), torch.cat([first.b, second.b], dim=1))
+
+
+def as_settings(added: Iterable[AddedLora]) -> list[dict[str, Any]]:
+    """Return what `read_added` reads."""
+    return [{key: value for key, value in asdict(one).items() if value is not None} for one in added]
+
+
+class MergingReader(WeightReader):
+    """The tensors of a transformer folder with low-rank changes added, in float32, before they are cast."""
+
+    def __init__(self, folder: Path, changes: dict[str, LowRank]):
+        super().__init__(folder)
+        self._changes = {f"{layer}.weight": change for layer, change in changes.items()}
+
+    def read(self, name: str, out: Tensor, first: int = 0) -> None:
+        if not (change := self._changes.get(name)):
+            super().read(name, out, first)
+            return
+        out_N = out.view(-1)[: max(0, self.stored[name].shape.numel() - first)]
+        value_N = torch.empty(len(out_N))
+        super().read(name, value_N, first)
+        # all of the product, as a part of it may be rounded otherwise
+        value_N += (change.b @ change.a).view(-1)[first : first + len(out_N)]
+        out_N.copy_(value_N)
