@@ -8,6 +8,7 @@ from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
+from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
 from wandistiller.student.lora import Lora, begin_with
 from wandistiller.student.projections import add_heads
@@ -48,6 +49,8 @@ class NetworkBuilder:
     def trainable(self, expert: Expert, *, projected: bool = False, heads: bool = False) -> nn.Module:
         """Make a network of which the recipe trains some weights, or its trained parts on the teacher's.
 
+        Collective.
+
         Args:
             projected: add the projections of hidden states that are compared.
             heads: add heads.
@@ -57,6 +60,10 @@ class NetworkBuilder:
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
         if job.bases and job.start and not job.resume_from:
             _start(job).fill_adapters(expert.value, model)
+        elif not job.resume_from and (place := full_starts(job).get(expert)):
+            start = FullStart(job, expert, place)
+            start.fill()
+            start.begin(model)
         elif job.run.lora and not job.resume_from and (file := Lora(**job.run.lora).start_of(expert)):
             begin_with(model, file)
         if heads:
