@@ -180,6 +180,14 @@ class _Planner:
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_engine)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 
+    def _unpacked(self, engine: EngineConfig) -> Parts:
+        """Quantised weights of a shared base as a learning network's passes unpack them."""
+        j = self.job
+        if not (j.shares_base and j.teacher.weights):
+            return {}
+        n = j.teacher.unpacked_with_gradients(j.folder.config, engine.recompute)
+        return {"the base's weights, unpacked": Bytes(transient=n)}
+
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
         j, engine, ranks = self.job, self.job.student_engine, self.machine.ranks
@@ -193,7 +201,7 @@ class _Planner:
             numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
-        passes = step | {"student's activations": saved} | self._compared()
+        passes = step | {"student's activations": saved} | self._compared() | self._unpacked(engine)
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
             spread = spread_bytes(self.network, engine, ranks)
@@ -215,11 +223,11 @@ class _Planner:
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
-        passes = step | {f"{name}'s activations": saved}
+        passes = step | {f"{name}'s activations": saved} | self._unpacked(engine)
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input, without checkpointing
             whole = self.saved(other.transformer, engine.without_recompute, j.batch.micro)
-            slope = {f"{name}'s activations, all kept": whole}
+            slope = {f"{name}'s activations, all kept": whole} | self._unpacked(engine.without_recompute)
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
