@@ -246,15 +246,18 @@ class _Planner:
         need, dtype = text_encoding(config, name, accelerator=self.gpu), getattr(torch, name)
         stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
         file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
-        kept = need.weights
-        if not self.gpu:  # the rest is read from disk, see `wan.loaded_components.offload_kwargs`
-            m = self.machine
-            room = room_of_a_rank(m.host_free, m.ranks_on_node) - total(self._libraries(EARLY)).host
-            kept = min(kept, max(room - need.work, need.weights // LEAST_PART))
+        m, libraries = self.machine, total(self._libraries(EARLY))
+        if self.gpu:
+            room = int(m.device_free - reserve(m.device_free, PIECES)) - libraries.device
+        else:
+            room = room_of_a_rank(m.host_free, m.ranks_on_node) - libraries.host
+        # the rest comes from CPU memory, or is read from disk, see `wan.loaded_components.offload_kwargs`
+        kept = min(need.weights, max(room - need.work, need.weights // LEAST_PART))
+        held = need.weights if self.gpu else kept
         return {
-            "loading the text encoder": {"text encoder": Bytes(host=kept), "its file": Bytes(node=file)},
+            "loading the text encoder": {"text encoder": Bytes(host=held), "its file": Bytes(node=file)},
             "prompts": {
-                "text encoder": Bytes(transient=kept),
+                "text encoder": Bytes(transient=kept, host=held - kept),
                 "text encoder's activations": Bytes(transient=need.work),
             },
         }
