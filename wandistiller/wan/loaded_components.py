@@ -125,7 +125,8 @@ class Encoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, **offload_kwargs: Any):
         """Load them, the model with the result of `offload_kwargs`."""
-        self._device, self._where, tokenizer = device, folder / "text_encoder", folder / "tokenizer"
+        self._where, tokenizer = folder / "text_encoder", folder / "tokenizer"
+        self._device = CPU if offload_kwargs else device  # accelerate's hooks bring tokens where they go
         try:
             self._tokenizer = load_tokenizer(tokenizer)
         except Exception as error:  # tokenizers raises it bare
