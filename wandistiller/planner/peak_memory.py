@@ -138,6 +138,7 @@ class _Planner:
         held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
         start = Bytes(host=4 * each * len(j.student_experts))
         starts = {"start": {"student's weights in float32": start}} | starts
+        written = self.network.trained if j.bases else numel  # the other weights are the teacher's
         exported = Bytes(host=2 * weights + 4 * (self.network.trained_numel if j.run.lora else 0))
         return {
             **({"prepare": self._prepare()} if coding else {}),
@@ -151,7 +152,7 @@ class _Planner:
                 },
             ),
             "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
-            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
+            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(written.values()))}),
             **({"draw": self._draw(kept | student, call, gathered)} if coding else {}),
             "export": PhasePeak(self.base | {"a network": exported}),
         }
