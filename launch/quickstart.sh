@@ -11,4 +11,4 @@ if [ "$recipe" = lora ]; then steps=(--steps 2 4); fi
 if [ "$recipe" = video ]; then prompts=tiny-video:held_out; fi
 
 "${launch[@]}" train --recipe "ds_configs/recipes/$recipe.json"
-"${launch[@]}" evaluate --student_path "runs/$recipe/student" --prompts "$prompts" "${steps[@]}"
+"${launch[@]}" evaluate --student_path "runs/$recipe" --prompts "$prompts" "${steps[@]}"

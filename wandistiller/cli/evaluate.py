@@ -1,6 +1,5 @@
 """`wandistiller evaluate`: compare a student with its teacher in scores, velocity error, speed and size."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from wandistiller.distributed import collectives, device
 from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
+from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import (
     STEPS,
@@ -25,22 +25,19 @@ from wandistiller.evaluation.draw_samples import (
 )
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
-from wandistiller.export.source import FACTS
 from wandistiller.monitoring.evaluated import Evaluated
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
-from wandistiller.utils.files import read_json
+from wandistiller.wan.added_lora import read_added
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import (
-    TINY,
     WanFolder,
     open_wan,
     require_weights,
-    run_problem,
-    student_of,
     usual_for,
+    with_loras,
 )
 from wandistiller.wan.transformer import top_modules
 
@@ -84,21 +81,23 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
             were read.
     """
-    name, problems = student_of(flags.student), number_problems("evaluate", vars(flags))
+    problems = number_problems("evaluate", vars(flags))
     with collecting(problems):
-        facts = _facts(name, flags.teacher_path)
+        candidate = read_candidate(flags.student, flags.lora or [])
+        facts, teachers = candidate.facts, candidate.teacher(flags.teacher_path)
         with collecting(problems):
-            student = _folder(name)
-        teachers = flags.teacher_path or facts.teacher_path
+            student = candidate.folder(flags.strength, flags.teacher_path)
+            require_weights(student)
         teacher = _folder(teachers, facts.teacher_revision if teachers == facts.teacher_path else None)
+        teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
         prompts = read_prompts(flags.prompts)
-    place = Path(name)
-    output = flags.output or (place.parent if place.is_dir() else Path("evaluation"))
-    problems += folder_problems("output", output) or inside_problems(
-        "output", output, {"student_path": place}
-    )
+    if problems:  # the output's folder is beside the student
+        raise ConfigError(*problems)
+    output = flags.output or candidate.place or Path("evaluation")
+    read = {"student_path": student.path, "teacher_path": teacher.path}
+    problems += folder_problems("output", output) or inside_problems("output", output, read)
     problems += clip_problems(flags.clip_path) if flags.clip_path else []
     if problems:
         raise ConfigError(*problems)
@@ -114,7 +113,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         teacher_sampling=for_teacher,
         student_sampling=for_student,
         clip=flags.clip_path,
-        trained=facts if facts.few_steps else None,
+        facts=facts,
         seed=flags.seed,
         batch=flags.batch,
         quick=flags.quick,
@@ -123,29 +122,6 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     if problems := _pair_problems(evaluation, flags.context_parallel, world):
         raise ConfigError(*problems)
     return evaluation
-
-
-def _facts(student: str, teacher: str | None) -> Facts:
-    """Training settings stored in an exported student; empty for another pipeline with --teacher_path."""
-    file = Path(student) / FACTS
-    if of_run := run_problem(file.parent, student):
-        raise ConfigError(of_run)
-    if not file.is_file() and not teacher:
-        raise ConfigError(
-            f"{student}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
-            "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
-        )
-    facts, run = Facts.read(file), file.absolute().parents[1] / "resolved" / "run.json"
-    if facts.teacher_path and run.is_file():  # an export names only the last part of a folder
-        facts = replace(facts, teacher_path=read_json(run).get("teacher_path", facts.teacher_path))
-    name = facts.teacher_path
-    if not (name or teacher):
-        remedy = "Say with --teacher_path what to compare it with."
-        raise ConfigError(f"{file}: `teacher_path` is missing. {remedy}")
-    if not teacher and "/" not in name and name not in TINY and not Path(name).exists():
-        remedy = "Exports have only the folder's name; say with --teacher_path where it is."
-        raise ConfigError(problem(file, "teacher_path", name, remedy))
-    return facts
 
 
 def _folder(name: str, revision: str | None = None) -> WanFolder:

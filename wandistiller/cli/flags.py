@@ -10,6 +10,7 @@ from wandistiller.utils.registry import names_in
 
 AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
+LORA = "LoRA files to add, or a run of them; for one expert high_noise=FILE, if its name does not say so"
 FIRST_SEED = "of the first prompt; the next gets seed + 1"
 
 
@@ -88,7 +89,11 @@ class ExportFlags:
 class SampleFlags:
     """Flags of `sample`; None is what the pipeline was made for."""
 
-    model: str = _flag(MISSING, "a diffusers Wan pipeline, a run, a hub id, or `tiny`")
+    model: str | None = _flag(
+        None, "a diffusers Wan pipeline, a run, a hub id, or `tiny`; default what --lora is for"
+    )
+    lora: list[str] | None = _flag(None, LORA, metavar="FILE")
+    strength: float = _flag(1.0, "factor of these LoRA files")
     prompts: list[str] = _flag(MISSING, "texts, or one file of prompts")
     output: Path = _flag(MISSING, "folder for the pictures")
     height: int | None = _flag(None, "pixels; default what the pipeline was made for")
@@ -107,12 +112,14 @@ class SampleFlags:
 class EvaluateFlags:
     """Flags of `evaluate`; None is what the student was made with."""
 
-    student: str = _flag(
-        MISSING,
-        "an exported student, the folder of a run that has one, or any Wan pipeline",
+    student: str | None = _flag(
+        None,
+        "an exported student, the folder of a run, or any Wan pipeline; default what --lora is for",
         names=("--student_path", "--student"),
         dest="student",
     )
+    lora: list[str] | None = _flag(None, LORA, metavar="FILE")
+    strength: float = _flag(1.0, "factor of these LoRA files")
     teacher_path: str | None = _flag(None, "default: the one it was distilled from")
     teacher_deepspeed_config: str | None = _flag(
         None, "placement of the teacher; default a WanPipeline", metavar="FILE"

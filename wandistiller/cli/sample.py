@@ -5,6 +5,7 @@ from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import Ranks
+from wandistiller.evaluation.candidates import Candidate, lora_lines, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
@@ -14,26 +15,27 @@ from wandistiller.evaluation.draw_samples import (
     sample,
     sampling_problems,
 )
-from wandistiller.export.source import few_step_facts
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
-from wandistiller.wan.pipeline import open_wan, student_of, usual_for
+from wandistiller.wan.pipeline import WanFolder, usual_for
 
 
 def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
-        prompts, settings = _read(flags)
+        model, folder, prompts, settings = _read(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
+    for line in lora_lines(folder.added):
+        collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
-    files = sample(student_of(flags.model), prompts, flags.output, settings, flags.seed, dtype, ranks)
+    files = sample(model, folder, prompts, flags.output, settings, flags.seed, dtype, ranks)
     if collectives.rank() == 0:
         print(*files, sep="\n")
     collectives.destroy()
 
 
-def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
-    """Check the flags; return the prompts and how to sample.
+def _read(flags: SampleFlags) -> tuple[Candidate, WanFolder, list[str], Sampling]:
+    """Check the flags; return the pipeline, the prompts and how to sample.
 
     Raises:
         ConfigError: with every problem found.
@@ -42,8 +44,9 @@ def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
     with collecting(problems):
         prompts = read_prompts(flags.prompts)
     with collecting(problems):
-        folder = open_wan(student_of(flags.model))
-        trained, usual = few_step_facts(folder.path), usual_for(folder)
+        model = read_candidate(flags.model, flags.lora or [])
+        folder = model.folder(flags.strength)
+        trained, usual = model.trained, usual_for(folder)
         settings = Sampling(
             height=flags.height or usual.height,
             width=flags.width or usual.width,
@@ -63,4 +66,4 @@ def _read(flags: SampleFlags) -> tuple[list[str], Sampling]:
         problems += inside_problems("output", flags.output, {"model": folder.path})
     if problems:
         raise ConfigError(*problems)
-    return prompts, settings
+    return model, folder, prompts, settings

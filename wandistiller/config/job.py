@@ -171,6 +171,11 @@ class Job:
         return bool(self.bases) and not obstacle(self)
 
     @property
+    def is_teachers_lora(self) -> bool:
+        """True if the student is the teacher, network for network, with its adapters."""
+        return self.bases == {expert: expert for expert in self.folder.configs}
+
+    @property
     def teachers_folder(self) -> WanFolder:
         """The teacher, with the experts alone that an objective of one expert needs."""
         if not (one := self.objective.trained_expert):

@@ -22,15 +22,15 @@ from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence import ALONE, Ranks
-from wandistiller.export.source import few_step_facts
+from wandistiller.evaluation.candidates import Candidate
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.loaded_components import Pipeline, load_pipeline
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
-from wandistiller.wan.sampling import few_step_scheduler, few_steps
+from wandistiller.wan.pipeline import WanFolder, require_weights
+from wandistiller.wan.sampling import few_step_scheduler, few_steps, pipeline_scheduler
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
@@ -79,13 +79,19 @@ def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -
     return [] if number_problems("", sizes) else folder.size_problems(**sizes)
 
 
-def open_pipeline(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE) -> Pipeline:
+def open_pipeline(
+    folder: WanFolder, dtype: torch.dtype, facts: Facts | None = None, ranks: Ranks = ALONE
+) -> Pipeline:
     """Load a WanPipeline, its VAE in float32, to the GPU if there is one; ranks may share its sequences.
+
+    With LoRA files of a run that has these `facts` it samples as they are trained for.
 
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
     half of the free memory.
     """
-    pipeline = load_pipeline(folder, dtype)
+    pipeline = load_pipeline(folder.path, dtype, folder.added)
+    if folder.added and facts and facts.shift:
+        pipeline.scheduler = pipeline_scheduler(folder, facts.shift)
     pipeline.set_progress_bar_config(disable=True)
     for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         share_sequences(network, ranks)
@@ -122,13 +128,16 @@ def _names_a_file(word: str) -> bool:
     return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
 
 
-def set_steps(pipeline: Pipeline, trained: Facts | None, steps: int, handover: float | None) -> None:
+def set_steps(
+    pipeline: Pipeline, trained: Facts | None, steps: int, handover: float | None, *, added: bool = False
+) -> None:
     """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
 
     Args:
+        added: it is the teacher's with LoRA files, and has the noise levels of no number yet.
         handover: noise level at which the experts of a two-expert student change.
     """
-    if trained and steps != trained.steps:
+    if trained and (steps != trained.steps or added):
         pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler or EULER)
         boundary = few_steps(trained.shift, steps, handover).boundary
         pipeline.register_to_config(boundary_ratio=boundary)
@@ -169,7 +178,8 @@ def draw(
 
 
 def sample(
-    model: str,
+    model: Candidate,
+    folder: WanFolder,
     prompts: list[str],
     output: Path,
     sampling: Sampling,
@@ -181,15 +191,15 @@ def sample(
 
     The ranks share the prompts.
 
+    Args:
+        folder: that of the model.
+
     Raises:
-        ConfigError: `model` or `sampling` is wrong, before anything is loaded.
+        ConfigError: weights are missing or damaged, before any is loaded.
     """
-    folder = open_wan(model, weights=True)
-    if problems := sampling_problems(folder, sampling):
-        raise ConfigError(*problems)
     require_weights(folder)
-    pipeline = open_pipeline(folder.path, dtype, ranks)
-    set_steps(pipeline, few_step_facts(folder.path), sampling.steps, folder.boundary)
+    pipeline = open_pipeline(folder, dtype, model.facts, ranks)
+    set_steps(pipeline, model.trained, sampling.steps, folder.boundary, added=bool(folder.added))
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(prompts)))
     progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)

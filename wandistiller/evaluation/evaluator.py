@@ -52,8 +52,8 @@ class Evaluation:
     """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
-    trained: Facts | None = None
-    """Of a student of few steps, which has noise levels for other numbers than its own too."""
+    facts: Facts
+    """Of the student: one of few steps has noise levels for other numbers than its own too."""
 
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
@@ -163,7 +163,7 @@ class Evaluator:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
-            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.trained, s.teacher.boundary
+            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts, s.teacher.boundary
             candidate = DiffusersPipeline(*given, ranks=self._ranks)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)

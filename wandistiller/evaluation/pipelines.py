@@ -39,7 +39,7 @@ class DiffusersPipeline:
         sampling: Sampling,
         null_text_LD: Tensor,
         dtype: torch.dtype,
-        trained: Facts | None = None,
+        facts: Facts | None = None,
         handover: float | None = None,
         *,
         ranks: Ranks = ALONE,
@@ -47,11 +47,13 @@ class DiffusersPipeline:
         """Load it.
 
         Args:
-            trained: of a student of few steps, the sampling that it is trained for.
+            facts: of a student, the sampling that it is trained for.
             handover: noise level at which the experts of a two-expert student change.
         """
-        self._pipeline, self._sampling = open_pipeline(folder.path, dtype, ranks), sampling
+        self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
+        trained = facts if facts and facts.few_steps else None
         self._trained, self._handover = trained, handover if folder.boundary is not None else None
+        self._added = bool(folder.added)
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = Stopwatch()
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
@@ -71,7 +73,7 @@ class DiffusersPipeline:
         """
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
-        set_steps(self._pipeline, self._trained, steps, self._handover)
+        set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)
         self._outside.seconds, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
         pixels_BCFHW = draw(self._pipeline, prompts, seeds, sampling, progress)

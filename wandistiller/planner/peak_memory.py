@@ -138,7 +138,9 @@ class _Planner:
         held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
         start = Bytes(host=4 * each * len(j.student_experts))
         starts = {"start": {"student's weights in float32": start}} | starts
-        exported = Bytes(host=2 * weights + 4 * (self.network.trained_numel if j.run.lora else 0))
+        adapters = self.network.trained_numel if j.run.lora else 0
+        stored = adapters if j.is_teachers_lora else weights
+        exported = Bytes(host=2 * stored + 4 * adapters)
         return {
             **({"prepare": self._prepare()} if coding else {}),
             "load": PhasePeak(

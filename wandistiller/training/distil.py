@@ -61,27 +61,40 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     if collectives.rank() == 0:
         for job in stages:
             if not job.is_spent:
-                finished = _export(job)
-        if finished.parent != output:
-            with replaced(output / "student") as folder:
-                shutil.rmtree(folder)
-                link_or_copy(finished, folder)
-            write_json(
-                output / DONE, {"stages": [job.stage for job in stages], "student": str(output / "student")}
-            )
-            collectives.log0("%-9s %s", "student", output / "student")
-        if stages[-1].bases:
-            _export_adapters(stages[-1], output)
-        _log_next(stages[-1], output / "student")
+                _export(job)
+        last = stages[-1]
+        if last.output != output:
+            _take_over(stages, output)
+        if last.bases:
+            _log_adapters(output)
+        _log_next(last, output)
 
 
-def _log_next(job: Job, student: Path) -> None:
-    """Log the command that compares a student with its teacher."""
+def _take_over(stages: list[Job], output: Path) -> None:
+    """Give a recipe's output folder what its last stage has made."""
+    last = stages[-1]
+    if not last.is_teachers_lora:
+        with replaced(output / "student") as folder:
+            shutil.rmtree(folder)
+            link_or_copy(last.output / "student", folder)
+        collectives.log0("%-9s %s", "student", output / "student")
+    if last.bases:
+        _write_adapters(last, output)
+    made = output if last.is_teachers_lora else output / "student"
+    write_json(output / DONE, {"stages": [job.stage for job in stages], "student": str(made)})
+
+
+def _log_next(job: Job, output: Path) -> None:
+    """Log the commands that compare a student with its teacher, and that make a pipeline of adapters."""
     data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
+    student = output if job.is_teachers_lora else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
     if few := job.schedule.few:
         words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
+    if job.is_teachers_lora:
+        merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
+        collectives.log0("%-9s %s: a pipeline of the teacher with them", "or", shlex.join(merge))
 
 
 def _run_stage(job: Job) -> None:
@@ -100,28 +113,39 @@ def _run_stage(job: Job) -> None:
         _distil(job)
 
 
-def _export(job: Job) -> Path:
-    """Export the student of a finished run on rank 0; return its folder."""
+def _export(job: Job) -> None:
+    """Export the student of a finished run on rank 0: a pipeline, and adapters; the whole teacher's alone."""
     set_activity("exporting the student")
+    student = job.output if job.is_teachers_lora else job.output / "student"
     with within("export"):
-        (finished,) = DiffusersFormat().write(read_source(job.output), job.output / "student")
+        if job.bases:
+            _write_adapters(job, job.output)
+        if not job.is_teachers_lora:
+            DiffusersFormat().write(read_source(job.output), student)
     memory_usage.add(job.output, "export")
     newest = max(job.samples.glob("step_*.png"), default=job.samples)
-    files = {"picture": newest, "student": finished, "metrics": job.output / "metrics.jsonl"}
-    for name, path in files.items():
+    for name, path in {
+        "picture": newest,
+        "student": student,
+        "metrics": job.output / "metrics.jsonl",
+    }.items():
         collectives.log0("%-9s %s", name, path)
-    write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(finished)})
-    return finished
+    write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(student)})
 
 
-def _export_adapters(job: Job, output: Path) -> None:
-    """Export the adapters of a finished run for ComfyUI and diffusers, on rank 0; log how they are loaded."""
-    source = read_source(job.output)
-    *files, card = LoraFormat(format="original").write(source, output / "lora.safetensors")
+def _write_adapters(job: Job, output: Path) -> None:
+    """Write the adapters of a finished run for ComfyUI and diffusers, a file for each expert, and a card."""
+    LoraFormat(format="original").write(read_source(job.output), output / "lora.safetensors")
+
+
+def _log_adapters(output: Path) -> None:
+    """Log how the adapters in a folder are loaded."""
+    files = sorted(output.glob("lora*.safetensors"))
     for file, more in zip(files, ("", ", load_into_transformer_2=True"), strict=False):
         collectives.log0("%-9s %s", "adapters", file)
         collectives.log0('%-9s pipe.load_lora_weights("%s"%s)', "", file, more)
-    collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card / "README.md")
+    card = output / "lora.card" / "README.md"
+    collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card)
 
 
 @within("load")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AllowInfNan
-from torch import Tensor
+from torch import Tensor, nn
 
 from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError
@@ -86,6 +86,14 @@ def added_changes(added: Iterable[AddedLora], expert: Expert) -> dict[str, LowRa
         for layer, (a, b) in read_lora(Path(one.file)).layers.items() if one.is_for(expert) else ():
             changes[layer] = sum_of(changes.get(layer), LowRank(a, b * one.strength))
     return changes
+
+
+@torch.no_grad()
+def add_changes(network: nn.Module, changes: dict[str, LowRank]) -> None:
+    """Add each change to the weight of its layer, in float32."""
+    for layer, (a, b) in changes.items():
+        weight = network.get_submodule(layer).weight
+        weight.copy_(weight.float() + b @ a)
 
 
 def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:

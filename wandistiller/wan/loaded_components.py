@@ -1,6 +1,7 @@
 """The components of a pipeline with their weights; among them VAE (pixels <-> latents) and text encoder."""
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
+from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.added_lora import AddedLora, add_changes, added_changes
 from wandistiller.wan.components import (
     decoded,
     encoded,
@@ -61,8 +64,8 @@ def load_vae(folder: Path) -> FittingVae:
     return vae
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
-    """Load a WanPipeline part by part, each of its known class, the VAE in float32.
+def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] = ()) -> WanPipeline:
+    """Load a WanPipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
 
     Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
     (diffusers 0.42.1).
@@ -75,6 +78,8 @@ def load_pipeline(folder: Path, dtype: torch.dtype) -> WanPipeline:
         for part in ("transformer", "transformer_2")
         if not unused(index.get(part))
     }
+    for part, network in experts.items() if added else ():
+        add_changes(network, added_changes(added, Expert(part)))
     return WanPipeline(
         tokenizer=load_tokenizer(folder / "tokenizer"),
         text_encoder=load_text_encoder(folder / "text_encoder", dtype),

@@ -26,6 +26,12 @@ def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
     return config | {"shift" if "shift" in config else "flow_shift": shift}
 
 
+def pipeline_scheduler(folder: WanFolder, shift: float) -> SchedulerMixin:
+    """Return the pipeline's own scheduler with another shift."""
+    config = pipeline_config(folder, shift)
+    return scheduler_class(config["_class_name"]).from_config(config)
+
+
 def few_step_config(shift: float, steps: int, sampler: str = EULER) -> dict[str, Any]:
     """Return the scheduler_config.json with which stock diffusers samples in few steps as they are trained.
 
