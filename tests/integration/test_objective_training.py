@@ -15,8 +15,9 @@ from states import state
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, Expert
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.draw_samples import set_steps
-from wandistiller.export.source import few_step_facts
+from wandistiller.export.source import FACTS
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
@@ -162,7 +163,7 @@ def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refuse
 
 
 def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -> None:
-    pipe, trained_for = WanPipeline.from_pretrained(few / "student"), few_step_facts(few / "student")
+    pipe, trained_for = WanPipeline.from_pretrained(few / "student"), Facts.read(few / "student" / FACTS)
     for number in (1, 4):
         set_steps(pipe, trained_for, number, 0.875)
         pipe.scheduler.set_timesteps(number)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.main import main
-from wandistiller.export.source import few_step_facts
+from wandistiller.export.source import FACTS
 
 MATCH = {"name": "match", "max_steps": 3, "ema": 0.5}
 CONSISTENCY = {"name": "consistency", "max_steps": 2, "objective": {"name": "consistency", "edges": 2}}
@@ -58,7 +59,7 @@ def test_each_stage_is_a_run_folder_and_the_student_is_the_last_one_s(whole: Pat
     last, student = (whole / name / "student" for name in ("3_dmd2", "."))
     names = {str(file.relative_to(last)) for file in last.rglob("*") if file.is_file()}
     assert all((last / name).read_bytes() == (student / name).read_bytes() for name in names)
-    assert few_step_facts(student).steps == 2 and json.loads((whole / "DONE").read_text())["stages"]
+    assert Facts.read(student / FACTS).steps == 2 and json.loads((whole / "DONE").read_text())["stages"]
 
 
 @pytest.mark.slow

@@ -81,22 +81,21 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
             were read.
     """
-    problems = number_problems("evaluate", vars(flags))
+    problems, output = number_problems("evaluate", vars(flags)), flags.output or Path("evaluation")
+    read: dict[str, str | Path] = {}
     with collecting(problems):
         candidate = read_candidate(flags.student, flags.lora or [])
+        output = flags.output or candidate.place or output
         facts, teachers = candidate.facts, candidate.teacher(flags.teacher_path)
         with collecting(problems):
             student = candidate.folder(flags.strength, flags.teacher_path)
+            read["student_path"] = student.path
             require_weights(student)
         teacher = _folder(teachers, facts.teacher_revision if teachers == facts.teacher_path else None)
         teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
         prompts = read_prompts(flags.prompts)
-    if problems:  # the output's folder is beside the student
-        raise ConfigError(*problems)
-    output = flags.output or candidate.place or Path("evaluation")
-    read = {"student_path": student.path, "teacher_path": teacher.path}
     problems += folder_problems("output", output) or inside_problems("output", output, read)
     problems += clip_problems(flags.clip_path) if flags.clip_path else []
     if problems:

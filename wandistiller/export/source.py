@@ -160,12 +160,6 @@ def read_source(
     return Source(folder, replace(facts, averaged=averaged), recipe, state["identity"]["teacher"])
 
 
-def few_step_facts(folder: Path) -> Facts | None:
-    """Return the facts of a student of few steps that was exported to `folder`; None: it takes any number."""
-    facts = Facts.read(folder / FACTS)
-    return facts if facts.few_steps else None
-
-
 def sampler_in_words(facts: Facts) -> str:
     """Say how a student of few steps samples."""
     renoise = facts.sampler == RENOISE

@@ -65,7 +65,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
     kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = count_parameters(job.student_transformer)
-    student = experts * 2 * weights
+    student = experts * 2 * (network.trained_numel if job.is_teachers_lora else weights)
     if job.bases:  # the teacher has them
         student += (experts - trained) * 4 * network.trained_numel
     else:

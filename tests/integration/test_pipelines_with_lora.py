@@ -1,0 +1,127 @@
+"""`sample` and `evaluate` with LoRA files; a run of the whole teacher's adapters, which ends with such files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from PIL import Image
+from ranks import wandistiller
+from recipes import train
+from styles import style
+
+from wandistiller.evaluation.draw_samples import Sampling, draw
+
+PROMPTS = ["a red circle on a blue background, left", "a blue square on a red background, center"]
+SIZE = ["--height", "32", "--width", "32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("with_lora")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, wan1: Path) -> Path:
+    """Adapters of the whole teacher for four steps."""
+    objective = {"name": "dmd2", "steps": 4, "critic_updates": 1}
+    lora = {"rank": 4, "targets": ["to_q", "to_out", "ffn"], "alpha": 8.0}
+    given = {"lora": lora, "objective": objective, "max_steps": 3, "student_config": {}, "lr": 0.01}
+    engine = {"deepspeed_config": json.loads(json.dumps(ENGINE))}
+    return train(folder, wan1, "run", ranks=1, **given, **engine)
+
+
+ENGINE = {
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "activation_checkpointing": {},
+}
+
+
+def drawn(folder: Path, name: str, *words: str | Path, code: int = 0) -> dict[str, bytes]:
+    given = ["sample", "--prompts", *PROMPTS, "--output", folder / name, *SIZE, *words]
+    wandistiller(*given, code=code)
+    return {file.name: file.read_bytes() for file in sorted((folder / name).glob("*.png"))}
+
+
+def refused(*words: str | Path) -> str:
+    return wandistiller(*words, "--prompts", *PROMPTS, "--output", "nowhere", code=2).stderr
+
+
+def test_a_run_of_the_whole_teacher_s_adapters_ends_with_their_file_alone(run: Path) -> None:
+    assert (run / "lora.safetensors").is_file() and not (run / "student").exists()
+    assert json.loads((run / "DONE").read_text())["student"] == str(run)
+
+
+def test_sampling_a_run_is_sampling_its_teacher_with_its_file_bitwise(
+    folder: Path, run: Path, wan1: Path
+) -> None:
+    of_run = drawn(folder, "of_run", "--model", run)
+    assert of_run == drawn(folder, "by_file", "--lora", run / "lora.safetensors", "--model", wan1)
+    assert of_run == drawn(folder, "by_folder", "--lora", run)
+    assert of_run != drawn(folder, "of_teacher", "--model", wan1, "--steps", "4")
+
+
+def test_stock_diffusers_draws_the_same_with_the_file_and_the_card_s_scheduler(
+    folder: Path, run: Path, wan1: Path
+) -> None:
+    pipe = WanPipeline.from_pretrained(wan1, torch_dtype=torch.float32)
+    card = (run / "lora.card" / "README.md").read_text()
+    (line,) = (line for line in card.splitlines() if line.startswith("pipe.scheduler = "))
+    exec(line, {"pipe": pipe, "FlowMatchEulerDiscreteScheduler": FlowMatchEulerDiscreteScheduler})
+    pipe.load_lora_weights(str(run / "lora.safetensors"))
+    pipe.set_progress_bar_config(disable=True)
+    for number, prompt in enumerate(PROMPTS):
+        pixels = draw(pipe, [prompt], [number], Sampling(height=32, width=32, steps=4))[0, :, 0]
+        ours = np.asarray(Image.open(folder / "of_run" / f"{number:04d}.png")).transpose(2, 0, 1) / 255
+        assert np.abs(ours - pixels.numpy()).max() < 2 / 255
+
+
+def test_a_lora_of_strength_0_is_the_pipeline_itself_bitwise(folder: Path, wan1: Path) -> None:
+    file = style(wan1, folder / "style.safetensors", "to_q", "ffn")
+    plain = drawn(folder, "plain", "--model", wan1, "--steps", "3")
+    words = ["--model", wan1, "--steps", "3", "--lora", file]
+    assert drawn(folder, "none", *words, "--strength", "0") == plain != drawn(folder, "whole", *words)
+
+
+def test_two_experts_take_the_files_that_name_them(folder: Path, wan2: Path) -> None:
+    high, low = (
+        style(wan2, folder / f"{side}_noise.safetensors", "ffn", seed=s)
+        for s, side in enumerate(("high", "low"))
+    )
+    words = ["--model", wan2, "--steps", "3", "--lora"]
+    by_name = drawn(folder, "by_name", *words, high, low)
+    other = [file.rename(folder / f"{n}.safetensors") for n, file in enumerate((high, low))]
+    assert by_name == drawn(folder, "said", *words, f"low_noise={other[1]}", f"high_noise={other[0]}")
+    assert by_name != drawn(folder, "each", *words, other[0])
+
+
+def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:
+    words = ["--prompts", *PROMPTS, "--steps", "2", "4", "--quick", *SIZE]
+    wandistiller("evaluate", "--student_path", run, *words)
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["steps"] == 4 and result["ratio"]["parameters"]["value"] == 1.0
+    assert {"2", "4"} <= result["by_steps"]["student"].keys()
+
+
+def test_what_cannot_be_sampled_is_refused_with_its_reason(folder: Path, wan1: Path) -> None:
+    file = style(wan1, folder / "others.safetensors", "to_q")
+    assert "no pipeline is named. Give one, or a LoRA file with --lora." in refused("sample")
+    assert f"{file}: `teacher_path` is missing. Say with --teacher_path" in refused("sample", "--lora", file)
+    text = refused("sample", "--model", wan1, "--lora", "away.safetensors")
+    assert "away.safetensors: cannot be read as a .safetensors file" in text
+
+
+def test_an_export_merges_the_adapters_into_a_pipeline_of_its_own(folder: Path, run: Path) -> None:
+    wandistiller("export", "--checkpoint", run, "--output", folder / "merged", "--dtype", "float32")
+    merged, by_file = drawn(folder, "of_merged", "--model", folder / "merged"), folder / "of_run"
+    for name in merged:
+        one, other = (
+            np.asarray(Image.open(place / name)).astype(int) for place in (folder / "of_merged", by_file)
+        )
+        assert np.abs(one - other).max() <= 2  # the file is in bf16
