@@ -1,4 +1,4 @@
-"""`sample` and `evaluate` with LoRA files; a run of the whole teacher's adapters, which ends with such files."""
+"""`sample` and `evaluate` with LoRA files; runs of a teacher's adapters, which end with such files."""
 
 import json
 from pathlib import Path
