@@ -97,6 +97,7 @@ class PlainDmd2:
     def __init__(self, job: Job):
         self.job, settings = job, job.objective.terms[0]
         self.updates, self.sigmas = settings.critic_updates, job.schedule.few.sigmas
+        self.warmup = settings.critic_warmup
         self.teacher, self.student = networks(job)
         _, self.critic = networks(job)
         self.data, self.text, _ = prepare(job)
@@ -108,9 +109,14 @@ class PlainDmd2:
             ),
         }
 
+    def warm_up(self) -> None:
+        """Make the updates of the critic alone."""
+        for update in range(self.warmup):
+            self._critic_loss(update)
+
     def step(self, step: int) -> tuple[float, float]:
         """Make a step; return the student's loss and the mean of the critic's."""
-        first = step * (self.updates + 1)
+        first = self.warmup + step * (self.updates + 1)
         critic = [self._critic_loss(first + k) for k in range(self.updates)]
         return self._student_loss(first + self.updates), sum(critic) / len(critic)
 

@@ -131,6 +131,7 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         ("from_teacher", DMD2 | {"critic_start": "teacher"}),
         ("renoise", DMD2 | {"steps": 3, "sampler": "renoise"}),
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
+        ("head_start", DMD2 | {"critic_warmup": 3}),
         ("joint", [DMD2, {"name": "consistency", "edges": 2, "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
     ],
@@ -163,6 +164,9 @@ def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> N
     for name, objective in {"with": DMD2, "without": "velocity"}.items():
         file = recipe_file(folder, wan2, f"plan_{name}", **SETTINGS | {"objective": objective})
         plans[name] = wandistiller("plan", "--recipe", file).stderr
+    file = recipe_file(folder, wan2, "plan_warm", **SETTINGS | {"objective": DMD2 | {"critic_warmup": 50}})
+    plans["warm"] = wandistiller("plan", "--recipe", file).stderr
+    assert "of the critic alone" in plans["warm"] and "of the critic alone" not in plans["with"]
     counted = ["critic's weights", "the critic's passes", "the critic's optimizer"]
     assert all(line in plans["with"] and line not in plans["without"] for line in counted)
     assert "the teacher's rollouts" in plans["without"] and "the teacher's rollouts" not in plans["with"]

@@ -1,5 +1,6 @@
 """Runs of adapters on the teacher's own weights: bit-equal to copies, to plain PyTorch, resumed, exported."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ OBJECTIVES = {
     "consistency": CONSISTENCY,
     "dmd2": DMD2,
     "heads": DMD2 | {"gan": 0.03},
+    "head start": DMD2 | {"critic_warmup": 4},
     "sum": [DMD2, CONSISTENCY],
     "feature": ["velocity", {"name": "feature", "blocks": [1, 3]}],
 }
@@ -126,14 +128,21 @@ def test_a_streamed_base_in_few_bits_learns_what_a_resident_one_does_bitwise(
     assert_same(streamed, resident)
 
 
+@pytest.mark.parametrize("warmup", slow_but([4], [0, 4]))
 def test_losses_and_adapters_after_6_updates_equal_those_of_plain_pytorch_and_peft(
-    folder: Path, wan2: Path, one_rank: torch.device
+    folder: Path, wan2: Path, one_rank: torch.device, warmup: int
 ) -> None:
+    """And after a head start of the critic."""
     engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    more = {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "objective": DMD2, "deepspeed_config": engine}
-    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    more = {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "deepspeed_config": engine}
+    more |= {
+        "teacher_deepspeed_config": PLACEMENTS["streamed"],
+        "objective": DMD2 | {"critic_warmup": warmup},
+    }
     trainer = trainer_of(recipe(folder, wan2, output_dir=str(folder / "plain"), **LORA | more))
     plain = PlainDmd2(trainer.job)
+    trainer.warm_up()
+    plain.warm_up()
     for step in range(2):
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
         assert result.loss == pytest.approx(loss, rel=1e-5)
@@ -170,8 +179,62 @@ def test_the_base_comes_to_the_device_as_often_as_planned(
     assert planned / updates <= 4
 
 
+def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
+    folder: Path, wan2: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
+    more = {"objective": DMD2 | {"critic_warmup": 7}, "deepspeed_config": engine}
+    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "output_dir": str(folder / "held")}
+    trainer, held = trainer_of(recipe(folder, wan2, **LORA | more)), []
+    samples, make = trainer.samples, trainer.samples._make
+    monkeypatch.setattr(samples, "_make", lambda *at: (make(*at), held.append((at[0], len(samples._made)))))
+    trainer.warm_up()
+    trainer.train_step(0)
+    assert held == [(0, 1), (1, 3), (4, 3), (7, 3)] and not samples._made
+
+
 def sources(trainer: Any) -> list[Any]:
     return [network.block_source for network in trainer.student.networks.values()]
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, wan2: Path) -> Path:
+    """A LoRA file of rank 4, from a run."""
+    return trained(folder, wan2, "begun", PLACEMENTS["streamed"], objective="velocity") / "lora.safetensors"
+
+
+def test_a_critic_from_the_teacher_begins_as_it_whatever_the_student_s_adapters_begin_with(
+    folder: Path, wan2: Path, adapters: Path, one_rank: torch.device
+) -> None:
+    more = {"lora": {"rank": 4, "start": str(adapters)}, "output_dir": str(folder / "as_teacher")}
+    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    teacher = WanTransformer3DModel.from_pretrained(wan2 / "transformer_2")
+    text = keyed_normal((2, 512, 32), "text")
+    given = state(keyed_normal((2, 16, 1, 4, 4), "x"), torch.tensor([0.9, 0.3]), text)
+    given = replace(given, expert=Expert.LOW_NOISE)
+    for start, equal in (("teacher", True), ("student", False)):
+        objective = DMD2 | {"critic_start": start}
+        trainer = trainer_of(recipe(folder, wan2, **LORA | more | {"objective": objective}))
+        with torch.no_grad():
+            student, critic = (learner.velocity(given) for learner in trainer.learners.values())
+            assert torch.equal(critic, velocity(teacher, given)) is equal
+        assert torch.equal(critic, student) is not equal
+
+
+@pytest.mark.parametrize("placement", slow_but(["streamed"], PLACEMENTS))
+def test_a_critic_from_the_teacher_learns_on_its_base_what_it_learns_on_a_copy_bitwise_and_goes_on(
+    folder: Path, wan2: Path, adapters: Path, placement: str
+) -> None:
+    given = {"lora": {"rank": 4, "start": str(adapters)}, "max_steps": 2, "save_every": 1}
+    given |= {"objective": DMD2 | {"critic_start": "teacher", "critic_warmup": 2}}
+    apart = trained(folder, wan2, f"from_copies_{placement}", COPIES, **given)
+    one = trained(folder, wan2, f"from_{placement}", PLACEMENTS[placement], **given)
+    assert_same(one, apart)
+    middle = str(one / "checkpoints" / "step_00000001")
+    resumed = trained(folder, wan2, f"from_{placement}_on", PLACEMENTS[placement], resume=middle, **given)
+    assert losses(resumed) == losses(one)[1:]
+    ours, theirs = learned(resumed), learned(one)
+    assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
         job = replace(job, previous=before)
         text, before, best[job.stage] = _of_run(job, machine, rates, here, flags.price_per_gpu_hour, keeps)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
-        total += before.run.max_steps * StepTime(before, machine, rates).floor()
+        total += StepTime(before, machine, rates).steps()
     if len(jobs) > 1:
         lines.append(f"all {len(jobs)} stages: at least {duration(total)} for their steps")
     if file := flags.recommend:

@@ -133,12 +133,13 @@ def _transfer(one: Transfer, rates: Rates) -> str:
 def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:
     """Estimates of the time and cost of all steps and of the cache, and the data they need."""
     run, costs = job.run, StepTime(job, machine, rates)
-    steps, cache = run.max_steps * costs.floor(), costs.rollouts()
+    steps, cache, warm_up = costs.steps(), costs.rollouts(), costs.warm_up()
     beside = sum(work.seconds for work in before_the_steps(job, machine, rates))
     teacher, student, times = pictures(job, machine, rates)
     samples, available = job.updates * job.batch.total, job.epoch
     lines = [
         f"the whole run, an estimate: at least {duration(steps)} for {run.max_steps} steps"
+        + (f" and, before them, {duration(warm_up)} of the critic alone" if warm_up else "")
         + (f", and {duration(cache)} for the teacher's rollouts if the cache is empty" if cache else ""),
         *other_lines(job, machine, rates),
         f"it trains on {samples} samples; the data have {available}, "

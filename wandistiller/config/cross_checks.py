@@ -105,7 +105,7 @@ def _surroundings(job: Job) -> Surroundings:
         measures_teacher=job.needs_measuring,
         has_buckets=bool(job.run.buckets),
         needs_latents=job.objective.needs_latents,
-        trains_a_part=bool(job.run.lora or job.run.frozen),
+        trains_a_part=bool(job.run.frozen or job.run.lora and not job.bases),
     )
 
 

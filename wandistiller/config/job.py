@@ -42,7 +42,7 @@ def _derived(engine: EngineConfig, role: Role) -> EngineConfig:
     engine = apply_overrides(engine, EngineOverrides(lr=role.lr))
     schedule = engine.section("scheduler.params")
     if (steps := schedule.get("total_num_steps")) is not None:
-        schedule["total_num_steps"] = steps * role.updates
+        schedule["total_num_steps"] = role.warmup + steps * role.updates
     return engine
 
 
@@ -205,7 +205,7 @@ class Job:
     @property
     def updates(self) -> int:
         """Updates of all roles in the whole run; each has a global batch of its own."""
-        return self.run.max_steps * len(self.objective.updates)
+        return self.objective.first_update(self.run.max_steps)
 
     @property
     def matched_objective(self) -> Objective:

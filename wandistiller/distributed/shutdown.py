@@ -141,7 +141,7 @@ def _leave_to_the_thread(number: int, _: FrameType | None) -> None:
 
 def _in_flight() -> str:
     """Describe the part of the work that is not interrupted, with the time that it still takes, if known."""
-    in_step = current.activity.startswith(IN_EVERY_STEP)
+    in_step = current.step and current.activity.startswith(IN_EVERY_STEP)
     what = f"step {current.step} and its checkpoint" if in_step else f"what runs now ({current.activity})"
     left = current.due - time.monotonic()
     return f"{what}, about {left:.0f} s" if left > 0 else what

@@ -59,6 +59,8 @@ class Role(NamedTuple):
     """Learning rate; None: the student's."""
     follows: float = 0.0
     """Share of the way that its weights go to the student's after each of the student's updates."""
+    warmup: int = 0
+    """Updates before the first step."""
     has_heads: bool = False
     """Its blocks have heads, whose outputs are its prediction's features."""
 
@@ -78,7 +80,7 @@ class Surroundings(NamedTuple):
     needs_latents: bool
     """A term of the objective uses cached latents."""
     trains_a_part: bool
-    """The student has adapters or frozen parts."""
+    """The student has frozen parts, or adapters on weights that are not a whole network of the teacher's."""
 
 
 class Limit(NamedTuple):
@@ -178,6 +180,10 @@ class Term(ABC):
     def roles(self) -> tuple[Role, ...]:
         """Networks that are trained beside the student; others have no term of the same role."""
         return ()
+
+    def with_warmup(self) -> Self:
+        """Return the term whose every step has the updates that come before the first one too."""
+        return self
 
     @property
     def matched_blocks(self) -> list[tuple[int, int]]:

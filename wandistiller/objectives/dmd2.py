@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import cosine_similarity, softplus
 
 from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
@@ -241,8 +241,13 @@ class Dmd2(TermOnSamples, TermWithRoles):
     """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
     critic_updates: Annotated[int, Ge(1), Le(1000)] = 5
     """The critic's updates before each of the student's."""
+    critic_warmup: Annotated[int, Ge(0), Le(1000)] = 0
+    """The critic's updates before the first step: a head start, while the student does not change."""
     critic_start: Literal["student", "teacher"] = "student"
-    """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's."""
+    """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's.
+
+    Of adapters, which have the student's base, "teacher" is new ones: its base as the teacher has it.
+    """
     critic_lr: Positive | None = None
     """The critic's learning rate; None: the student's."""
     critic_follows: Share = 0.0
@@ -265,8 +270,11 @@ class Dmd2(TermOnSamples, TermWithRoles):
     @property
     def roles(self) -> tuple[Role, ...]:
         losses = {CRITIC: 1.0} | ({HEADS: HEADS_WEIGHT} if self.gan else {})
-        settings = self.critic_start, self.critic_lr, self.critic_follows
+        settings = self.critic_start, self.critic_lr, self.critic_follows, self.critic_warmup
         return (Role(CRITIC, self.critic_updates, losses, *settings, has_heads=self.gan > 0),)
+
+    def with_warmup(self) -> "Dmd2":
+        return replace(self, critic_updates=self.critic_updates + self.critic_warmup, critic_warmup=0)
 
     @property
     def needs_latents(self) -> bool:
@@ -290,7 +298,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
             return problems
         return problems + [
             f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
-            'student\'s shape. Write `critic_start` "student", or leave it out.'
+            'student\'s shape and start. Write `critic_start` "student", or leave it out.'
         ]
 
     def combined_problems(self, run: Surroundings) -> list[str]:
@@ -314,8 +322,9 @@ class Dmd2(TermOnSamples, TermWithRoles):
             )
         if self.critic_start == "teacher" and run.trains_a_part:
             problems.append(
-                '`critic_start` is "teacher", whose critic is trained as a whole, but `lora` or `frozen` '
-                'trains a part of the student. Write `critic_start` "student".'
+                '`critic_start` is "teacher", whose critic is trained as a whole, but `frozen`, or `lora` on '
+                "a student that is not the teacher, trains a part of the student. Write `critic_start` "
+                '"student".'
             )
         return problems
 
@@ -352,10 +361,13 @@ class Dmd2(TermOnSamples, TermWithRoles):
         of_critic_B, of_teacher_B = (
             mean_square(v_BCFHW - sampled.target_BCFHW) for v_BCFHW in (critic_BCFHW, teacher_BCFHW)
         )
+        apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
         numbers = {
             "critic_share": of_critic_B / of_teacher_B.clamp(min=LEAST),
             "gradient": _mean_of(gradient_BCFHW.abs()),
             "deviation": x0_BCFHW.flatten(1).std(1),
+            "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),
+            "gap": (apart_B / mean_square(teacher_BCFHW).clamp(min=LEAST)).sqrt(),
         }
         if self.gan:
             adversarial_BCFHW = self.gan * adversarial(sampled, networks.others[CRITIC])

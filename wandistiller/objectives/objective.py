@@ -210,6 +210,24 @@ class Objective:
         return tuple(name for name, role in self.others.items() for _ in range(role.updates)) + (STUDENT,)
 
     @property
+    def warmup(self) -> tuple[str, ...]:
+        """Role of the network that each update before the first step is for."""
+        return tuple(name for name, role in self.others.items() for _ in range(role.warmup))
+
+    def with_warmup(self) -> "Objective":
+        """Return the objective whose every step has the updates that come before the first one too."""
+        return Objective(tuple(term.with_warmup() for term in self.terms))
+
+    def first_update(self, step: int) -> int:
+        """Return the number of a step's first update, both counted from 0 over the run."""
+        return len(self.warmup) + step * len(self.updates)
+
+    def role_of(self, update: int) -> str:
+        """Return the role of the network that an update, counted from 0 over the run, is for."""
+        place = update - len(self.warmup)
+        return self.warmup[update] if place < 0 else self.updates[place % len(self.updates)]
+
+    @property
     def needs_latents(self) -> bool:
         """True if a loss uses cached latents."""
         return any(term.needs_latents for term in self.terms)

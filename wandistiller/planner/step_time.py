@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class StepTime:
     """Least time of a step of `job` on a rank of `machine`."""
 
     def __init__(self, job: Job, machine: Machine, rates: Rates):
-        self.job, self.rates = job, rates
+        self.job, self.machine, self.rates = job, machine, rates
         self.shares, self.topology = _shares(job), machine.topology
         self.sharers = job.run.context_parallel
 
@@ -150,6 +150,18 @@ class StepTime:
     def floor(self) -> float:
         """Least seconds of a step."""
         return sum(work.seconds(self.rates) for work in self.all()) - self.ahead()
+
+    def warm_up(self) -> float:
+        """Least seconds of the updates before the first step."""
+        objective = self.job.objective.with_warmup()
+        if objective == self.job.objective:
+            return 0.0
+        more = replace(self.job, objective=objective)
+        return StepTime(more, self.machine, self.rates).floor() - self.floor()
+
+    def steps(self) -> float:
+        """Least seconds of all steps, and of the updates before the first."""
+        return self.warm_up() + self.job.run.max_steps * self.floor()
 
     def ahead(self) -> float:
         """Seconds of the optimizer's step in which the teacher already predicts for the next one."""

@@ -53,7 +53,8 @@ def _own(job: Job, network: Network) -> Network:
 def other_shape(job: Job, role: Role) -> tuple[Any, ...]:
     """The arguments of `student_model` for a network that is trained beside the student."""
     of_student = job.student_transformer, job.run.frozen, job.run.lora
-    return *role.origin(of_student, (job.folder.config, None, None)), [], job.folder.config.width
+    of_teacher = of_student if job.bases else (job.folder.config, None, None)
+    return *role.origin(of_student, of_teacher), [], job.folder.config.width
 
 
 def matched_blocks(job: Job) -> list[int]:

@@ -108,14 +108,15 @@ def _placed(model: nn.Module, job: Job) -> nn.Module:
 
 
 def student_models(
-    builder: NetworkBuilder, *, projected: bool = True, heads: bool = False
+    builder: NetworkBuilder, *, projected: bool = True, heads: bool = False, as_new: bool = False
 ) -> dict[Expert, nn.Module]:
     """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded.
 
     Args: as in `NetworkBuilder.trainable`.
     """
     job = builder.job
-    models = {e: builder.trainable(e, projected=projected, heads=heads) for e in job.trained_experts}
+    given = {"projected": projected, "heads": heads, "as_new": as_new}
+    models = {e: builder.trainable(e, **given) for e in job.trained_experts}
     if job.resume_from and not job.bases:
         loading.load_frozen(models, job.resume_from)
     return models
@@ -127,7 +128,10 @@ def build_others(builder: NetworkBuilder, ranks: Ranks = ALONE) -> dict[str, Lea
     for name, (role, config, engine) in job.others.items():
         set_activity(f"building the {name}")
         of_student = partial(student_models, builder, projected=False, heads=role.has_heads)
-        models = role.origin(of_student, partial(_of_teacher, job, config, heads=role.has_heads))()
+        of_teacher = partial(_of_teacher, job, config, heads=role.has_heads)
+        if job.bases:  # the teacher's own weights, with adapters that change nothing yet
+            of_teacher = partial(of_student, as_new=True)
+        models = role.origin(of_student, of_teacher)()
         merges = job.run.merge_text_padding
         learners[name] = Learner(models, engine, role=name, merges_padding=merges, ranks=ranks)
     return learners

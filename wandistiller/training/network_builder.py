@@ -45,23 +45,32 @@ class NetworkBuilder:
             return start_model(job.student, config, job.folder, expert, job.run.seed, self.cuts.get(expert))
         return _start(job).finished(expert.value, torch.float32).requires_grad_(True)
 
-    def trainable(self, expert: Expert, *, projected: bool = False, heads: bool = False) -> nn.Module:
+    def trainable(
+        self, expert: Expert, *, projected: bool = False, heads: bool = False, as_new: bool = False
+    ) -> nn.Module:
         """Make a network of which the recipe trains some weights, or its trained parts on the teacher's.
 
         Args:
             projected: add the projections of hidden states that are compared.
             heads: add heads.
+            as_new: adapters do not begin as those of a file or of another run.
         """
         job, model = self.job, self.network(expert)
         matched = job.matched_objective.student_blocks if projected else []
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
-        if job.bases and job.start and not job.resume_from:
-            _start(job).fill_adapters(expert.value, model)
-        elif job.run.lora and not job.resume_from and (file := Lora(**job.run.lora).start_of(expert)):
-            begin_with(model, file)
+        if not (as_new or job.resume_from):
+            self._begin(expert, model)
         if heads:
             add_heads(model)
         return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model
+
+    def _begin(self, expert: Expert, model: nn.Module) -> None:
+        """Let adapters, if there are some, begin as another run left them, or as those of a file."""
+        job = self.job
+        if job.bases and job.start:
+            _start(job).fill_adapters(expert.value, model)
+        elif job.run.lora and (file := Lora(**job.run.lora).start_of(expert)):
+            begin_with(model, file)
 
 
 def _start(job: Job) -> Source:

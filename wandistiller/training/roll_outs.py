@@ -20,29 +20,26 @@ class RollOuts:
     """Reads samples, and lets the student sample where an objective's terms need that.
 
     For all updates of a step at once where the weights arrive block by block: the student's do not change
-    before its own update, which is the last.
+    before its own update, which is the last. Updates before the first step are taken as many at a time.
     """
 
     def __init__(self, job: Job, read: Reads, student: Learner):
         self._job, self._read, self._student, self._together = job, read, student, rolled_out(job)
-        self._roles = job.objective.updates
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:
         """Return a micro-step's samples."""
-        if not self._job.objective.rolls_out(self._role(update)):
+        if not self._job.objective.rolls_out(self._job.objective.role_of(update)):
             return self._read(update, micro)
         if (update, micro) not in self._made:
             self._make(update, micro)
         return self._made.pop((update, micro))
 
-    def _role(self, update: int) -> str:
-        return self._roles[update % len(self._roles)]
-
     def _make(self, update: int, micro: int) -> None:
         """Sample for a micro-step, and for those that follow it in its step."""
         accumulation, objective = self._job.batch.accumulation, self._job.objective
-        end = (update // len(self._roles) + 1) * len(self._roles) * accumulation
+        step = (update - objective.first_update(0)) // len(objective.updates)
+        end = objective.first_update(step + 1) * accumulation
         places = range(update * accumulation + micro, end)[: self._together]
         keys = [divmod(place, accumulation) for place in places]
         with activity(READING):
@@ -50,7 +47,11 @@ class RollOuts:
         with activity("the student's sampling"), torch.no_grad():
             calls = [
                 partial(
-                    objective.roll_out, self._role(u), batches, self._student.velocity, self._job.schedule
+                    objective.roll_out,
+                    objective.role_of(u),
+                    batches,
+                    self._student.velocity,
+                    self._job.schedule,
                 )
                 for (u, _), batches in zip(keys, drawn, strict=True)
             ]

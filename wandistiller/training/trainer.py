@@ -17,6 +17,7 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_snapshot import MemoryProfile
@@ -60,11 +61,11 @@ class Trainer:
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
         self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
-        by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
-        self.updates = [by_role[role] for role in job.objective.updates]
+        self._by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
+        self.updates = [self._by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        updates, depth = job.run.max_steps * len(self.updates), max(swept(job), rolled_out(job))
-        read = ReadAhead(self._read, job.batch.accumulation, updates, depth)
+        depth = max(swept(job), rolled_out(job))
+        read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
         self.samples = RollOuts(job, read, self.student)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, text, teacher, self.student)
@@ -85,6 +86,8 @@ class Trainer:
             NonFinite: on all ranks, after a checkpoint of the steps before; see `NonFiniteHandler`.
         """
         run, start = self.job.run, self.resume()
+        if not start:
+            self.warm_up()
         self.monitor.start(start)
         self._memory_profile.warn_if_past(start)
         collectives.raise_if_stop_requested(f"before step {start + 1}")
@@ -124,6 +127,23 @@ class Trainer:
         stage = f" of stage {self.job.stage}" if self.job.stage else ""
         raise Stopped(f"after step {done} of {self.job.run.max_steps}{stage}")
 
+    def warm_up(self) -> None:
+        """Make the updates before the first step; a run that ends in them begins them anew.
+
+        Raises:
+            Stopped, NonFinite: as `train`.
+        """
+        roles = self.job.objective.warmup
+        if not roles:
+            return
+        begin_step(0)
+        progress = Progress("the critic's head start", len(roles), "update")
+        for number, role in enumerate(roles):
+            stops = self.update(self._by_role[role], number, 0).stop_requested
+            progress.advance()
+            if stops:
+                raise Stopped("before step 1, in a head start that begins anew,")
+
     def train_step(self, step: int) -> StepResult:
         """Make one step, counted from 0: the updates of other networks, and then the student's.
 
@@ -131,7 +151,7 @@ class Trainer:
             NonFinite: on all ranks, if a loss or gradient is not finite and such a step may not be skipped.
         """
         begin_step(step + 1)
-        first, of_roles = step * len(self.updates), {role: [] for role in self.learners}
+        first, of_roles = self.job.objective.first_update(step), {role: [] for role in self.learners}
         for number, update in enumerate(self.updates, first):
             of_roles[update.role].append(self.update(update, number, step))
         for name, role in self.job.objective.others.items():
@@ -155,7 +175,7 @@ class Trainer:
         return replace(result, **learner.state(result.expert))
 
     def _read(self, update: int, micro: int) -> dict[str, State]:
-        return self.updates[update % len(self.updates)].read(update, micro)
+        return self._by_role[self.job.objective.role_of(update)].read(update, micro)
 
     def _draws(self, done: int) -> bool:
         """Return whether pictures are due after `done` steps, as they are after the last."""

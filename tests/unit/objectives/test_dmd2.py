@@ -13,7 +13,7 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert, Prediction, State
+from wandistiller.batch import STUDENT, Conditioning, Expert, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.objectives.base import TEACHER, Networks
@@ -101,6 +101,18 @@ def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
     target = target_of_samples(Dmd2(), at, OF_TEACHER)
     assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
     assert target.numbers["critic_share"].tolist() == pytest.approx([1.0] * 4)
+    assert target.numbers["cosine"].tolist() == pytest.approx([1.0] * 4)
+    assert target.numbers["gap"].max() == 0
+
+
+def test_a_longer_critic_is_apart_in_length_alone_and_a_perpendicular_one_has_no_cosine() -> None:
+    at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
+    signs = torch.tensor([1.0, -1.0]).repeat(at.x_t_BCFHW.numel() // 2).view_as(at.x_t_BCFHW)
+    for critic, cosine, gap in ((1.5, 1.0, 0.5), (-1.0, -1.0, 2.0), (signs, 0.0, math.sqrt(2))):
+        judged = {TEACHER: torch.full_like(signs, 3.0), CRITIC: torch.full_like(signs, 3.0) * critic}
+        numbers = Dmd2().target_of_samples(at, judged, NETWORKS).numbers
+        assert numbers["cosine"].tolist() == pytest.approx([cosine] * 4, abs=1e-6)
+        assert numbers["gap"].tolist() == pytest.approx([gap] * 4)
 
 
 def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
@@ -245,6 +257,13 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
     few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
     schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
     assert Dmd2(critic_updates=5).student_calls(schedule) == 6 * mean_exit + 5
+
+
+def test_updates_of_a_head_start_come_before_those_of_the_first_step() -> None:
+    objective = Objective((Dmd2(critic_updates=2, critic_warmup=3),))
+    step = (CRITIC, CRITIC, STUDENT)
+    assert tuple(map(objective.role_of, range(9))) == (CRITIC, CRITIC, CRITIC, *step, *step)
+    assert [objective.first_update(step) for step in range(3)] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("checkpoint", ["blocks", "attention", "feed_forward"])

@@ -19,6 +19,9 @@ from wandistiller.student.layer_importance import importance
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import read_placement
+from wandistiller.training.step_result import StepResult
+from wandistiller.training.trainer import Trainer
+from wandistiller.training.update import Update
 from wandistiller.utils.logging import current
 from wandistiller.wan import pipeline
 from wandistiller.wan.sampling import denoise
@@ -110,6 +113,29 @@ def test_loading_the_teacher_ends_soon_after_the_request(
     with pytest.raises(Stopped, match="while the teacher was loaded"):
         build_teacher(pipeline.open_wan(str(wan1)), placed)
     assert 1 <= len(names) <= 8
+
+
+def test_a_run_that_is_stopped_in_the_critic_s_head_start_begins_it_anew(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dmd2 = {"name": "dmd2", "steps": 2, "critic_updates": 1, "critic_warmup": 3}
+    more = {"max_steps": 1, "objective": dmd2, "sample_prompts": ["a red circle"]}
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), **more)
+    one, update, numbers = trainer_of(given), Trainer.update, []
+
+    def asked(trainer: Trainer, of: Update, number: int, step: int) -> StepResult:
+        numbers.append(number)
+        if len(numbers) == 2:
+            stopping.request_stop("SIGTERM")
+        return update(trainer, of, number, step)
+
+    monkeypatch.setattr(Trainer, "update", asked)
+    with pytest.raises(Stopped, match="before step 1, in a head start that begins anew"):
+        one.train()
+    assert numbers == [0, 1] and not (one.job.output / "checkpoints").exists()
+    stopping.release()
+    trainer_of(given).train()
+    assert numbers == [0, 1, 0, 1, 2, 3, 4]
 
 
 def test_a_request_while_pictures_are_drawn_saves_the_step_before_them(tmp_path: Path, wan1: Path) -> None:
