@@ -15,6 +15,7 @@ from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.objectives.base import Surroundings
+from wandistiller.student.full_start import full_start_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
@@ -45,7 +46,8 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
     problems += shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
-    return problems + tuning_problems(run, job.student_transformer, job.student_engine)
+    problems += tuning_problems(run, job.student_transformer, job.student_engine)
+    return problems or full_start_problems(job)
 
 
 def objective_problems(job: Job) -> list[str]:

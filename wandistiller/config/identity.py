@@ -11,10 +11,13 @@ from wandistiller.config.start import Start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.media import LETTERBOX
+from wandistiller.student.full_start import full_starts
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import digest, ends_of_files, file_digest, write_json
 from wandistiller.wan.added_lora import as_settings
+from wandistiller.wan.full_models import content, is_full_model
+from wandistiller.wan.lora_files import IN_A_FOLDER
 
 
 def recorded(job: Job) -> dict[str, Any]:
@@ -84,13 +87,16 @@ def tuning(job: Job) -> dict[str, Any]:
     """Return settings of trained parts and averages that are not the default."""
     keys = ("ema", "ema_start", "learning_rates", "frozen")
     given = {key: value for key in keys if (value := getattr(job.run, key))}
-    return given | ({"lora": adapters(job.run.lora)} if job.run.lora is not None else {})
+    return given | ({"lora": adapters(job)} if job.run.lora is not None else {})
 
 
-def adapters(lora: dict[str, Any]) -> dict[str, Any]:
+def adapters(job: Job) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
-    files = {expert: Lora(**lora).start_of(expert) for expert in Expert}
-    starts = {expert.value: file_digest(file) for expert, file in files.items() if file}
+    lora, starts = job.run.lora, {e.value: content(place) for e, place in full_starts(job).items()}
+    for expert in Expert:
+        file = Lora(**lora).start_of(expert)
+        if file and not is_full_model(file):
+            starts[expert.value] = file_digest(file / IN_A_FOLDER if file.is_dir() else file)
     kept = {key: value for key, value in lora.items() if key != "start"}
     return kept | ({"start": starts} if starts else {})
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-EXACT = 512
-"""Most rows or columns of a difference that is decomposed in full; a larger one by iteration."""
-TURNS = 8
+from wandistiller.utils.low_rank import in_halves, largest_directions
+
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -55,7 +54,7 @@ def extract(
 ) -> Extracted:
     """Find the LoRA of least rank that keeps `energy` of the squared difference, one rank for all layers.
 
-    Each layer's part is the best of its rank: the largest singular directions. Source: Eckart and Young 1936.
+    Each layer's part is the best of its rank: the largest singular directions.
 
     Args:
         teacher: reads the teacher's parameter of a name into a tensor.
@@ -75,23 +74,12 @@ def extract(
             outside += square
             continue
         inside += square
-        factors[name.removesuffix(".weight")] = u, s, v = _largest_directions(difference, most)
+        factors[name.removesuffix(".weight")] = u, s, v = largest_directions(difference, most)
         squares[: len(s)] += s.double().square()
     reached = squares.cumsum(0) / (inside or 1.0)
     rank = min(int((reached < energy * (1 - 1e-9)).sum()) + 1, most) if inside else 1
     state: dict[str, Tensor] = {}
     for name, (u, s, v) in factors.items():
-        root = s[:rank].sqrt()  # in both factors, so that neither is too small for half precision
-        state |= {name + A: (v[:, :rank] * root).T.contiguous(), name + B: (u[:, :rank] * root).contiguous()}
+        state[name + A], state[name + B] = in_halves(u[:, :rank], s[:rank], v[:, :rank])
     kept = reached[rank - 1].item() if inside else 1.0
     return Extracted(Adapter(state, rank, rank), min(kept, 1.0), outside / (inside + outside or 1.0))
-
-
-def _largest_directions(difference: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Left vectors, singular values and right vectors, the largest first, at most `most` of them."""
-    if min(difference.shape) <= max(EXACT, most):
-        u, s, vh = torch.linalg.svd(difference, full_matrices=False)
-        return u[:, :most], s[:most], vh[:most].T
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return torch.svd_lowrank(difference, most, TURNS)

@@ -17,6 +17,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
 from wandistiller.wan import transformer
+from wandistiller.wan.full_models import is_full_model
 from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.structure import ATTENTION_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -40,7 +41,7 @@ class Lora:
         Text | dict[Literal["high_noise", "low_noise"], Text] | None,
         write('a file, or {"high_noise": FILE, "low_noise": FILE}'),
     ] = None
-    """LoRA files, as others made them, with which the adapters begin."""
+    """LoRA files or full models, as others made them, with which the adapters begin."""
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer's adapter."""
@@ -49,7 +50,7 @@ class Lora:
         )
 
     def start_of(self, expert: Expert) -> Path | None:
-        """Return the file that the adapters of an expert begin with."""
+        """Return the file or folder that the adapters of an expert begin with."""
         file = self.start.get(expert.name.lower()) if isinstance(self.start, dict) else self.start
         return Path(file) if file else None
 
@@ -62,7 +63,7 @@ def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: Trans
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
         problems.append(problem("recipe", "frozen", frozen, remedy))
-    layers, lora = _linear(transformer.meta_transformer(config)), Lora(**good)
+    layers, lora = linear_layers(transformer.meta_transformer(config)), Lora(**good)
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), targets or layers)
@@ -70,9 +71,11 @@ def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: Trans
 
 
 def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -> list[str]:
-    """List the problems of the files that adapters begin with."""
+    """List the problems of the LoRA files that adapters begin with; `full_start` has those of full models."""
     problems = []
     for file in dict.fromkeys(filter(None, map(lora.start_of, Expert))):
+        if is_full_model(file):
+            continue
         try:
             read = read_lora(file, weights=False)
         except ConfigError as error:
@@ -91,7 +94,8 @@ def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -
     return problems
 
 
-def _linear(model: nn.Module) -> list[str]:
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of a network's linear layers."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
@@ -99,7 +103,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
     """Freeze `model` and add adapters with zero output at first, equal on every rank."""
     from peft import LoraConfig
 
-    layers = [name for name in _linear(model) if not name.startswith(PROJECTIONS)]
+    layers = [name for name in linear_layers(model) if not name.startswith(PROJECTIONS)]
     targets = [name for name in layers if any_names(lora.targets, name)]
     ranks = {name: rank for name in targets if (rank := lora.rank_of(name)) != lora.rank}
     alphas = {} if lora.alpha else ranks  # peft takes the keys for regular expressions
@@ -118,10 +122,16 @@ def begin_with(model: nn.Module, file: Path) -> None:
     if left := read.left_out:
         text = "warning   %s: %d of its keys change no weight of a linear layer and are left out, such as %s"
         collectives.log0(text, file, len(left), left[0])
-    for layer, (a, b) in read.layers.items():
-        module, rank = model.get_submodule(layer), len(a)
-        module.lora_A["default"].weight[:rank] = a
-        module.lora_B["default"].weight[:, :rank] = b / module.scaling["default"]
+    for layer, change in read.layers.items():
+        set_change(model, layer, *change)
+
+
+@torch.no_grad()
+def set_change(model: nn.Module, layer: str, a: Tensor, b: Tensor) -> None:
+    """Let the adapter of a layer be b a, a [rank, in] and b [out, rank]; what it has beyond is left alone."""
+    module, rank = model.get_submodule(layer), len(a)
+    module.lora_A["default"].weight[:rank] = a
+    module.lora_B["default"].weight[:, :rank] = b / module.scaling["default"]
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
+from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
 from wandistiller.student.lora import Lora, begin_with
 from wandistiller.student.projections import add_heads
@@ -50,6 +51,8 @@ class NetworkBuilder:
     ) -> nn.Module:
         """Make a network of which the recipe trains some weights, or its trained parts on the teacher's.
 
+        Collective.
+
         Args:
             projected: add the projections of hidden states that are compared.
             heads: add heads.
@@ -65,10 +68,14 @@ class NetworkBuilder:
         return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model
 
     def _begin(self, expert: Expert, model: nn.Module) -> None:
-        """Let adapters, if there are some, begin as another run left them, or as those of a file."""
+        """Let adapters begin as another run left them, or as a file or a full model has them. Collective."""
         job = self.job
         if job.bases and job.start:
             _start(job).fill_adapters(expert.value, model)
+        elif place := full_starts(job).get(expert):
+            start = FullStart(job, expert, place)
+            start.fill()
+            start.begin(model)
         elif job.run.lora and (file := Lora(**job.run.lora).start_of(expert)):
             begin_with(model, file)
 

@@ -21,6 +21,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
+from wandistiller.student.full_start import prepare_full_starts
 from wandistiller.teacher.base import Guidance, Teacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -98,6 +99,7 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, TextCache, Teac
         teacher = guided_teacher(job, text, sample_prompts, ranks)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.of, ranks)
+    prepare_full_starts(job)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     data = CachedData(
         selection,
