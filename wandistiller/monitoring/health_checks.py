@@ -85,7 +85,7 @@ class HealthChecks:
             return
         self._add(watched)
         for limit in self._limits:
-            value = self._grown(limit.number) if limit.grows else self._least(limit.number, step)
+            value = self._grown(limit) if limit.grows else self._least(limit.number, step)
             if value > limit.most:
                 yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
         yield from self._jump(grad_norm)
@@ -145,7 +145,10 @@ class HealthChecks:
         """Return the least of the last steps; 0 as long as a run warms up."""
         return min(self._last[name]) if step > WARMED_UP + WINDOW else 0.0
 
-    def _grown(self, name: str) -> float:
-        """Return the mean of the last steps over that of the first."""
-        start = self._start.get(name, [])
-        return mean(self._last[name]) / mean(start) if len(start) == WINDOW and mean(start) else 0.0
+    def _grown(self, limit: Limit) -> float:
+        """Return the mean of a number's last steps over that of the first; 0 where that does not count."""
+        start = self._start.get(limit.number, [])
+        if len(start) < WINDOW or not mean(start):
+            return 0.0
+        now = mean(self._last[limit.number])
+        return now / mean(start) if now > limit.beyond else 0.0

@@ -95,6 +95,8 @@ class Limit(NamedTuple):
     """What it means and what to do; `{value:.2f}` is the number, or its growth."""
     grows: bool = True
     """The limit is for the mean of the last steps over that of the first; else for the least of the last."""
+    beyond: float = 0.0
+    """Least mean of the last steps at which growth counts."""
     within: str | None = None
     """Compare only steps in which this number is the largest so far."""
 

@@ -223,6 +223,14 @@ class Dmd2(TermOnSamples, TermWithRoles):
             "The gradient that moves the samples has grown to {value:.2f} times its start. Lower the "
             "student's `lr`, from an earlier checkpoint.",
         ),
+        Limit(
+            "velocities part",
+            "gap",
+            1.5,
+            "Critic and teacher have parted: the gap of their velocities is {value:.2f} times its start's. "
+            "Lower the student's `lr`, from an earlier checkpoint.",
+            beyond=0.4,  # from the teacher without guidance it begins at 0
+        ),
         # samples of earlier exits are blurred
         Limit(
             "saturation",

@@ -18,7 +18,7 @@ from wandistiller.monitoring.health_checks import (
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import Dmd2
 
-WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0}
+WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0, "cosine": 0.9, "gap": 0.3}
 LONG = WARMED_UP + 2 * WINDOW
 
 
@@ -40,11 +40,18 @@ def test_a_run_that_goes_well_has_none() -> None:
         ({"critic_share": 0.95}, "critic lags"),
         ({"gradient": 1.0}, "critic diverges"),
         ({"deviation": 1.2}, "saturation"),
+        ({"gap": 0.5}, "velocities part"),
     ],
 )
 def test_a_number_that_leaves_its_range_for_long_is_a_sign(changed: dict[str, float], kind: str) -> None:
     assert raised([WELL] * LONG + [WELL | changed] * WINDOW) == {kind}
     assert raised([WELL] * LONG + [WELL | changed] * 3) == set()
+
+
+def test_a_large_gap_from_the_start_on_and_one_that_grows_but_stays_small_are_no_sign() -> None:
+    """As of a teacher with strong guidance, and of one without, from whose weights the critic starts."""
+    assert raised([WELL | {"gap": 0.7}] * LONG) == set()
+    assert raised([WELL | {"gap": 0.05}] * WINDOW + [WELL | {"gap": 0.35}] * LONG) == set()
 
 
 def test_samples_of_earlier_exits_which_are_blurred_do_not_hide_saturation() -> None:
