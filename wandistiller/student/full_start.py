@@ -21,6 +21,7 @@ from wandistiller.wan.full_models import FullModel, content, is_full_model, plac
 from wandistiller.wan.transformer import meta_transformer, shapes
 
 WEIGHTS_PER_FILE = 16
+CHUNK = 2**20
 KEPT = (
     "start     %s: the adapters begin with %.1f %% of the squared difference of their layers to the "
     "teacher's; of all of it %.1f %% is in other linear layers, and %.1f %% in biases, norms and tables"
@@ -129,7 +130,7 @@ class FullStart:
             raise ConfigError(*self._base.faults)
         found = {"square": _square(difference.sub_(base))}
         if rank := self.ranks.get(name.removesuffix(".weight"), 0) if name.endswith(".weight") else 0:
-            u, s, v = largest_directions(difference, rank)
+            u, s, v = largest_directions(difference.to(collectives.device()), rank)
             a, b = in_halves(u, s, v)
             found |= {"kept": _square(s), "a": a, "b": b}
         return found
@@ -152,4 +153,6 @@ class FullStart:
 
 
 def _square(values: Tensor) -> Tensor:
-    return values.double().square().sum()
+    """Return the sum of squares in float64, of which little is held at a time."""
+    parts = values.flatten().split(CHUNK)
+    return torch.stack([part.double().square().sum() for part in parts]).sum()

@@ -94,12 +94,12 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, TextCache, Teac
     set_activity("encoding the prompts")
     text.fill(prompts)
     made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
+    prepare_full_starts(job)
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, text, sample_prompts, ranks)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, text.of, ranks)
-    prepare_full_starts(job)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     data = CachedData(
         selection,

@@ -72,12 +72,12 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
         converted = WanPipeline.lora_state_dict({_original(key): value for key, value in state.items()})
     except (KeyError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ConfigError(f"{file}: is no LoRA of a Wan that diffusers can read: {error}.") from None
-    factor = _factor(metadata)
     layers, left_out = {}, [key for key in state if key.endswith((".diff", ".diff_b"))]
     for key, value in converted.items():
         name = key.removeprefix(PREFIX)
         layer = name.removesuffix(A)
         if name.endswith(A) and f"{key.removesuffix(A)}{B}" in converted:
+            factor = _factor(metadata, layer, len(value))
             layers[layer] = LowRank(value, converted[f"{key.removesuffix(A)}{B}"] * factor)
         elif not name.endswith((A, B)):
             left_out.append(name)
@@ -103,8 +103,10 @@ def _tensor(opened: safe_open, key: str, weights: bool) -> Tensor:
     return torch.empty(opened.get_slice(key).get_shape(), device="meta")
 
 
-def _factor(metadata: dict[str, str]) -> float:
-    """Return alpha / rank of a file for diffusers, which has them in its metadata."""
+def _factor(metadata: dict[str, str], layer: str, rank: int) -> float:
+    """Return alpha / rank of a layer in a file for diffusers, which has peft's settings in its metadata."""
     config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    rank, alpha = (config.get(f"{PREFIX}{key}") for key in ("r", "lora_alpha"))
-    return alpha / rank if rank and alpha else 1.0
+    of_parts = (config.get(f"{PREFIX}alpha_pattern") or {}).items()
+    alpha = config.get(f"{PREFIX}lora_alpha")
+    alpha = next((one for part, one in of_parts if re.fullmatch(rf"(.*\.)?({part})", layer)), alpha)
+    return alpha / rank if alpha else 1.0

@@ -68,6 +68,19 @@ def test_every_reader_s_names_give_the_same_changes(form: str, tmp_path: Path) -
         torch.testing.assert_close(b @ a, ALPHA / RANK * (up @ down))
 
 
+def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> None:
+    """As peft stores them for layers by part: alpha 2 and rank 4, and alpha 3 and rank 2."""
+    first, second, *_ = LAYERS
+    (a, b), (c, d) = factors(first), factors(second)
+    state = {f"{first}.lora_A.weight": a, f"{first}.lora_B.weight": b}
+    state |= {f"{second}.lora_A.weight": c[:2].clone(), f"{second}.lora_B.weight": d[:, :2].clone()}
+    config = {"r": RANK, "lora_alpha": ALPHA, "alpha_pattern": {r"attn2\.to_out\.0": 3}}
+    WanPipeline.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=config)
+    found = read_lora(tmp_path).layers
+    torch.testing.assert_close(found[first].b @ found[first].a, ALPHA / RANK * (b @ a))
+    torch.testing.assert_close(found[second].b @ found[second].a, 3 / 2 * (d[:, :2] @ c[:2]))
+
+
 @pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
 def test_without_weights_the_shapes_are_known_from_the_header(form: str, tmp_path: Path) -> None:
     found = read_lora(made(form, tmp_path), weights=False)
