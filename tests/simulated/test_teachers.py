@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from on_ranks import simulated_gpus
 from on_ranks.placements import differences
 from ranks import TEACHERS, call, has_async_io, program
@@ -47,4 +48,18 @@ def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
     devices = Simulated(tmp_path)
     start = partial(program, gpus=devices)
     assert call(simulated_gpus.free_teacher_in_use, wan2, ranks=1, start=start) == [0]
+    assert devices.reports() == ""
+
+
+def test_a_text_encoder_that_does_not_fit_the_gpu_gives_the_same_bits_from_cpu_memory(
+    wan2: Path, tmp_path: Path
+) -> None:
+    devices = Simulated(tmp_path)
+    start = partial(program, gpus=devices)
+    rooms = (2**30, 42_600, 10_000)  # a block has 20,736 bytes, and two are left free
+    (whole_LD, all_of_it), *others = (
+        call(simulated_gpus.encoded_text, wan2, room, ranks=1, start=start)[0] for room in rooms
+    )
+    assert all(torch.equal(text_LD, whole_LD) for text_LD, _ in others)
+    assert 0 == others[1][1] < others[0][1] < all_of_it / 2
     assert devices.reports() == ""

@@ -12,11 +12,12 @@ from wandistiller.batch import Conditioning
 from wandistiller.data.lines import clean
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
+from wandistiller.distributed.device import memory_size
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
-from wandistiller.utils.system_memory import host_free, room_of_a_rank
+from wandistiller.utils.system_memory import PIECES, host_free, reserve, room_of_a_rank
 from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
@@ -56,8 +57,10 @@ class TextCache:
         if missing:
             set_activity(f"encoding {len(missing)} prompts")
             collectives.log0("text: %d of %d prompts to encode", len(missing), len(by_key))
-        on_cpu = self._device.type == "cpu"
-        room = room_of_a_rank(host_free(), len(collectives.node_peers())) if on_cpu else None
+        room = room_of_a_rank(host_free(), len(collectives.node_peers()))
+        if self._device.type != "cpu":
+            free, _ = memory_size()
+            room = int(free - reserve(free, PIECES))
         cut: list[str] = []
         with collectives.raise_on_all_ranks():
             if files:
@@ -67,15 +70,15 @@ class TextCache:
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
         self._tensors.missing_keys(missing)
 
-    def _encode(self, files: list[dict[str, str]], room: int | None) -> list[str]:
+    def _encode(self, files: list[dict[str, str]], room: int) -> list[str]:
         """Write files of the texts of prompts by key; return those that are too long to be read whole.
 
         Args:
-            room: bytes of CPU memory that the encoder may take.
+            room: bytes that the encoder may take where it computes.
         """
         with scratch(self._cache) as swap:
             model = self._folder / "text_encoder"
-            kwargs = {} if room is None else offload_kwargs(model, self._dtype, room, swap)
+            kwargs = offload_kwargs(model, self._dtype, room, swap, self._device)
             encoder = Encoder(self._folder, self._dtype, self._device, **kwargs)
             encode = Progress("text", sum(map(len, files)), "prompt").counting(encoder.encode)
             for prompts in until_stopped(files):

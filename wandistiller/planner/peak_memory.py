@@ -182,6 +182,14 @@ class _Planner:
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_engine)
         return {"hidden states to compare": Bytes(transient=n)} if blocks else {}
 
+    def _unpacked(self, engine: EngineConfig) -> Parts:
+        """Quantised weights of a shared base as a learning network's passes unpack them."""
+        j = self.job
+        if not (j.shares_base and j.teacher.weights):
+            return {}
+        n = j.teacher.unpacked_with_gradients(j.folder.config, engine.recompute)
+        return {"the base's weights, unpacked": Bytes(transient=n)}
+
     def _student(self, cast: int) -> tuple[Parts, Parts, dict[str, Parts]]:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
         j, engine, ranks = self.job, self.job.student_engine, self.machine.ranks
@@ -195,7 +203,7 @@ class _Planner:
             numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
-        passes = step | {"student's activations": saved} | self._compared()
+        passes = step | {"student's activations": saved} | self._compared() | self._unpacked(engine)
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
             spread = spread_bytes(self.network, engine, ranks)
@@ -217,11 +225,11 @@ class _Planner:
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
-        passes = step | {f"{name}'s activations": saved}
+        passes = step | {f"{name}'s activations": saved} | self._unpacked(engine)
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input, without checkpointing
             whole = self.saved(other.transformer, engine.without_recompute, j.batch.micro)
-            slope = {f"{name}'s activations, all kept": whole}
+            slope = {f"{name}'s activations, all kept": whole} | self._unpacked(engine.without_recompute)
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
@@ -240,15 +248,18 @@ class _Planner:
         need, dtype = text_encoding(config, name, accelerator=self.gpu), getattr(torch, name)
         stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
         file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
-        kept = need.weights
-        if not self.gpu:  # the rest is read from disk, see `wan.loaded_components.offload_kwargs`
-            m = self.machine
-            room = room_of_a_rank(m.host_free, m.ranks_on_node) - total(self._libraries(EARLY)).host
-            kept = min(kept, max(room - need.work, need.weights // LEAST_PART))
+        m, libraries = self.machine, total(self._libraries(EARLY))
+        if self.gpu:
+            room = int(m.device_free - reserve(m.device_free, PIECES)) - libraries.device
+        else:
+            room = room_of_a_rank(m.host_free, m.ranks_on_node) - libraries.host
+        # the rest comes from CPU memory, or is read from disk, see `wan.loaded_components.offload_kwargs`
+        kept = min(need.weights, max(room - need.work, need.weights // LEAST_PART))
+        held = need.weights if self.gpu else kept
         return {
-            "loading the text encoder": {"text encoder": Bytes(host=kept), "its file": Bytes(node=file)},
+            "loading the text encoder": {"text encoder": Bytes(host=held), "its file": Bytes(node=file)},
             "prompts": {
-                "text encoder": Bytes(transient=kept),
+                "text encoder": Bytes(transient=kept, host=held - kept),
                 "text encoder's activations": Bytes(transient=need.work),
             },
         }

@@ -69,6 +69,14 @@ def unpacked_bytes(n: int, weights: Weights, item: int) -> int:
     return n * (8 + item % 4) if weights == "float8" else n * (8 + 3 * item)
 
 
+def unpacked_until_backward(n: int, weights: Weights, item: int) -> int:
+    """Return the bytes of them that autograd keeps where the layer's input has a gradient (torchao 0.18).
+
+    nf4 is unpacked anew in the backward pass.
+    """
+    return 0 if weights == "nf4" else n * item
+
+
 def weights_problems(engine: DeepSpeedJson, weights: Weights) -> list[str]:
     """List what keeps `weights` from being computed in the JSON's precision."""
     if weights not in ("int8", "nf4") or engine.section("fp16").get("enabled") is not True:

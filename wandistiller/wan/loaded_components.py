@@ -33,6 +33,7 @@ from wandistiller.wan.vae import FittingVae
 from wandistiller.wan.weight_reader import require_sound
 
 log = logging.getLogger("wandistiller")
+CPU = torch.device("cpu")
 Pipeline = WanPipeline
 """The stock pipeline of all Wans here."""
 
@@ -91,13 +92,16 @@ def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] =
     )
 
 
-def offload_kwargs(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> dict[str, Any]:
+def offload_kwargs(
+    folder: Path, dtype: torch.dtype, room: int, swap: Path, device: torch.device = CPU
+) -> dict[str, Any]:
     """Return arguments of `from_pretrained` that offload what exceeds `room` bytes; empty if all fits.
 
-    accelerate's hooks read the rest from disk for each prompt, a layer at a time, into memory for one layer
-    more.
+    accelerate's hooks fetch the rest for each prompt, a layer at a time, into memory for one layer more: from
+    disk, or for an accelerator from CPU memory.
 
     Args:
+        room: bytes that it may take on `device`.
         swap: folder for copies of files in another precision than `dtype`.
     Raises:
         ConfigError: accelerate is needed and not installed.
@@ -108,14 +112,16 @@ def offload_kwargs(folder: Path, dtype: torch.dtype, room: int, swap: Path) -> d
     if whole <= room:
         return {}
     if not find_spec("accelerate"):
+        where, rest = ("CPU", "read from disk") if device.type == "cpu" else ("its GPU's", "fetched")
         raise ConfigError(
-            f"{folder}: it takes {whole / GIB:.1f} GiB and each rank may take {room / GIB:.1f} of CPU "
-            "memory. Run: pip install accelerate, and the rest is read from disk; or run `wandistiller "
-            "prepare` on another machine and copy the cache."
+            f"{folder}: it takes {whole / GIB:.1f} GiB and each rank may take {room / GIB:.1f} of {where} "
+            f"memory. Run: pip install accelerate, and the rest is {rest} for each prompt; or run "
+            "`wandistiller prepare` on another machine and copy the cache."
         )
-    message = "the text encoder takes %.1f GiB, of which %.1f fit; the rest is read from disk for each prompt"
-    log.info(message, whole / GIB, room / GIB)
-    room_left = {"cpu": max(room - 2 * block, 0)}
+    message = "the text encoder takes %.1f GiB, of which %.1f fit; the rest comes from %s for each prompt"
+    log.info(message, whole / GIB, room / GIB, "disk" if device.type == "cpu" else "CPU memory")
+    room_left: dict[str | int, int] = {"cpu": whole}
+    room_left[device.index if device.type != "cpu" else "cpu"] = max(room - 2 * block, 0)
     return {"device_map": "auto", "max_memory": room_left, "offload_folder": str(swap)}
 
 
@@ -124,7 +130,8 @@ class Encoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, **offload_kwargs: Any):
         """Load them, the model with the result of `offload_kwargs`."""
-        self._device, self._where, tokenizer = device, folder / "text_encoder", folder / "tokenizer"
+        self._where, tokenizer = folder / "text_encoder", folder / "tokenizer"
+        self._device = CPU if offload_kwargs else device  # accelerate's hooks bring tokens where they go
         try:
             self._tokenizer = load_tokenizer(tokenizer)
         except Exception as error:  # tokenizers raises it bare

@@ -19,6 +19,7 @@ from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.components import decoded, encoded, vae_of
+from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.vae import FittingVae, fitting
 
@@ -104,6 +105,14 @@ def free_teacher_in_use(folder: Path) -> int:
     del teacher, guidance
     gc.collect()
     return torch.cuda.memory_allocated()
+
+
+def encoded_text(folder: Path, room: int) -> tuple[Tensor, int]:
+    """Text of a prompt by an encoder that has so much room on the GPU, and the bytes that it keeps there."""
+    more = offload_kwargs(folder / "text_encoder", torch.bfloat16, room, folder, torch.device(GPU))
+    encoder = Encoder(folder, torch.bfloat16, torch.device(GPU), **more)
+    kept = torch.cuda.memory_allocated()
+    return encoder.encode("a red circle"), kept
 
 
 def host_reads_device_memory() -> None:

@@ -105,6 +105,15 @@ def test_a_text_encoder_lies_in_cpu_memory_twice_while_it_comes_in_another_preci
     assert turns["float32"]["its file"].node == 0
 
 
+def test_a_text_encoder_that_does_not_fit_the_gpu_lies_in_cpu_memory_for_the_rest(published: Path) -> None:
+    small, large = (
+        plan(job(published, machine), machine)["prepare"] for machine in (planned.gpus(1, 12, 64), ONE_24)
+    )
+    turn, whole = (phase.alternatives["prompts"]["text encoder"] for phase in (small, large))
+    assert turn.transient + turn.host == whole.transient and whole.host == 0
+    assert small.at("prompts").transient + small.at("prompts").device == pytest.approx(10 * GIB, abs=MIB)
+
+
 def test_only_a_run_with_media_has_them_encoded_one_by_one(published: Path, tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("a red circle")

@@ -1,6 +1,7 @@
 """Memory, traffic and choices for teachers in 8 and 4 bits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planned import ONE_24, gpus
@@ -10,8 +11,10 @@ from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.resolve_auto import chosen, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
+from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.pipeline import WanFolder
 
@@ -71,6 +74,30 @@ def test_a_call_has_room_for_the_largest_layer_that_is_unpacked(
         for b in (block, block | {"weights": weights})
     )
     assert small - plain == each * WIDTH * 13824
+
+
+@pytest.mark.parametrize(("weights", "kept", "coming"), [("int8", 2, 0), ("float8", 2, 8), ("nf4", 0, 14)])
+@pytest.mark.parametrize(
+    ("given", "blocks"),
+    [({}, 1), ({"checkpoint_every": 2}, 21), ({"checkpoint": "feed_forward"}, None)],
+    ids=["recomputed", "every second", "feed-forward"],
+)
+def test_a_block_s_layers_stay_unpacked_until_backward_where_adapters_learn_on_them(
+    published: Path, weights: str, kept: int, coming: int, given: dict[str, Any], blocks: int | None
+) -> None:
+    """8 maps of 5120 x 5120 and two of the feed-forward, of one block of 40 if all are recomputed."""
+    recipe = read_json("ds_configs/machines/1x16_wan2.1_14b_lora.json")
+    teacher = {"bf16": {"enabled": True}, "wandistiller": {"weights": weights}}
+    engine = read_json("ds_configs/student/lora_wan.json") | {"wandistiller": given}
+    paths = ("teacher_path", "data_path", "output_dir")
+    more = {key: value for key, value in recipe.items() if key not in paths}
+    run = job(published, ONE_24, **more | {"deepspeed_config": engine, "teacher_deepspeed_config": teacher})
+    feed_forward, maps = 2 * WIDTH * 13824, 8 * WIDTH * WIDTH
+    layers = 40 * maps + feed_forward if blocks is None else blocks * (maps + feed_forward)
+    for role in ("student", "critic"):
+        parts = plan(run, ONE_24, coding=False)["train"].alternatives[role]
+        needs = kept * layers + coming * feed_forward // 2
+        assert parts["the base's weights, unpacked"].transient == needs
 
 
 AUTO = {"bf16": {"enabled": True}, "wandistiller": {"placement": "auto"}}

@@ -31,7 +31,14 @@ from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher, unquantized_teacher
 from wandistiller.teacher.loading import load_whole
-from wandistiller.teacher.quantized import is_quantized, on_meta, stored_sizes, tensors_of, unpacked_bytes
+from wandistiller.teacher.quantized import (
+    is_quantized,
+    on_meta,
+    stored_sizes,
+    tensors_of,
+    unpacked_bytes,
+    unpacked_until_backward,
+)
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import activation_memory
 from wandistiller.wan.activation_memory import Live
@@ -84,6 +91,21 @@ def test_a_call_takes_no_more_memory_for_a_weight_than_planned(weights: str, dty
         nn.functional.linear(x_BD, weight, torch.zeros(512, dtype=dtype))
     planned = unpacked_bytes(n, weights, dtype.itemsize)
     assert 0.95 * planned < live.most < 1.05 * planned
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autograd_keeps_a_weight_unpacked_as_planned(weights: str, dtype: torch.dtype) -> None:
+    n, x_BD = 512 * 2048, torch.randn(3, 2048, dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(quantized.quantized(torch.randn(512, 2048, dtype=dtype), weights), False)
+    with Live() as live:
+        live._known.update(t.untyped_storage() for t in tensors(weight))
+        out_BD = nn.functional.linear(x_BD, weight)
+        kept = live.now - out_BD.nbytes
+        out_BD.sum().backward()
+    planned = unpacked_until_backward(n, weights, dtype.itemsize)
+    assert planned <= kept < planned + 0.05 * n
+    assert live.most < 1.05 * max(planned, unpacked_bytes(n, weights, dtype.itemsize))
 
 
 def test_all_linear_layers_of_blocks_are_quantised_and_nothing_else(wans: dict[str, WanFolder]) -> None:

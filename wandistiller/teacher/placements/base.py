@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from wandistiller.batch import Expert
+from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import Kernels
@@ -22,11 +23,13 @@ from wandistiller.teacher.quantized import (
     is_quantized,
     stored_sizes,
     unpacked_bytes,
+    unpacked_until_backward,
     weights_problems,
 )
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Index, types_of
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.structure import PARTS, split_name
 from wandistiller.wan.transformer import parameter_dtype, shapes
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
@@ -153,11 +156,33 @@ class Placement(Kernels, ABC):
 
     def unpacked(self, config: TransformerConfig) -> int:
         """Bytes that a call takes for quantised weights, of one layer after the other."""
-        if not self.weights:
-            return 0
         item = self.engine.dtype.itemsize
-        linear = (s for name, s in shapes(config).items() if is_quantized(name, s, self.weights))
-        return max((unpacked_bytes(prod(s), self.weights, item) for s in linear), default=0)
+        sizes = self._quantized(config).values()
+        return max((unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
+
+    def unpacked_with_gradients(self, config: TransformerConfig, policy: CheckpointPolicy | None) -> int:
+        """Bytes that a forward and backward pass takes for quantised weights, of networks that share them.
+
+        Autograd keeps those of all blocks but the recomputed ones, and of one of these; beside them a layer
+        is unpacked.
+
+        Args:
+            policy: what is recomputed; None: nothing.
+        """
+        item, layers, kept, coming = self.engine.dtype.itemsize, config.num_layers, 0, 0
+        again = -(-layers // policy.checkpoint_every) - 1 if policy else 0
+        parts = PARTS[policy.checkpoint] if policy else ()
+        for name, n in self._quantized(config.replaced(num_layers=1)).items():
+            stays = unpacked_until_backward(n, self.weights, item)
+            inside = not parts or split_name(name)[1].partition(".")[0] in parts
+            kept += stays * (layers - again * inside)
+            coming = max(coming, unpacked_bytes(n, self.weights, item) - stays)
+        return kept + coming
+
+    def _quantized(self, config: TransformerConfig) -> dict[str, int]:
+        """Elements of each quantised weight by its name."""
+        every = shapes(config).items()
+        return {name: prod(s) for name, s in every if is_quantized(name, s, self.weights)}
 
     def behind(self, config: TransformerConfig) -> int:
         """Bytes of weights that an accelerator still uses when the host has sent the next ones."""
