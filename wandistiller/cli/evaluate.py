@@ -84,11 +84,11 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     problems, output = number_problems("evaluate", vars(flags)), flags.output or Path("evaluation")
     read: dict[str, str | Path] = {}
     with collecting(problems):
-        candidate = read_candidate(flags.student, flags.lora or [])
+        candidate = read_candidate(flags.student, flags.lora or [], flags.strength)
         output = flags.output or candidate.place or output
         facts, teachers = candidate.facts, candidate.teacher(flags.teacher_path)
         with collecting(problems):
-            student = candidate.folder(flags.strength, flags.teacher_path)
+            student = candidate.folder(flags.teacher_path)
             read["student_path"] = student.path
             require_weights(student)
         teacher = _folder(teachers, facts.teacher_revision if teachers == facts.teacher_path else None)

@@ -16,25 +16,25 @@ from wandistiller.evaluation.draw_samples import (
     sampling_problems,
 )
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
-from wandistiller.wan.pipeline import WanFolder, usual_for
+from wandistiller.wan.pipeline import usual_for
 
 
 def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
-        model, folder, prompts, settings = _read(flags)
+        model, prompts, settings = _read(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
-    for line in lora_lines(folder.added):
+    for line in lora_lines(model.folder().added):
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
-    files = sample(model, folder, prompts, flags.output, settings, flags.seed, dtype, ranks)
+    files = sample(model, prompts, flags.output, settings, flags.seed, dtype, ranks)
     if collectives.rank() == 0:
         print(*files, sep="\n")
     collectives.destroy()
 
 
-def _read(flags: SampleFlags) -> tuple[Candidate, WanFolder, list[str], Sampling]:
+def _read(flags: SampleFlags) -> tuple[Candidate, list[str], Sampling]:
     """Check the flags; return the pipeline, the prompts and how to sample.
 
     Raises:
@@ -44,8 +44,8 @@ def _read(flags: SampleFlags) -> tuple[Candidate, WanFolder, list[str], Sampling
     with collecting(problems):
         prompts = read_prompts(flags.prompts)
     with collecting(problems):
-        model = read_candidate(flags.model, flags.lora or [])
-        folder = model.folder(flags.strength)
+        model = read_candidate(flags.model, flags.lora or [], flags.strength)
+        folder = model.folder()
         trained, usual = model.trained, usual_for(folder)
         settings = Sampling(
             height=flags.height or usual.height,
@@ -66,4 +66,4 @@ def _read(flags: SampleFlags) -> tuple[Candidate, WanFolder, list[str], Sampling
         problems += inside_problems("output", flags.output, {"model": folder.path})
     if problems:
         raise ConfigError(*problems)
-    return model, folder, prompts, settings
+    return model, prompts, settings

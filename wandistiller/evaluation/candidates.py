@@ -28,6 +28,8 @@ class Candidate:
     """Of the run that made it; defaults of a pipeline of others."""
     where: Path
     """The file that has these facts, or would have them."""
+    strength: float = 1.0
+    """Factor of what the LoRA files change."""
 
     @property
     def trained(self) -> Facts | None:
@@ -63,7 +65,7 @@ class Candidate:
             raise ConfigError(problem(self.where, "teacher_path", name, remedy))
         return name
 
-    def folder(self, strength: float = 1.0, teacher: str | None = None) -> WanFolder:
+    def folder(self, teacher: str | None = None) -> WanFolder:
         """Describe the pipeline with its LoRA files; no weight is read.
 
         Args:
@@ -76,17 +78,19 @@ class Candidate:
         is_recorded = not self.name and own == self.facts.teacher_path
         folder = open_wan(own, revision=self.facts.teacher_revision if is_recorded else None)
         given = [
-            {"file": file, "strength": strength} | _expert(said, file, folder) for said, file in self.files
+            {"file": file, "strength": self.strength} | _expert(said, file, folder)
+            for said, file in self.files
         ]
         return with_loras(folder, read_added("command line", "lora", given))
 
 
-def read_candidate(name: str | None, loras: Sequence[str] = ()) -> Candidate:
+def read_candidate(name: str | None, loras: Sequence[str] = (), strength: float = 1.0) -> Candidate:
     """Read what the command line names, and the facts of its run.
 
     Args:
         name: of a pipeline, or of a run's folder; None: what the LoRA files are for.
         loras: names of files or of runs' folders; `high_noise=` or `low_noise=` before it: for one expert.
+        strength: of all of them.
 
     Raises:
         ConfigError: nothing is named, or a run that has no student yet.
@@ -112,7 +116,7 @@ def read_candidate(name: str | None, loras: Sequence[str] = ()) -> Candidate:
         recipe = read_json(run)
         kept = {key: recipe.get(key, getattr(facts, key)) for key in ("teacher_path", "teacher_lora")}
         facts = replace(facts, **kept)
-    return Candidate(name=name, files=files, facts=facts, where=where)
+    return Candidate(name=name, files=files, facts=facts, where=where, strength=strength)
 
 
 def adapters_of(name: str) -> list[Path]:

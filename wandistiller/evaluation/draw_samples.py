@@ -179,7 +179,6 @@ def draw(
 
 def sample(
     model: Candidate,
-    folder: WanFolder,
     prompts: list[str],
     output: Path,
     sampling: Sampling,
@@ -191,12 +190,12 @@ def sample(
 
     The ranks share the prompts.
 
-    Args:
-        folder: that of the model.
-
     Raises:
-        ConfigError: weights are missing or damaged, before any is loaded.
+        ConfigError: `model` or `sampling` is wrong, before anything is loaded.
     """
+    folder = model.folder()
+    if problems := sampling_problems(folder, sampling):
+        raise ConfigError(*problems)
     require_weights(folder)
     pipeline = open_pipeline(folder, dtype, model.facts, ranks)
     set_steps(pipeline, model.trained, sampling.steps, folder.boundary, added=bool(folder.added))
