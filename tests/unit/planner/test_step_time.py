@@ -1,5 +1,6 @@
 """Arithmetic and transfers of a step of published Wans, against sums done by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from planned import published_job as job
 from wandistiller.config.job import Job
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.step_time import ADAM_BYTES, StageTime, StepTime
+from wandistiller.planner.student_network import other_network
 from wandistiller.utils.files import read_json
 from wandistiller.wan.flops import forward_flops
 from wandistiller.wan.transformer import numels
@@ -125,6 +127,30 @@ def test_adam_on_the_cpu_goes_as_fast_as_memory(published: Path) -> None:
     step = StepTime(job(published, ONE_24), ONE_24, RATES).all()[-1]
     elements = sum(numels(job(published, ONE_24).student_transformer).values())
     assert step.moving(RATES) == pytest.approx(ADAM_BYTES * elements / 100e9)
+
+
+def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(published: Path) -> None:
+    """A sample takes 1.5 calls of the student to a drawn one of four steps, and one more for x0."""
+    dmd2, rates = (
+        {"name": "dmd2", "steps": 4, "critic_updates": 2},
+        replace(RATES, pcie=1e9, link=1e9, memory=1e9),
+    )
+    run, plain = (job(published, EIGHT_80, objective=dmd2 | {"critic_warmup": n}) for n in (7, 0))
+    (critic,) = (work for work in StepTime(run, EIGHT_80, rates).all() if work.what == "the critic's passes")
+    call = run.batch.micro * forward_flops(run.student_transformer, (16, 1, 60, 104)) / 1e12
+    each = run.batch.accumulation * (critic.tflop - call / 2 + 2.5 * call)  # of a step's, half a call judges
+    assert StepTime(run, EIGHT_80, rates).warm_up() == pytest.approx(7 * each / rates.tflops, rel=1e-3)
+    assert StepTime(plain, EIGHT_80, rates).warm_up() == 0
+
+
+def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(published: Path) -> None:
+    lora = {"lora": {"rank": 8}, "student_config": {}}
+    runs = (
+        job(published, ONE_24, **lora, objective={"name": "dmd2", "critic_start": start})
+        for start in ("student", "teacher")
+    )
+    student, teacher = (other_network(run, run.objective.others["critic"]) for run in runs)
+    assert student == teacher and all(".lora_" in name for name in teacher.trained)
 
 
 def test_rollouts_are_every_step_of_the_path_of_each_sample_on_all_gpus(published: Path) -> None:
