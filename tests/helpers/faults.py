@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from background_run import BackgroundRun, background_run
-from killed import LOADING, PHASES, RESUMING, SAVE_EVERY, STAGES, STEPS, Kill, Launch, Line
+from killed import ADAPTERS, LOADING, PHASES, RESUMING, SAVE_EVERY, STAGES, STEPS, Kill, Launch, Line
 from ranks import launcher, metrics, write_json
 from recipes import ADAM, recipe
+from safetensors import safe_open
 from small_wan import make_wan
 
 WITHOUT_KILL = 240.0
@@ -53,9 +54,17 @@ class Outcome:
 class Campaign:
     """Small runs of one recipe in `folder`, on one number of ranks, in one precision."""
 
-    def __init__(self, folder: Path, ranks: int, precision: str, *, staged: bool = False):
-        """`staged`: the recipe has three stages, the last with a critic."""
-        self.folder, self.ranks, self.precision, self.staged = folder, ranks, precision, staged
+    def __init__(
+        self, folder: Path, ranks: int, precision: str, *, staged: bool = False, adapters: bool = False
+    ):
+        """Make the pipeline.
+
+        Args:
+            staged: the recipe has three stages, the last with a critic.
+            adapters: student and critic are adapters on the teacher's own weights, which are streamed.
+        """
+        self.folder, self.ranks, self.precision = folder, ranks, precision
+        self.staged, self.adapters = staged, adapters
         self.folder.mkdir(parents=True, exist_ok=True)
         self.timeline: list[Line] = []
         if not (folder / "wan").exists():
@@ -75,6 +84,7 @@ class Campaign:
             "optimizer": ADAM,
             "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": zero,
+            "activation_checkpointing": {"partition_activations": False},
         }
         settings = {
             "output_dir": str(self.folder / name),
@@ -89,6 +99,7 @@ class Campaign:
             "log_level": "debug",
         }
         settings |= {"stages": STAGES} if self.staged else {}
+        settings |= ADAPTERS if self.adapters else {}
         file = write_json(self.folder / f"{name}.json", recipe(self.folder, self.folder / "wan", **settings))
         words = launcher(self.ranks) if self.ranks > 1 else [sys.executable]
         return [*words, "-m", "wandistiller", "train", "--recipe", str(file)]
@@ -153,7 +164,7 @@ class Campaign:
     @property
     def phases(self) -> list[str]:
         """The phases that its runs have."""
-        return [*(p for p in PHASES if self.staged or p != "critic's pass"), RESUMING]
+        return [*(p for p in PHASES if self.staged or self.adapters or p != "critic's pass"), RESUMING]
 
 
 def launch(
@@ -235,13 +246,25 @@ def _differences(reference: Path, output: Path) -> list[str]:
     wrong = [f"{name} is missing" for name in sorted(expected - actual)]
     wrong += [f"{name} is too much" for name in sorted(actual - expected)]
     for name in sorted(expected & actual):
-        if not name.startswith(APART) and (reference / name).read_bytes() != (output / name).read_bytes():
+        if not name.startswith(APART) and not _equal(reference / name, output / name):
             wrong.append(f"{name} differs")
     kept, same = (
         [{k: v for k, v in line.items() if k not in CLOCKS} for line in metrics(f)]
         for f in (reference, output)
     )
     return wrong + ["metrics.jsonl differs"] * (kept != same)
+
+
+def _equal(first: Path, second: Path) -> bool:
+    """Compare the bytes of files; of LoRA files tensors and metadata, which safetensors puts in any order."""
+    if not first.name.startswith("lora"):
+        return first.read_bytes() == second.read_bytes()
+    found = []
+    for file in (first, second):
+        with safe_open(file, "pt") as opened:
+            tensors = {key: opened.get_tensor(key).tolist() for key in opened.keys()}
+            found.append((opened.metadata(), tensors))
+    return found[0] == found[1]
 
 
 def _early_checkpoints(reference: Path, output: Path) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,13 @@ STAGES = [
     {"name": "dmd2", "objective": DMD2},
 ]
 """Of a recipe in stages, each of STEPS steps."""
+ADAPTERS = {
+    "student_config": {},
+    "lora": {"rank": 4},
+    "objective": DMD2,
+    "teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}},
+}
+"""Of a run of adapters on the teacher's own weights."""
 
 
 class Phase(NamedTuple):

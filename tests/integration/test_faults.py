@@ -46,3 +46,35 @@ def test_a_recipe_in_stages_killed_in_each_of_them_leaves_what_an_undisturbed_on
     assert outcome.wrong == []
     assert len(outcome.kills()) == len(kills), outcome.kills()
     assert max(lost for _, lost, _ in outcome.kills()) <= SAVE_EVERY
+
+
+ON_ONE_BASE = [
+    Kill("", 1, 1.0, "all"),
+    Kill("doing: loading the teacher", 1, 0.02, "all"),
+    Kill("doing: building the critic", 1, 0.01, "all"),
+    Kill("doing: step 2, the critic's forward pass", 1, 0.01, "all"),
+    Kill("doing: saving the checkpoint of step 2", 1, 0.05, "all"),
+    Kill("doing: step 3, the student's sampling", 1, 0.0, "all"),
+    Kill(CRITIC, 1, 0.01, "all"),
+    Kill(LOADING, 1, 0.02, "all"),
+    Kill(BACKWARD, 1, 0.01, "all"),
+    Kill("doing: (step 5, the optimizer's step|finishing step 5)", 1, 0.0, "all"),
+    Kill("doing: drawing pictures after step 6", 1, 0.02, "all"),
+    Kill(EXPORT, 1, 0.05, "all"),
+]
+"""A kill in each phase, in the order of the run."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [(1, ON_ONE_BASE), (2, [Kill(CRITIC, 1, 0.01, "rank"), Kill(SAVING, 1, 0.02, "launcher")])],
+)
+def test_adapters_on_the_teacher_s_weights_killed_in_any_phase_leave_what_an_undisturbed_run_does(
+    ranks: int, kills: list[Kill], tmp_path: Path
+) -> None:
+    small = Campaign(tmp_path, ranks, "float32", adapters=True)
+    small.measure()
+    outcome = small.run("killed", kills, random.Random(0))
+    assert outcome.wrong == []
+    assert len(outcome.kills()) == len(kills), outcome.kills()
+    assert max(lost for _, lost, _ in outcome.kills()) <= SAVE_EVERY
