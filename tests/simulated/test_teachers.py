@@ -1,5 +1,6 @@
 """Every shipped teacher JSON on simulated GPUs: bitwise diffusers' velocities and hidden states on a CPU."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from on_ranks import simulated_gpus
 from on_ranks.placements import differences
 from ranks import TEACHERS, call, has_async_io, program
 from simulated import Simulated, simulated_gpu
+from transformers import UMT5Config, UMT5EncoderModel
+
+from wandistiller.utils.files import read_json
 
 pytestmark = [pytest.mark.simulated, simulated_gpu]
 
@@ -52,14 +56,16 @@ def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
 
 
 def test_a_text_encoder_that_does_not_fit_the_gpu_gives_the_same_bits_from_cpu_memory(
-    wan2: Path, tmp_path: Path
+    wan2: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    devices = Simulated(tmp_path)
-    start = partial(program, gpus=devices)
-    rooms = (2**30, 42_600, 10_000)  # a block has 20,736 bytes, and two are left free
-    (whole_LD, all_of_it), *others = (
-        call(simulated_gpus.encoded_text, wan2, room, ranks=1, start=start)[0] for room in rooms
+    """A layer has 20,736 bytes, of which two are left free, and accelerate keeps room for a third."""
+    folder, devices = copy_of(wan2), Simulated(tmp_path)
+    config = UMT5Config(**read_json(folder / "text_encoder" / "config.json") | {"num_layers": 12})
+    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    (whole_LD, all_of_it), (text_LD, half), (on_cpu_LD, nothing) = (
+        call(simulated_gpus.encoded_text, folder, room, ranks=1, start=partial(program, gpus=devices))[0]
+        for room in (2**30, 200_000, 10_000)
     )
-    assert all(torch.equal(text_LD, whole_LD) for text_LD, _ in others)
-    assert 0 == others[1][1] < others[0][1] < all_of_it / 2
+    assert torch.equal(text_LD, whole_LD) and torch.equal(on_cpu_LD, whole_LD)
+    assert nothing == 0 < half < 200_000 < all_of_it
     assert devices.reports() == ""
