@@ -15,6 +15,7 @@ from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.planner.disk import log_disk_use, on_its_disk, written
 from wandistiller.planner.machine import Machine
+from wandistiller.planner.peak_memory import plan
 from wandistiller.utils.system_memory import GIB, disk
 from wandistiller.wan.transformer import count_parameters
 
@@ -49,6 +50,14 @@ def test_frozen_weights_are_kept_once_for_all_checkpoints(published: Path) -> No
     frozen = part.student - whole.student
     assert frozen > 0 and whole.checkpoint == part.checkpoint + 3 * frozen
     assert part.output == 4 * part.checkpoint + part.student
+
+
+def test_a_run_of_the_whole_teachers_adapters_writes_no_copy_of_the_teacher(published: Path) -> None:
+    lora = {"student_config": {}, "lora": {"rank": 4, "targets": ["attn1.to_q"]}}
+    run = job(published, **lora, teacher_deepspeed_config="stream")
+    adapters = run.student_transformer.num_layers * 2 * 4 * run.student_transformer.width
+    assert written(run, accelerator=True).student == 2 * adapters
+    assert plan(run, ONE, coding=False)["export"].parts(lambda b: b.host)["a network"] == 6 * adapters
 
 
 @pytest.mark.parametrize(("steps", "at_once"), [(1, 1), (2, 2), (5000, 4)])
