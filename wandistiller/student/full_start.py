@@ -155,4 +155,5 @@ class FullStart:
 def _square(values: Tensor) -> Tensor:
     """Return the sum of squares in float64, of which little is held at a time."""
     parts = values.flatten().split(CHUNK)
-    return torch.stack([part.double().square().sum() for part in parts]).sum()
+    # numbers, not tensors, which would lie between the freed parts and keep the heap from using them again
+    return torch.tensor(sum(part.double().square().sum().item() for part in parts), dtype=torch.float64)
