@@ -38,9 +38,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
     return folder
 
 
-def run(cache: Path, tmp_path: Path, wan: Path, code: int, how: str, ranks: int = 1) -> tuple[Path, str]:
+def run(
+    cache: Path, tmp_path: Path, wan: Path, code: int, how: str, ranks: int = 1, **more: Any
+) -> tuple[Path, str]:
     shutil.copytree(cache / "cache", tmp_path / "cache")
-    file = recipe_file(tmp_path, wan, **SETTINGS, on_nonfinite=how)
+    file = recipe_file(tmp_path, wan, **SETTINGS | more, on_nonfinite=how)
     done = wandistiller("train", "--recipe", file, ranks=ranks, code=code)
     return tmp_path / "run", done.stderr
 
@@ -75,3 +77,18 @@ def test_a_run_that_stops_names_the_sample_and_keeps_its_last_checkpoint(
     finished = len(metrics(output))
     kept = [int(folder.name[5:]) for folder in (output / "checkpoints").glob("step_*")]
     assert all(step <= finished for step in kept)
+
+
+@pytest.mark.slow
+def test_a_head_start_that_stops_leaves_no_checkpoint_of_a_critic_that_has_begun(
+    cache: Path, tmp_path: Path, wan1: Path
+) -> None:
+    """One of its first two updates has the sample: the first has none, or the weights of the start."""
+    more = {"objective": DMD2 | {"critic_warmup": 4}, "max_steps": 1}
+    output, message = run(cache, tmp_path, wan1, 4, "stop", **more)
+    assert f"{BAD!r}; its cached text is not finite" in message and "step 1: the loss" in message
+    kept = [folder.name for folder in (output / "checkpoints").glob("step_*")]
+    assert kept in ([], ["step_00000000"]) and not (output / "metrics.jsonl").exists()
+    spoiled = dict(on_nonfinite="skip", **more)
+    wandistiller("train", "--recipe", recipe_file(tmp_path, wan1, **SETTINGS | spoiled))
+    assert len(metrics(output)) == 1
