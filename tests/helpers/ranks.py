@@ -151,7 +151,8 @@ def has_async_io() -> bool:
 
 STUDENTS = sorted(p.stem for p in (ROOT / "ds_configs" / "student").glob("zero*.json"))
 """The shipped student JSONs, one for each ZeRO layout."""
-TEACHERS = [name for name in teacher_jsons() if name != "auto"]  # which is one of the others
+TEACHERS = [name for name in teacher_jsons() if name not in ("auto", "streamed_int8", "streamed_nf4")]
+"""The shipped teacher JSONs, one for each place of its weights as they are."""
 
 
 def runs_here(student: str) -> bool:

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from plain import plain_losses
-from ranks import has_async_io, losses, metrics, wandistiller, write_json
+from ranks import TEACHERS, has_async_io, losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.files import read_json
 
@@ -82,7 +81,7 @@ def of_replicas(folder: Path, wan2: Path) -> list[float]:
 
 
 @pytest.mark.slow  # test_placements.py has their velocities
-@pytest.mark.parametrize("strategy", teacher_jsons())
+@pytest.mark.parametrize("strategy", [*TEACHERS, "auto"])
 def test_the_loss_curve_is_bitwise_the_same_for_every_placement(
     strategy: str, folder: Path, wan2: Path, of_replicas: list[float]
 ) -> None:

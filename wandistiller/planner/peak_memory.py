@@ -140,6 +140,7 @@ class _Planner:
         starts = {"start": {"student's weights in float32": start}} | starts
         adapters = self.network.trained_numel if j.run.lora else 0
         stored = adapters if j.is_teachers_lora else weights
+        written = self.network.trained if j.bases else numel  # the other weights are the teacher's
         exported = Bytes(host=2 * stored + 4 * adapters)
         return {
             **({"prepare": self._prepare()} if coding else {}),
@@ -153,7 +154,7 @@ class _Planner:
                 },
             ),
             "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
-            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(numel.values()))}),
+            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(written.values()))}),
             **({"draw": self._draw(kept | student, call, gathered)} if coding else {}),
             "export": PhasePeak(self.base | {"a network": exported}),
         }

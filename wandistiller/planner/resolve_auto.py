@@ -304,7 +304,8 @@ def teachers(dtype: str, topology: Topology) -> list[tuple[str, Placement]]:
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed
             shipped = load(f"ds_configs/teacher/{name}.json").in_precision(dtype)
-            if (placement := read_placement(shipped, topology.ranks)).is_candidate(topology):
+            placement = read_placement(shipped, topology.ranks)
+            if placement.is_candidate(topology) and not placement.weights:  # which would change velocities
                 place = late if placement.on_cpu and topology.accelerator else candidates
                 place.append((name, placement))
     return candidates + late
