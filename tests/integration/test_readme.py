@@ -59,7 +59,8 @@ AFTERWARDS = [
     p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
 ]
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
-LEAST = table_rows("README.md", r"\d+ x \d+ GB, least")
+LEAST = table_rows("docs/memory.md", r"\d+ x \d+ GB, least")
+ADAPTERS = table_rows("docs/few_steps.md", r"\d+ x \d+ GB, \d+ GiB")
 FEW_STEPS = table_rows("ds_configs/recipes/README.md", r"`\d+x\d+_")
 
 
@@ -203,6 +204,40 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     assert f"{in_hours(printed, 'for the teacher')[0]:.0f}" == prepare
     parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
     assert f"{parameters / 1000:.1f}" == student.rstrip(".")
+
+
+def of_adapters(row: list[str]) -> tuple[str, str]:
+    """The machine recipe that a row is about, and the row in a word."""
+    many, (count, each) = row[0].startswith("8"), re.findall(r"\d+", row[0])[:2]
+    names = [file.name for file in (ROOT / "ds_configs" / "machines").glob("*_lora.json")]
+    wan = f"_{row[1].lower().replace(' ', '_')}_lora"
+    (name,) = [n for n in names if wan in n and n.startswith("8x80") == many]
+    return f"ds_configs/machines/{name}", f"{count}x{each}{wan}_{row[2]}"
+
+
+@pytest.mark.usefixtures("many_prompts", "quiet_logging")
+@pytest.mark.parametrize("row", slow_but([ADAPTERS[0]], ADAPTERS), ids=lambda row: of_adapters(row)[1])
+def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
+    machine, _, frames, device, host, disk, hours, flags = row
+    count, each, of_host = re.findall(r"\d+", machine)
+    clip = f"--num_frames {frames}{' --batch_size 1' if count == '1' else ''}" if frames != "1" else ""
+    words = [*machine_of(count, each, of_host), *flags.strip("`").split(), *clip.split()]
+    printed = planned(of_adapters(row)[0], words, capsys)
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
+    assert "NOT fit" not in printed
+    assert [f"{max(fits[kind::3]):.0f}" for kind in (0, 1)] == [device, host]
+    assert max(fits[2::3]) == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
+    assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, hours.split(", "))], abs=0.6)
+
+
+def test_the_table_of_the_readme_begins_with_adapters_in_rows_that_are_planned() -> None:
+    shown, others = (table_rows("README.md", rf"\d+ x \d+ GB{what} \|") for what in (", LoRA", ""))
+    assert text("README.md").index(shown[-1][0]) < text("README.md").index(f"| {others[0][0]} |")
+    parts = [(*machine.removesuffix(" GiB").split(", "), cells) for machine, *cells in ADAPTERS]
+    known = [[gpus, *c[:3], f"{c[3]} of {of_host}", *c[4:6]] for gpus, of_host, c in parts]
+    for machine, wan, frames, device, host, disk, _, _, hours in shown:
+        number = frames.removesuffix(" frames").replace("images", "1")
+        assert [machine.removesuffix(", LoRA"), wan, number, device, host, disk, hours] in known
 
 
 @pytest.fixture(scope="module")
