@@ -1,6 +1,7 @@
 """`sample` and `evaluate` with LoRA files; runs of a teacher's adapters, which end with such files."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from PIL import Image
 from ranks import wandistiller
 from recipes import train
+from safetensors.torch import load_file, save_file
 from styles import style
 
 from wandistiller.evaluation.draw_samples import Sampling, draw
@@ -47,6 +49,10 @@ def drawn(folder: Path, name: str, *words: str | Path, code: int = 0) -> dict[st
     given = ["sample", "--prompts", *PROMPTS, "--output", folder / name, *SIZE, *words]
     wandistiller(*given, code=code)
     return {file.name: file.read_bytes() for file in sorted((folder / name).glob("*.png"))}
+
+
+def both(file: Path) -> list[str]:
+    return [f"{expert}_noise={file}" for expert in ("high", "low")]
 
 
 def refused(*words: str | Path) -> str:
@@ -98,7 +104,8 @@ def test_two_experts_take_the_files_that_name_them(folder: Path, wan2: Path) -> 
     by_name = drawn(folder, "by_name", *words, high, low)
     other = [file.rename(folder / f"{n}.safetensors") for n, file in enumerate((high, low))]
     assert by_name == drawn(folder, "said", *words, f"low_noise={other[1]}", f"high_noise={other[0]}")
-    assert by_name != drawn(folder, "each", *words, other[0])
+    slow = other[0].rename(folder / "slow_motion.safetensors")  # a name with "low" in it
+    assert by_name != drawn(folder, "each", *words, slow) == drawn(folder, "both", *words, *both(slow))
 
 
 def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:
@@ -115,6 +122,21 @@ def test_what_cannot_be_sampled_is_refused_with_its_reason(folder: Path, wan1: P
     assert f"{file}: `teacher_path` is missing. Say with --teacher_path" in refused("sample", "--lora", file)
     text = refused("sample", "--model", wan1, "--lora", "away.safetensors")
     assert "away.safetensors: cannot be read as a .safetensors file" in text
+    text = refused("sample", "--model", wan1, "--strength", "0.5")
+    assert "`strength` is 0.5. It is of --lora; give that too." in text
+    save_file({name: value * math.inf for name, value in load_file(file).items()}, file)
+    text = refused("sample", "--model", wan1, "--lora", file, *SIZE)
+    assert "with them `blocks.0.attn1.to_q" in text and "numbers that are not finite" in text
+
+
+def test_keys_of_a_file_that_change_no_layer_are_named(folder: Path, wan1: Path) -> None:
+    file, layer = folder / "more.safetensors", "diffusion_model.blocks.0.self_attn"
+    pair = {f"{layer}.q.lora_A.weight": torch.ones(2, 64), f"{layer}.q.lora_B.weight": torch.ones(64, 2)}
+    save_file(pair | {f"{layer}.norm_q.diff": torch.ones(64)}, file)
+    words = ["--prompts", PROMPTS[0], "--output", folder / "more", *SIZE, "--steps", "2"]
+    log = wandistiller("sample", "--model", wan1, "--lora", file, *words).stderr
+    assert f"lora      {file}, strength 1, on each network" in log
+    assert "1 of its keys change no weight of a linear layer and are left out, such as" in log
 
 
 def test_an_export_merges_the_adapters_into_a_pipeline_of_its_own(folder: Path, run: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs whose teacher has a LoRA added: those of the teacher of merged weights, by every placement."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,12 @@ import torch
 from diffusers import WanPipeline
 from ranks import losses, wandistiller
 from recipes import recipe_file, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from states import state
 from styles import style, with_style
 
 from wandistiller.export.source import read_source
-from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
@@ -100,13 +100,47 @@ def test_the_file_of_adapters_brings_the_teachers_lora_too_to_the_unchanged_teac
 
 
 def test_an_export_is_refused_once_the_teachers_lora_has_changed(
-    adapters: Path, wan2: Path, file: Path
+    folder: Path, adapters: Path, wan2: Path, file: Path
 ) -> None:
     before = file.read_bytes()
     style(wan2, file, "to_q", seed=1)
-    with pytest.raises(ConfigError, match="not as they were when they were trained"):
-        read_source(adapters).finished("transformer", torch.float32)
+    for words in (["--output", folder / "again"], ["--output", folder / "again.safetensors", "--adapter"]):
+        error = wandistiller("export", "--checkpoint", adapters, *words, code=2).stderr
+        assert "not as they were when they were trained" in error
     file.write_bytes(before)
+
+
+def test_a_smaller_student_is_exported_without_the_file_that_its_teacher_had(
+    folder: Path, wan2: Path, file: Path
+) -> None:
+    own = file.rename(folder / "own.safetensors")
+    output = train(folder, wan2, "smaller", ranks=1, **RUN | {"max_steps": 1}, **added(own))
+    own.rename(file)
+    wandistiller("export", "--checkpoint", output, "--output", folder / "of_smaller")
+    assert (folder / "of_smaller" / "model_index.json").is_file()
+
+
+def test_the_log_says_what_is_added_to_the_teacher(folder: Path, adapters: Path, file: Path) -> None:
+    assert (
+        f"lora      {file}, strength 0.5, on each network" in next((adapters / "logs").glob("*")).read_text()
+    )
+
+
+def test_a_lora_that_is_not_finite_is_refused_on_every_rank_once_it_is_read(folder: Path, wan2: Path) -> None:
+    bad = style(wan2, folder / "bad.safetensors", "to_q")
+    save_file({name: value * math.inf for name, value in load_file(bad).items()}, bad)
+    given = RUN | {"teacher_deepspeed_config": PLACEMENTS["sharded"], "teacher_lora": str(bad)}
+    error = wandistiller(
+        "train", "--recipe", recipe_file(folder, wan2, "bad", **given), ranks=2, code=2
+    ).stderr
+    assert "with them `blocks.0.attn1.to_q.weight` holds numbers that are not finite" in error
+
+
+def test_the_line_that_loads_adapters_of_the_low_noise_expert_names_its_network(adapters: Path) -> None:
+    """The one network of this student is made of that expert."""
+    card = (adapters / "lora.card" / "README.md").read_text().splitlines()
+    (line,) = (one for one in card if "load_lora_weights" in one)
+    assert "load_into_transformer_2=True" in line
 
 
 def test_another_strength_is_another_teacher_for_a_run_that_goes_on(

@@ -30,7 +30,7 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
-from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.added_lora import added_lines, read_added
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import (
     WanFolder,
@@ -65,6 +65,8 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     announce("teacher", evaluation.teacher_sampling)
     teacher = evaluator.teacher()
     announce("student", evaluation.student_sampling)
+    for line in added_lines(evaluation.student.added):
+        collectives.log0("%s", line)
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
     if collectives.rank() == 0:
@@ -84,14 +86,14 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     problems, output = number_problems("evaluate", vars(flags)), flags.output or Path("evaluation")
     read: dict[str, str | Path] = {}
     with collecting(problems):
-        candidate = read_candidate(flags.student, flags.lora or [], flags.strength)
+        candidate = read_candidate(flags.student, flags.lora or [], flags.strength, flags.teacher_path)
         output = flags.output or candidate.place or output
-        facts, teachers = candidate.facts, candidate.teacher(flags.teacher_path)
+        facts, teachers = candidate.facts, candidate.teacher
         with collecting(problems):
-            student = candidate.folder(flags.teacher_path)
+            student = candidate.folder
             read["student_path"] = student.path
             require_weights(student)
-        teacher = _folder(teachers, facts.teacher_revision if teachers == facts.teacher_path else None)
+        teacher = _folder(teachers, candidate.teacher_revision)
         teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):

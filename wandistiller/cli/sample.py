@@ -5,7 +5,7 @@ from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence import Ranks
-from wandistiller.evaluation.candidates import Candidate, lora_lines, read_candidate
+from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
@@ -16,6 +16,7 @@ from wandistiller.evaluation.draw_samples import (
     sampling_problems,
 )
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
+from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.pipeline import usual_for
 
 
@@ -25,7 +26,7 @@ def run(flags: SampleFlags) -> None:
         model, prompts, settings = _read(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
-    for line in lora_lines(model.folder().added):
+    for line in added_lines(model.folder.added):
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
     files = sample(model, prompts, flags.output, settings, flags.seed, dtype, ranks)
@@ -45,7 +46,7 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[str], Sampling]:
         prompts = read_prompts(flags.prompts)
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
-        folder = model.folder()
+        folder = model.folder
         trained, usual = model.trained, usual_for(folder)
         settings = Sampling(
             height=flags.height or usual.height,

@@ -10,6 +10,7 @@ from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.engine.lr_preview import LEAD, steps_without_learning
 from wandistiller.student.shared_base import obstacle
 from wandistiller.teacher.teacher_json import quantized_facts
+from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.transformer import count_parameters
 
 
@@ -71,6 +72,7 @@ def summary(job: Job) -> list[str]:
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config.num_layers} layers, {job.teacher.describe()}, "
         f"{precision}, {_guidance(job)}",
+        *added_lines(f.added),
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
         f"{job.student_engine.precision}",

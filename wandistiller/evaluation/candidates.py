@@ -1,19 +1,23 @@
 """The pipelines that are sampled and evaluated: a folder, or a run's student; LoRA files on them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import FACTS
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.added_lora import AddedLora, read_added
+from wandistiller.wan.added_lora import as_settings, read_added
 from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, run_problem, student_of, with_loras
+
+OF_EXPERT = re.compile(r"(?<![a-z])(high|low)(?:[ _-]?noise(?![a-z])|$)")
+"""In a file's name the expert that it is for; not in `slow_motion` or `low_poly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,10 @@ class Candidate:
     """Of the run that made it; defaults of a pipeline of others."""
     where: Path
     """The file that has these facts, or would have them."""
-    strength: float = 1.0
+    strength: float
     """Factor of what the LoRA files change."""
+    given_teacher: str | None
+    """The teacher's folder or hub id, where the user says where it is."""
 
     @property
     def trained(self) -> Facts | None:
@@ -42,17 +48,17 @@ class Candidate:
         given = Path(self.name) if self.name else self.where
         return given.parent if given.exists() else None
 
-    def teacher(self, given: str | None = None) -> str:
-        """Return the teacher's folder or hub id.
-
-        Args:
-            given: by the user.
+    @property
+    def teacher(self) -> str:
+        """The teacher's folder or hub id.
 
         Raises:
             ConfigError: it is not known, or not where it was.
         """
-        name = given or self.facts.teacher_path
-        if not given and not self.where.is_file():
+        if self.given_teacher:
+            return self.given_teacher
+        name = self.facts.teacher_path
+        if not self.where.is_file():
             raise ConfigError(
                 f"{self.name}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
                 "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
@@ -60,23 +66,24 @@ class Candidate:
         if not name:
             remedy = "Say with --teacher_path what to compare it with; for `sample`, with --model."
             raise ConfigError(f"{self.where}: `teacher_path` is missing. {remedy}")
-        if not given and "/" not in name and name not in TINY and not Path(name).exists():
+        if "/" not in name and name not in TINY and not Path(name).exists():
             remedy = "Exports have only the folder's name; say with --teacher_path where it is."
             raise ConfigError(problem(self.where, "teacher_path", name, remedy))
         return name
 
-    def folder(self, teacher: str | None = None) -> WanFolder:
-        """Describe the pipeline with its LoRA files; no weight is read.
+    @property
+    def teacher_revision(self) -> str | None:
+        """The commit of the teacher; None: it is a folder, or another than the recorded one."""
+        return self.facts.teacher_revision if self.teacher == self.facts.teacher_path else None
 
-        Args:
-            teacher: the name of the teacher, where it lies now.
+    @cached_property
+    def folder(self) -> WanFolder:
+        """The pipeline with its LoRA files; no weight is read.
 
         Raises:
             ConfigError: there is no such pipeline, or the files are not for it.
         """
-        own = self.name or self.teacher(teacher)
-        is_recorded = not self.name and own == self.facts.teacher_path
-        folder = open_wan(own, revision=self.facts.teacher_revision if is_recorded else None)
+        folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
         given = [
             {"file": file, "strength": self.strength} | _expert(said, file, folder)
             for said, file in self.files
@@ -84,22 +91,27 @@ class Candidate:
         return with_loras(folder, read_added("command line", "lora", given))
 
 
-def read_candidate(name: str | None, loras: Sequence[str] = (), strength: float = 1.0) -> Candidate:
+def read_candidate(
+    name: str | None, loras: Sequence[str] = (), strength: float = 1.0, teacher: str | None = None
+) -> Candidate:
     """Read what the command line names, and the facts of its run.
 
     Args:
         name: of a pipeline, or of a run's folder; None: what the LoRA files are for.
         loras: names of files or of runs' folders; `high_noise=` or `low_noise=` before it: for one expert.
         strength: of all of them.
+        teacher: the teacher's folder or hub id, where the user says where it is.
 
     Raises:
-        ConfigError: nothing is named, or a run that has no student yet.
+        ConfigError: nothing is named, or a run that has no student yet; or a strength of nothing.
     """
     if name and adapters_of(name):
         name, loras = None, [name, *loras]
     files = [file for word in loras for file in _files(word)]
     if not (name or files):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
+    if strength != 1 and not files:
+        raise ConfigError(problem("command line", "strength", strength, "It is of --lora; give that too."))
     if name:
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
@@ -111,12 +123,23 @@ def read_candidate(name: str | None, loras: Sequence[str] = (), strength: float 
         facts = Facts.read(where)
     else:
         where, facts = (of_few_steps or made)[0]
-    run = where.absolute().parents[1 if where.name == FACTS else 0] / "resolved" / "run.json"
-    if facts.teacher_path and run.is_file():  # an export names only the last part of a folder
-        recipe = read_json(run)
-        kept = {key: recipe.get(key, getattr(facts, key)) for key in ("teacher_path", "teacher_lora")}
-        facts = replace(facts, **kept)
-    return Candidate(name=name, files=files, facts=facts, where=where, strength=strength)
+    facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
+    return Candidate(
+        name=name, files=files, facts=facts, where=where, strength=strength, given_teacher=teacher
+    )
+
+
+def _with_places(facts: Facts, output: Path) -> Facts:
+    """Return the facts of an export with the places that its run's output folder has.
+
+    An export names only the last part of a folder or file.
+    """
+    run = output / "resolved" / "run.json"
+    recipe = read_json(run) if run.is_file() else {}
+    if not facts.teacher_path or Path(recipe.get("teacher_path", "")).name != Path(facts.teacher_path).name:
+        return facts
+    added = read_added(f"{run}", "teacher_lora", recipe.get("teacher_lora") or [])
+    return replace(facts, teacher_path=recipe["teacher_path"], teacher_lora=as_settings(added) or None)
 
 
 def adapters_of(name: str) -> list[Path]:
@@ -148,12 +171,5 @@ def _expert(said: str, file: str, folder: WanFolder) -> dict[str, str]:
     """Return the expert of a LoRA: the one that is said, else the one in the file's name; of both none."""
     if said or len(folder.configs) == 1:
         return {"expert": said} if said else {}
-    sides = {"high": "high_noise", "low": "low_noise"}
-    named = [expert for side, expert in sides.items() if side in Path(file).stem.lower()]
-    return {"expert": named[0]} if len(named) == 1 else {}
-
-
-def lora_lines(added: Sequence[AddedLora]) -> list[str]:
-    """Say which LoRA file is added to what."""
-    where = {None: "each network"} | {e.name.lower(): f"the expert {e.name.lower()}" for e in Expert}
-    return [f"lora      {one.file}, strength {one.strength:g}, on {where[one.expert]}" for one in added]
+    side = OF_EXPERT.search(Path(file).stem.lower())
+    return {"expert": f"{side[1]}_noise"} if side else {}

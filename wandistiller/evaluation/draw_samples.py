@@ -193,7 +193,7 @@ def sample(
     Raises:
         ConfigError: `model` or `sampling` is wrong, before anything is loaded.
     """
-    folder = model.folder()
+    folder = model.folder
     if problems := sampling_problems(folder, sampling):
         raise ConfigError(*problems)
     require_weights(folder)

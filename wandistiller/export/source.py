@@ -117,14 +117,7 @@ class Source(NamedTuple):
                 if not (is_adapter(parameter) or parameter.startswith(PROJECTIONS)):
                     yield parameter.replace(BASE_LAYER, "."), value
             return
-        base = dict(zip(self.experts, self.facts.bases, strict=True))[name]
-        teacher = self.teacher(weights=True)
-        if teacher.identity != self.teacher_identity:
-            raise ConfigError(
-                f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "
-                "not as they were when they were trained. Put the files back that the run had."
-            )
-        reader = teacher.reader(Expert(base))
+        reader = self.base_teacher().reader(self.base(name))
         for parameter, p in transformer.meta_transformer(self.facts.config).named_parameters():
             value = torch.empty(p.shape)
             reader.read(parameter, value)
@@ -133,9 +126,27 @@ class Source(NamedTuple):
             raise ConfigError(*reader.faults)
 
     def teacher(self, weights: bool) -> WanFolder:
-        """The teacher's pipeline folder, with the LoRA files that were added to its networks."""
-        folder = open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
-        return with_loras(folder, read_added(str(self.folder), "teacher_lora", self.facts.teacher_lora or []))
+        """The teacher's pipeline folder, as it was published."""
+        return open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
+
+    def base(self, name: str) -> Expert:
+        """The teacher's network that an expert is, but for its adapters."""
+        return Expert(dict(zip(self.experts, self.facts.bases, strict=True))[name])
+
+    def base_teacher(self) -> WanFolder:
+        """The teacher with the LoRA files that were added to its networks, under a run's adapters.
+
+        Raises:
+            ConfigError: its weights or those files have changed since.
+        """
+        added = read_added(str(self.folder), "teacher_lora", self.facts.teacher_lora or [])
+        teacher = with_loras(self.teacher(weights=True), added)
+        if teacher.identity != self.teacher_identity:
+            raise ConfigError(
+                f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "
+                "not as they were when they were trained. Put the files back that the run had."
+            )
+        return teacher
 
 
 def read_source(

@@ -18,7 +18,7 @@ from wandistiller.utils.parameter_patterns import any_names, names_part, unknown
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
 from wandistiller.wan import transformer
 from wandistiller.wan.full_models import is_full_model
-from wandistiller.wan.lora_files import read_lora
+from wandistiller.wan.lora_files import left_out_words, read_lora
 from wandistiller.wan.structure import ATTENTION_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -120,8 +120,7 @@ def begin_with(model: nn.Module, file: Path) -> None:
     """Let the adapters of `model` begin as a LoRA file; what they have beyond its rank is as new."""
     read = read_lora(file)
     if left := read.left_out:
-        text = "warning   %s: %d of its keys change no weight of a linear layer and are left out, such as %s"
-        collectives.log0(text, file, len(left), left[0])
+        collectives.log0("warning   %s: %s", file, left_out_words(left))
     for layer, change in read.layers.items():
         set_change(model, layer, *change)
 

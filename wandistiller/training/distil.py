@@ -18,9 +18,9 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import extensions
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
-from wandistiller.export.formats.lora import LoraFormat
-from wandistiller.export.output import replaced
-from wandistiller.export.source import read_source
+from wandistiller.export.formats.lora import INTO, LoraFormat
+from wandistiller.export.output import per_expert, replaced
+from wandistiller.export.source import FACTS, read_source
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
@@ -66,7 +66,7 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
         if last.output != output:
             _take_over(stages, output)
         if last.bases:
-            _log_adapters(output)
+            _log_adapters(last, output)
         _log_next(last, output)
 
 
@@ -124,24 +124,26 @@ def _export(job: Job) -> None:
             DiffusersFormat().write(read_source(job.output), student)
     memory_usage.add(job.output, "export")
     newest = max(job.samples.glob("step_*.png"), default=job.samples)
-    for name, path in {
-        "picture": newest,
-        "student": student,
-        "metrics": job.output / "metrics.jsonl",
-    }.items():
+    made = {"picture": newest, "student": student, "metrics": job.output / "metrics.jsonl"}
+    for name, path in made.items():
         collectives.log0("%-9s %s", name, path)
     write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(student)})
 
 
 def _write_adapters(job: Job, output: Path) -> None:
     """Write the adapters of a finished run for ComfyUI and diffusers, a file for each expert, and a card."""
+    merged = output / "student"
+    if job.is_teachers_lora and (merged / FACTS).is_file():  # of an earlier version, and of fewer steps
+        shutil.rmtree(merged)
     LoraFormat(format="original").write(read_source(job.output), output / "lora.safetensors")
 
 
-def _log_adapters(output: Path) -> None:
-    """Log how the adapters in a folder are loaded."""
-    files = sorted(output.glob("lora*.safetensors"))
-    for file, more in zip(files, ("", ", load_into_transformer_2=True"), strict=False):
+def _log_adapters(job: Job, output: Path) -> None:
+    """Log how the adapters of a finished run, in a folder, are loaded."""
+    experts = [expert.value for expert in job.student_experts]
+    for expert, base in job.bases.items():
+        file = per_expert(output / "lora.safetensors", experts, expert.value)
+        more = INTO[base]
         collectives.log0("%-9s %s", "adapters", file)
         collectives.log0('%-9s pipe.load_lora_weights("%s"%s)', "", file, more)
     card = output / "lora.card" / "README.md"

@@ -13,10 +13,12 @@ from wandistiller.batch import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
-from wandistiller.wan.lora_files import LowRank, read_lora
+from wandistiller.wan.lora_files import LowRank, left_out_words, read_lora
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
+
+NOT_FINITE = "LoRA files: with them `{}` holds numbers that are not finite. Fetch them again, or add less."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,7 @@ class AddedLora:
     """The network that it is added to; None: to each."""
 
     def is_for(self, expert: Expert) -> bool:
+        """Return whether it is added to the network of an expert."""
         return self.expert in (None, expert.name.lower())
 
     @property
@@ -79,6 +82,17 @@ def added_problems(
     return problems
 
 
+def added_lines(added: Iterable[AddedLora]) -> list[str]:
+    """Say which LoRA file is added to what, and which of its keys are not."""
+    where = {None: "each network", "high_noise": "the high-noise expert", "low_noise": "the low-noise expert"}
+    lines = []
+    for one in added:
+        lines.append(f"lora      {one.file}, strength {one.strength:g}, on {where[one.expert]}")
+        if left := read_lora(Path(one.file), weights=False).left_out:
+            lines.append(f"warning   {one.file}: {left_out_words(left)}")
+    return lines
+
+
 def added_changes(added: Iterable[AddedLora], expert: Expert) -> dict[str, LowRank]:
     """Return what all files together change of each layer, by diffusers' names, strengths in it; float32."""
     changes: dict[str, LowRank] = {}
@@ -94,6 +108,8 @@ def add_changes(network: nn.Module, changes: dict[str, LowRank]) -> None:
     for layer, (a, b) in changes.items():
         weight = network.get_submodule(layer).weight
         weight.copy_(weight.float() + b @ a)
+        if not weight.isfinite().all():
+            raise ConfigError(NOT_FINITE.format(layer))
 
 
 def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:
@@ -125,3 +141,5 @@ class MergingReader(WeightReader):
         # all of the product, as a part of it may be rounded otherwise
         value_N += (change.b @ change.a).view(-1)[first : first + len(out_N)]
         out_N.copy_(value_N)
+        if not out_N.isfinite().all() and (text := NOT_FINITE.format(name)) not in self.faults:
+            self.faults.append(text)

@@ -52,6 +52,11 @@ class LoraFile:
         return next((layer for layer in given if shapes.get(f"{layer}.weight") != given[layer]), "")
 
 
+def left_out_words(keys: list[str]) -> str:
+    """Say that keys of a file are left out."""
+    return f"{len(keys)} of its keys change no weight of a linear layer and are left out, such as {keys[0]}"
+
+
 def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
     """Read a LoRA by diffusers' own rules of names.
 

@@ -83,6 +83,7 @@ class WanFolder:
 
     @property
     def added_identities(self) -> list[list[Any]]:
+        """The identity of each LoRA file that is added."""
         return [one.identity for one in self.added]
 
     def reader(self, expert: Expert) -> WeightReader:

@@ -39,6 +39,8 @@ FILES = {
     Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors",
 }
 """File names in a folder for diffusers."""
+INTO = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
+"""Argument of diffusers' `load_lora_weights` for a network."""
 CARD = """# A Wan LoRA distilled with wandistiller
 
 For `{base}`, {layers} layers. {rank}. {made_for}
@@ -146,8 +148,7 @@ def _with_teachers(adapter: Adapter, source: Source, name: str) -> Adapter:
     """
     if not (source.facts.bases and source.facts.teacher_lora):
         return adapter
-    base = dict(zip(source.experts, source.facts.bases, strict=True))[name]
-    layers = added_changes(source.teacher(weights=False).added, Expert(base))
+    layers = added_changes(source.base_teacher().added, source.base(name))
     for layer in (key.removesuffix(A) for key in adapter.state if key.endswith(A)):
         own = LowRank(adapter.state[layer + A], adapter.state[layer + B] * adapter.factor(layer))
         layers[layer] = sum_of(layers.get(layer), own)
@@ -215,9 +216,10 @@ def write_adapter_card(
     if not facts.bases and facts.init != "teacher":  # the export of the run that it starts from
         base = f"{facts.init}/student" if facts.before else facts.init
     where = repository or (BESIDE if comfy else HERE)
+    networks = map(Expert, facts.bases or source.experts)
     calls = [
-        f'pipe.load_lora_weights("{where}", weight_name="{file}"{more})'
-        for file, more in zip(files, ["", ", load_into_transformer_2=True"], strict=False)
+        f'pipe.load_lora_weights("{where}", weight_name="{file}"{INTO[network]})'
+        for file, network in zip(files, networks, strict=True)
     ]
     text = CARD.format(
         base=base,
