@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "wandistiller"
 ORDER = """
-    batch utils flow distributed engine wan tiny teacher data objectives student checkpoint config
+    experts batch utils flow distributed engine wan tiny teacher data objectives student checkpoint config
     monitoring export evaluation training planner cli __main__
 """.split()
 """Folders, and top-level modules, in import order: each imports only from itself and those before it."""

@@ -8,22 +8,16 @@ sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from enum import Enum
 
 import torch
 from torch import Tensor
+
+from wandistiller.experts import Expert
 
 NOISED, PATH = "noised", "path"
 """Kinds of states: clean latents with noise added, the teacher's own while it sampled."""
 STUDENT = "student"
 """Role of the network that is the result; an objective may train others beside it."""
-
-
-class Expert(Enum):
-    """One of the teacher's denoisers; the value is its folder in a diffusers pipeline."""
-
-    HIGH_NOISE = "transformer"  # sigma >= boundary; the only expert of Wan2.1 and of Wan2.2 5B
-    LOW_NOISE = "transformer_2"
 
 
 @dataclass(frozen=True, slots=True)

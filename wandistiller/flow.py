@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, Expert, State, to_device
+from wandistiller.batch import Batch, Conditioning, State, to_device
+from wandistiller.experts import Expert, expert_at
 from wandistiller.utils.keyed_random import keyed_generator, keyed_normal
 
 Level = TypeVar("Level", float, Tensor)
@@ -192,11 +193,6 @@ class FlowSchedule:
         """Return the expert block that these samples of a step are in."""
         slot = sample_index_B[0] - step * self.global_batch
         return slot * self.expert_blocks // self.global_batch
-
-
-def expert_at(sigma: float, boundary: float | None) -> Expert:
-    """Return the expert for `sigma` (diffusers: timestep >= 1000 boundary_ratio); None: there is only one."""
-    return Expert.HIGH_NOISE if boundary is None or sigma >= boundary else Expert.LOW_NOISE
 
 
 def band_name(low: float, high: float) -> str:

@@ -44,11 +44,12 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from recipes import ADAM
     from small_wan import small_transformer
 
-    from wandistiller.batch import STUDENT, Expert
+    from wandistiller.batch import STUDENT
     from wandistiller.checkpoint.checkpointer import Checkpointer
     from wandistiller.distributed import collectives
     from wandistiller.engine.ds_config import load, student_engine
     from wandistiller.engine.patches import patch_deepspeed
+    from wandistiller.experts import Expert
     from wandistiller.student.learner import Learner
 
     patch_deepspeed()

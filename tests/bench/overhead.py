@@ -35,9 +35,10 @@ from states import state
 from torch import Tensor
 from trainers import job_of, parts_of, trainer_of
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
+from wandistiller.experts import Expert
 from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json

@@ -12,8 +12,9 @@ from common import head, parser, row
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert
+from wandistiller.batch import Conditioning
 from wandistiller.evaluation.draw_samples import STEPS
+from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.tiny.shapes import HELD_OUT

@@ -7,9 +7,10 @@ from recipes import recipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.checkpointer import Checkpointer
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 
 STEPS = 6

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from wandistiller.batch import Batch, Conditioning, Expert, Prediction
+from wandistiller.batch import Batch, Conditioning, Prediction
+from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.objective import Objective

@@ -7,9 +7,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from states import state
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 

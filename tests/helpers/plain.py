@@ -7,8 +7,9 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from recipes import ADAM
 
-from wandistiller.batch import Expert, State
+from wandistiller.batch import State
 from wandistiller.config.job import Job
+from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import drawn
 from wandistiller.training.prepare import prepare
 from wandistiller.wan.transformer import renew_rope, velocity

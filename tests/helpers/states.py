@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert, State
+from wandistiller.batch import Conditioning, State
+from wandistiller.experts import Expert
 
 
 def state(x_t_BCFHW: Tensor, sigma_B: Tensor, text_BLD: Tensor, expert: Expert = Expert.HIGH_NOISE) -> State:

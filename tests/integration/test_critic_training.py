@@ -13,10 +13,11 @@ from recipes import recipe, recipe_file, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
+from wandistiller.experts import Expert
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.student.projections import PROJECTIONS
+from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.utils.files import read_json
 
 STEPS = 4

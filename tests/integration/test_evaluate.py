@@ -14,13 +14,13 @@ from PIL import Image
 from ranks import wandistiller, write_json
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from wandistiller.batch import Expert
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.metrics import METRICS, Metric
 from wandistiller.evaluation.pipelines import PeakMemory
+from wandistiller.experts import Expert
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json

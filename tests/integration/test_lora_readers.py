@@ -12,7 +12,7 @@ from recipes import train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.original_names import original_name
 

@@ -17,11 +17,11 @@ from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.engine.workarounds import uncount_skipped_step
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.training.prepare import prepare
 from wandistiller.training.update import propagate_nonfinite

@@ -12,9 +12,10 @@ from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine
 from slow_cases import slow_but
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
+from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import CRITIC
 
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}

@@ -14,9 +14,10 @@ from small_wan import make_wan
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert
+from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.draw_samples import set_steps
+from wandistiller.experts import Expert
 from wandistiller.export.source import FACTS
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json

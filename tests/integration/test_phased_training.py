@@ -11,9 +11,9 @@ from ranks import losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine
 from slow_cases import slow_but
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
 from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.experts import Expert
 from wandistiller.planner.machine import this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most

@@ -16,8 +16,9 @@ from slow_cases import slow_but
 from states import state
 from trainers import job_of, trainer_of
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
 from wandistiller.config.summary import summary
+from wandistiller.experts import Expert
 from wandistiller.export.source import read_source
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.planner.sweeps import base_sweeps

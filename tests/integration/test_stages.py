@@ -13,10 +13,10 @@ from ranks import losses, metrics, wandistiller, write_json
 from recipes import recipe, recipe_file, train
 from safetensors.torch import load_file, save_file
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.main import main
+from wandistiller.experts import Expert
 from wandistiller.export.source import FACTS
 
 MATCH = {"name": "match", "max_steps": 3, "ema": 0.5}

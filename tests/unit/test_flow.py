@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wandistiller.batch import Batch, Conditioning, Expert
-from wandistiller.flow import FlowSchedule, expert_at, path
+from wandistiller.batch import Batch, Conditioning
+from wandistiller.experts import Expert, expert_at
+from wandistiller.flow import FlowSchedule, path
 from wandistiller.utils.keyed_random import keyed_generator, keyed_normal
 
 TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)

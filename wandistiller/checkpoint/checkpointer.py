@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file, network_name
 from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, piece_name, write_stream
 from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
+from wandistiller.experts import Expert
 from wandistiller.student.ema import Ema
 from wandistiller.student.learner import Learner
 from wandistiller.student.lora import is_adapter

@@ -10,9 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, MasterWeights, write_engine
+from wandistiller.experts import Expert
 from wandistiller.student.ema import Ema
 from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import ConfigError

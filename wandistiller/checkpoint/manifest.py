@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint.safetensors_stream import FileChecksum, checksum
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, flush, write_json
 

@@ -10,7 +10,7 @@ from wandistiller.cli.flags import EvaluateFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, device
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.candidates import read_candidate

@@ -1,4 +1,7 @@
-"""The flags of each command, as a dataclass from which the parser follows. Nothing heavy is imported."""
+"""The flags of each command, as a dataclass from which the parser follows. Nothing heavy is imported.
+
+Those of `train` and `prepare` are the recipe's keys, in `config.run_config`.
+"""
 
 from argparse import BooleanOptionalAction
 from dataclasses import MISSING, dataclass, field

@@ -4,7 +4,7 @@ from wandistiller.cli.flags import SampleFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import Ranks
+from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
@@ -11,6 +10,7 @@ from wandistiller.config.start import Start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.media import LETTERBOX
+from wandistiller.experts import Expert
 from wandistiller.student.full_start import full_starts
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.teacher_json import quantized_facts

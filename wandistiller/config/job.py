@@ -7,7 +7,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from wandistiller.batch import Expert
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
@@ -17,6 +16,7 @@ from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import Size
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
 from wandistiller.engine.engine_config import BatchSize, EngineConfig
+from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.base import Role
 from wandistiller.objectives.objective import Objective

@@ -22,7 +22,7 @@ from wandistiller.distributed.round_robin import (
     round_robin,
     until_stopped,
 )
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
 from wandistiller.utils.keyed_random import keyed_normal

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import Ranks
+from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.distributed.shutdown import stopping
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.candidates import Candidate
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem

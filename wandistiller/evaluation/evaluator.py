@@ -15,7 +15,7 @@ from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert, State
+from wandistiller.batch import Conditioning, State
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
 from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, Expert
-from wandistiller.flow import expert_at, with_noise
+from wandistiller.batch import Batch, Conditioning
+from wandistiller.experts import Expert, expert_at
+from wandistiller.flow import with_noise
 from wandistiller.utils.keyed_random import keyed_generator
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)

@@ -1,8 +1,8 @@
 """The settings of ComfyUI's nodes, for a model card."""
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.flow import RENOISE, FlowSchedule, expert_at
+from wandistiller.experts import Expert, expert_at
+from wandistiller.flow import RENOISE, FlowSchedule
 
 COMFY = """
 In ComfyUI, `{latent}` has width {width}, height {height}, length {num_frames}. ComfyUI knows neither the

@@ -10,14 +10,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading, manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
+from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE
 from wandistiller.student.lora import Lora, add_lora, is_adapter
-from wandistiller.student.projections import PROJECTIONS
+from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.logging import set_activity

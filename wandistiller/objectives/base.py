@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Expert, Prediction, State
+from wandistiller.batch import NOISED, STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.utils.validation import Positive
 

@@ -9,8 +9,9 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from wandistiller.batch import NOISED, STUDENT, Conditioning, Expert, Prediction, State, to_device
+from wandistiller.batch import NOISED, STUDENT, Conditioning, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.experts import Expert
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import (
     SATURATION,

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Expert, Prediction, State
+from wandistiller.batch import NOISED, STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Ask, Judged, Limit, Networks, Role, Term
 from wandistiller.teacher.base import Teacher

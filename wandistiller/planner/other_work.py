@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from math import ceil, floor
 from typing import NamedTuple
 
-from wandistiller.batch import Expert
 from wandistiller.config.job import Job
-from wandistiller.flow import expert_at
+from wandistiller.experts import Expert, expert_at
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.step_time import StepTime

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from wandistiller.batch import Expert
 from wandistiller.config.job import Job, OtherNetwork
 from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (

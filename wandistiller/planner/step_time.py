@@ -23,7 +23,7 @@ from wandistiller.planner.student_network import (
 )
 from wandistiller.planner.sweeps import base_sweeps, sweeps_of
 from wandistiller.planner.teacher_memory import sharers_of_a_call
-from wandistiller.student.projections import PROJECTIONS
+from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent

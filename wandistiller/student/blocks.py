@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.student.projections import PROJECTIONS
+from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.teacher.block_source import SOURCE
 from wandistiller.wan.structure import PARTS
 

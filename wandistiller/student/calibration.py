@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
-from wandistiller.flow import FlowSchedule, band_name, expert_at, with_noise
+from wandistiller.experts import Expert, expert_at
+from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.student.pruning import fits_rope
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json

@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
+from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora, linear_layers, set_change
 from wandistiller.student.shared_base import AdaptersOf
 from wandistiller.utils.errors import ConfigError

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.student import pruning
 from wandistiller.student.config import StudentConfig, kept_layers, source_experts, transformer_folder
 from wandistiller.student.pruning import CalibrationStats

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
+from wandistiller.experts import Expert
 from wandistiller.student.calibration import velocity_error
 from wandistiller.teacher.base import Teacher, local_modules
 from wandistiller.utils.files import atomic, digest, write_json

@@ -9,9 +9,9 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from wandistiller.batch import STUDENT, Expert, Prediction, State, concat_batches, split_prediction
+from wandistiller.batch import STUDENT, Prediction, State, concat_batches, split_prediction
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine import nvme
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import pace_fetches
@@ -29,6 +29,7 @@ from wandistiller.engine.workarounds import (
     without_dummy_step,
     without_empty_buckets,
 )
+from wandistiller.experts import Expert
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
 from wandistiller.student.shared_base import whole_network

@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
-from wandistiller.student.projections import PROJECTIONS
+from wandistiller.experts import Expert
+from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write

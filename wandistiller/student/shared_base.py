@@ -5,8 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
 from wandistiller.teacher.block_source import SOURCE
 from wandistiller.teacher.placements.base import Placement

@@ -7,7 +7,7 @@ from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.lora import Lora, add_lora, lora_problems
-from wandistiller.student.projections import PROJECTIONS, add_projections
+from wandistiller.student.projections_and_heads import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 from wandistiller.wan import transformer

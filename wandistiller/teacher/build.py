@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.distributed.shutdown import Stopped
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement

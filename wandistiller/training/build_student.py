@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from wandistiller.batch import STUDENT, Batch, Expert
+from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
+from wandistiller.experts import Expert
 from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -30,7 +31,7 @@ from wandistiller.student.initialize import blank_model, plan_cuts, start_model
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
 from wandistiller.student.lora import is_adapter
-from wandistiller.student.projections import add_heads
+from wandistiller.student.projections_and_heads import add_heads
 from wandistiller.student.shared_base import whole_network
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable

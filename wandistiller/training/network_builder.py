@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
 from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
 from wandistiller.student.lora import Lora, begin_with
-from wandistiller.student.projections import add_heads
+from wandistiller.student.projections_and_heads import add_heads
 from wandistiller.student.shared_base import hollow_model, on_base
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable

@@ -18,7 +18,7 @@ from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.full_start import prepare_full_starts

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Expert, to_device
+from wandistiller.batch import to_device
 from wandistiller.distributed import collectives
 from wandistiller.distributed.shutdown import stopping
+from wandistiller.experts import Expert
 from wandistiller.flow import band_name
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Seconds

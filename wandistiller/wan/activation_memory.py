@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wandistiller.distributed.sequence import ImaginedRanks
+from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.memoize import once_for_each

@@ -9,7 +9,7 @@ import torch
 from pydantic import AllowInfNan
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of

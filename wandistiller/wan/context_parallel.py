@@ -15,7 +15,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from wandistiller.distributed.sequence import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 
 Rope = tuple[Tensor, Tensor]
 """cos_1S1D and sin_1S1D."""

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, file_digest, read_json
 from wandistiller.wan.lora_files import IN_A_FOLDER

@@ -11,7 +11,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB

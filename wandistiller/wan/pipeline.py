@@ -11,7 +11,7 @@ from typing import Any
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import digest, fingerprint, read_json
 from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems

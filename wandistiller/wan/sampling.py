@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.distributed import collectives
-from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps, expert_at
+from wandistiller.experts import expert_at
+from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps
 from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.components import scheduler_class

@@ -11,8 +11,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
-from wandistiller.batch import Conditioning, Expert, State
+from wandistiller.batch import Conditioning, State
 from wandistiller.engine.kernels import Kernels
+from wandistiller.experts import Expert
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.structure import BLOCKS, in_block, is_in_block

@@ -10,8 +10,9 @@ from diffusers import WanTransformer3DModel
 from shipped import placement
 from states import state
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal

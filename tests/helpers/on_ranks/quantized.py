@@ -13,8 +13,8 @@ from torch import nn
 from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan

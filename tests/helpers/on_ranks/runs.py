@@ -12,9 +12,9 @@ from checkpointed import save
 from recipes import ADAM, recipe
 from trainers import job_of, parts_of, trainer_of
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
 

@@ -11,7 +11,7 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.config.run_config import RunConfig
@@ -19,6 +19,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import WEIGHTS
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.student.trainable import set_trainable
 from wandistiller.utils.keyed_random import keyed_normal

@@ -12,11 +12,12 @@ from PIL import Image
 from ranks import edit_json
 from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, Expert
+from wandistiller.batch import Batch, Conditioning
 from wandistiller.data import latent_cache
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
 from wandistiller.data.media import Size, load_media
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import current

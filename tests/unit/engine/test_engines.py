@@ -17,7 +17,7 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.distributed import device
 from wandistiller.engine import nvcc, preflight
 from wandistiller.engine.ds_config import load, student_engine
@@ -25,6 +25,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
 from wandistiller.wan.structure import PARTS

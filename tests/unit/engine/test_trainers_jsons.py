@@ -12,7 +12,6 @@ from small_wan import small_transformer
 from states import state
 from trainers_jsons import ACCEPTED, REFUSED, TINY, schedule, zero
 
-from wandistiller.batch import Expert
 from wandistiller.config.summary import without_learning
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load, student_engine
@@ -25,6 +24,7 @@ from wandistiller.engine.ds_overrides import (
 )
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError

@@ -14,7 +14,8 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Expert, Prediction
+from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency

@@ -13,8 +13,9 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import STUDENT, Conditioning, Expert, Prediction, State
+from wandistiller.batch import STUDENT, Conditioning, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.objectives.base import TEACHER, Networks
 from wandistiller.objectives.dmd2 import (

@@ -11,13 +11,14 @@ from engines import batch_for, engine, loaded, teacher_of
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Expert, Prediction
+from wandistiller.batch import NOISED, Prediction
+from wandistiller.experts import Expert
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.learner import Learner
-from wandistiller.student.projections import add_projections
+from wandistiller.student.projections_and_heads import add_projections
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.transformer_config import TransformerConfig

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, Expert
+from wandistiller.batch import Batch, Conditioning
+from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule, States
 from wandistiller.utils.keyed_random import keyed_normal
 

@@ -11,10 +11,10 @@ from small_wan import small_transformer
 from states import state
 from tensors import tensor_bytes
 
-from wandistiller.batch import Expert
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.planner.student_network import Network, network_of
 from wandistiller.student.learner import Learner

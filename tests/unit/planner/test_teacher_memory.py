@@ -10,9 +10,9 @@ from shipped import placement
 from states import state
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole

@@ -14,9 +14,9 @@ from states import state
 from torch import Tensor, nn
 from trainers import job_of
 
-from wandistiller.batch import Expert
 from wandistiller.config.identity import adapters
 from wandistiller.config.job import Job
+from wandistiller.experts import Expert
 from wandistiller.export.formats.original import original_state
 from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.lora import is_adapter

@@ -14,10 +14,10 @@ from diffusers import WanTransformer3DModel
 from ranks import edit_json
 from slow_cases import slow_but
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint import loading
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.experts import Expert
 from wandistiller.student.config import StudentConfig, kept_layers, lineage, read_student_config
 from wandistiller.student.initialize import start_model
 from wandistiller.student.learner import Learner

@@ -15,10 +15,11 @@ from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.parameter_patterns import factor, names_part
 

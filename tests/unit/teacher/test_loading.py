@@ -12,9 +12,9 @@ from on_ranks import loading
 from ranks import call, has_async_io
 from shipped import placement
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
+from wandistiller.experts import Expert
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
 from wandistiller.wan.pipeline import open_wan

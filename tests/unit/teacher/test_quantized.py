@@ -19,12 +19,13 @@ pytest.importorskip("torchao")
 
 from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences
 
-from wandistiller.batch import Conditioning, Expert
+from wandistiller.batch import Conditioning
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.evaluation.quantization_error import quantization_error
 from wandistiller.evaluation.sigma_bands import bands
+from wandistiller.experts import Expert
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance

@@ -8,7 +8,8 @@ from shipped import placement
 from small_wan import small_transformer
 from states import state
 
-from wandistiller.batch import Batch, Expert, Prediction
+from wandistiller.batch import Batch, Prediction
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
 from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher

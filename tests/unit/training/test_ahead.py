@@ -10,7 +10,8 @@ from recipes import recipe, student_engine
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.batch import STUDENT, Expert
+from wandistiller.batch import STUDENT
+from wandistiller.experts import Expert
 from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.trainer import Trainer
 

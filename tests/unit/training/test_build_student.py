@@ -16,10 +16,11 @@ from small_wan import small_transformer
 from states import state
 from torch import nn
 
-from wandistiller.batch import Batch, Expert
+from wandistiller.batch import Batch
 from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
+from wandistiller.experts import Expert
 from wandistiller.student.calibration import VelocityError, start_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
 from wandistiller.teacher.base import (

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.objectives.registry import read_objective
 from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, current

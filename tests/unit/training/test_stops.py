@@ -9,10 +9,11 @@ from recipes import recipe, student_engine
 from torch import Tensor
 from trainers import trainer_of
 
-from wandistiller.batch import Batch, Conditioning, Expert
+from wandistiller.batch import Batch, Conditioning
 from wandistiller.data.measured import Measured
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import load
+from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
 from wandistiller.student.calibration import CALLS, measure, start_error, velocity_error
 from wandistiller.student.layer_importance import importance

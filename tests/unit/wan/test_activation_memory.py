@@ -21,7 +21,7 @@ from slow_cases import slow_but
 from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
-from wandistiller.distributed.sequence import ImaginedRanks
+from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.student.blocks import Blocks

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from styles import style, with_style
 from torch import Tensor
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import read_added
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras

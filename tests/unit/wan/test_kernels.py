@@ -9,8 +9,8 @@ from engines import batch_for, engine, loaded
 from shipped import placement
 from small_wan import small_transformer
 
-from wandistiller.batch import Expert
 from wandistiller.engine.kernels import Kernels
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan

@@ -11,7 +11,7 @@ from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import Expert
+from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.text_padding import STAND_INS, merge_text_padding, network_text, row_bias

@@ -18,9 +18,10 @@ from small_wan import small_transformer
 from states import state
 from torch import nn
 
-from wandistiller.batch import Batch, Conditioning, Expert
+from wandistiller.batch import Batch, Conditioning
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher

@@ -14,9 +14,10 @@ from ranks import edit_json
 from small_wan import FORMS, make_wan
 from states import state
 
-from wandistiller.batch import Batch, Conditioning, Expert
+from wandistiller.batch import Batch, Conditioning
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, sample
+from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError

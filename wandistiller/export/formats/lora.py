@@ -10,8 +10,8 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor, nn
 
-from wandistiller.batch import Expert
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.experts import Expert
 from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import A, Adapter, B, extract

@@ -10,13 +10,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
+from wandistiller.experts import Expert
 from wandistiller.teacher.quantized import (
     KEY,
     Weights,

@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank
 from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.experts import Expert
 from wandistiller.teacher.loading import one_by_one
 from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.utils.parameter_patterns import names_part

@@ -7,7 +7,6 @@ from typing import Literal
 import deepspeed
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.ds_schema import BLOCK
@@ -21,6 +20,7 @@ from wandistiller.engine.zero_memory import (
     partition_bytes,
     swapped_bytes,
 )
+from wandistiller.experts import Expert
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder

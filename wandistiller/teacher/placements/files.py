@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.teacher.disk_blocks import Slots, check_blocks, read_by_block
 from wandistiller.teacher.placements.streamed import Streamed
 from wandistiller.wan.pipeline import WanFolder

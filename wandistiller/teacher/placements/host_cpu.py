@@ -4,10 +4,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.teacher.loading import load_shared
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder

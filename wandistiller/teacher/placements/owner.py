@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
+from wandistiller.experts import Expert
 from wandistiller.teacher.loading import load_whole
 from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.wan.pipeline import WanFolder

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import nn
 
-from wandistiller.batch import Expert
 from wandistiller.distributed import collectives
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
+from wandistiller.experts import Expert
 from wandistiller.teacher.block_stream import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement

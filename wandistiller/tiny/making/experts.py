@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Expert, State
+from wandistiller.batch import Conditioning, State
+from wandistiller.experts import Expert
 from wandistiller.tiny.making.text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.making.vae import encoded, fit, latent_statistics
 from wandistiller.tiny.making.worlds import Stage, World
