@@ -6,7 +6,7 @@ The order is always BCFHW, which is diffusers' own; it is never permuted.
 sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = noise - x0; t = 1000 sigma.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -26,14 +26,40 @@ class Conditioning:
 
     text_BLD: Tensor
     """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""
+    joined_BCFHW: Tensor | None = None
+    """Channels joined to the noisy latents: a mask of the given frames, and the latents of a clip with them."""
+    first_BCFHW: Tensor | None = None
+    """Clean latents of the given first frame, F = 1, in the place of noisy ones; its noise level is 0."""
+    image_BLD: Tensor | None = None
+    """States of the given frames, of an image encoder."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the order of the fields."""
-        return [getattr(self, f.name) for f in fields(self)]
+        return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "Conditioning":
+        """Return the conditioning of other samples, with what `tensors` returned for them."""
+        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        return Conditioning(**dict(zip(names, tensors, strict=True)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditioning":
         """Return it with each tensor changed."""
-        return Conditioning(*map(change, self.tensors()))
+        return self.with_tensors(map(change, self.tensors()))
+
+    def with_given(self, x_BCFHW: Tensor) -> Tensor:
+        """Return latents, noisy latents or noise with the given first frame in its place.
+
+        The frame is its own noise, so that it is the same at every noise level, and its velocity is 0.
+        """
+        if self.first_BCFHW is None:
+            return x_BCFHW
+        return torch.cat([self.first_BCFHW.to(x_BCFHW), x_BCFHW[:, :, 1:]], dim=2)
+
+    def without_given(self, v_BCFHW: Tensor) -> Tensor:
+        """Return a velocity with that of the given first frame, 0."""
+        if self.first_BCFHW is None:
+            return v_BCFHW
+        return torch.cat([torch.zeros_like(v_BCFHW[:, :, :1]), v_BCFHW[:, :, 1:]], dim=2)
 
     def to(self, device: torch.device) -> "Conditioning":
         """Copy it from CPU memory to a device, as `to_device` does."""
@@ -58,7 +84,7 @@ class State:
     def with_tensors(self, tensors: list[Tensor]) -> "State":
         """Return the state of other samples, with what `tensors` returned for them."""
         x_t_BCFHW, sigma_B, *others = tensors
-        conditioning = Conditioning(*others)
+        conditioning = self.conditioning.with_tensors(others)
         return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=self.expert)
 
 

@@ -222,6 +222,7 @@ def with_noise(
     noise_BCFHW = torch.stack([keyed_normal(x0_BCFHW.shape[1:], *key) for key in keys])
     sigma_B = torch.tensor(sigmas, dtype=torch.float32)
     noise_BCFHW, sigma_B = (to_device(t, x0_BCFHW.device) for t in (noise_BCFHW, sigma_B))
+    x0_BCFHW, noise_BCFHW = conditioning.with_given(x0_BCFHW), conditioning.with_given(noise_BCFHW)
     return Batch(
         x0_BCFHW=x0_BCFHW,
         noise_BCFHW=noise_BCFHW,

@@ -4,9 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 WORDS = "a red blue green circle square on background , left right top bottom center".split()
 
@@ -53,6 +66,14 @@ FORMS: dict[str, dict[str, Any]] = {  # arguments of `make_wan` for each publish
     "Wan2.2-TI2V-5B": {"experts": 1, "ti2v": True},
     "Wan2.2-T2V-A14B": {"experts": 2},
 }
+IMAGE_FORMS: dict[str, dict[str, Any]] = {  # the same of each published image-to-video Wan
+    "Wan2.2-I2V-A14B": {"experts": 2, "image": "joined"},
+    "Wan2.1-I2V-14B": {"experts": 1, "image": "states"},
+    "Wan2.1-FLF2V-14B": {"experts": 1, "image": "both ends"},
+    "Wan2.2-TI2V-5B": {"experts": 1, "ti2v": True, "image": "first"},
+}
+CLIP_SIDE, CLIP_WIDTH, CLIP_ROWS = 28, 24, 5
+"""Pixels, width and rows of the states of a small image encoder."""
 VAE21 = dict(
     base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
 )
@@ -76,9 +97,14 @@ def make_wan(
     layers: int = 4,
     heads: int = 2,
     ti2v: bool = False,
+    image: str = "",
     max_shard_size: str | None = None,
 ) -> Path:
-    """Write a pipeline with diffusers: Wan2.2 A14B's form, Wan2.1's (one expert) or Wan2.2 5B's (`ti2v`)."""
+    """Write a pipeline with diffusers: Wan2.2 A14B's form, Wan2.1's (one expert) or Wan2.2 5B's (`ti2v`).
+
+    Args:
+        image: what an image-to-video Wan takes of it, as in IMAGE_FORMS; "" for text-to-video.
+    """
     torch.manual_seed(0)
     text = UMT5EncoderModel(
         UMT5Config(vocab_size=len(WORDS) + 3, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
@@ -88,8 +114,15 @@ def make_wan(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     sizes = {"num_attention_heads": heads} | ({"in_channels": 48, "out_channels": 48} if ti2v else {})
+    sizes |= {"in_channels": 36} if image and not ti2v else {}
+    parts: dict[str, Any] = {}
+    if image in ("states", "both ends"):
+        sizes |= {"image_dim": CLIP_WIDTH, "added_kv_proj_dim": 32 * heads}
+        sizes |= {"pos_embed_seq_len": 2 * CLIP_ROWS} if image == "both ends" else {}
+        parts = image_parts()
     second = small_transformer(2, layers, **sizes) if experts == 2 else None
-    WanPipeline(
+    (WanImageToVideoPipeline if image else WanPipeline)(
+        **parts,
         tokenizer=tokenizer(),
         text_encoder=text,
         vae=vae,
@@ -100,6 +133,21 @@ def make_wan(
         expand_timesteps=ti2v,
     ).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def image_parts() -> dict[str, Any]:
+    """An image encoder of CLIP's form, and its processor."""
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=CLIP_SIDE,
+        patch_size=14,
+    )
+    side = {"height": CLIP_SIDE, "width": CLIP_SIDE}
+    processor = CLIPImageProcessor(size={"shortest_edge": CLIP_SIDE}, crop_size=side)
+    return {"image_encoder": CLIPVisionModel(config), "image_processor": processor}
 
 
 def make_large_wan(target: Path, dtype: torch.dtype, max_shard_size: str, **config: int) -> Path:

@@ -87,7 +87,7 @@ def read_student_config(
     problems = transformer_problems(PartConfig(source, values))
     if problems:
         raise ConfigError(*problems)
-    config = TransformerConfig.of(values)
+    config = replace(TransformerConfig.of(values), expands_time=folder.config.expands_time)
     problems = _shape_problems(where, student, config, folder)
     if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]

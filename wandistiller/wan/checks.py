@@ -29,13 +29,15 @@ from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+"""diffusers' classes of the pipelines that can be distilled."""
+UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
 UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
 EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
 UpToAMillion = Annotated[int, Field(ge=1, le=10**6)]
 ThreeCounts = Annotated[
     list[Annotated[int, Field(gt=0)]], Field(min_length=3, max_length=3), write("three positive integers")
 ]
-TextToVideo = Annotated[None, write("null: only text-to-video is supported")]
 TRANSFORMER = of_type(
     (UpTo1024, "num_layers num_attention_heads"),
     (EvenUpTo1024, "attention_head_dim"),  # for rope
@@ -43,7 +45,7 @@ TRANSFORMER = of_type(
     (ThreeCounts, "patch_size"),
     (bool, "cross_attn_norm"),
     (Positive, "eps"),
-    (TextToVideo, "image_dim added_kv_proj_dim pos_embed_seq_len"),
+    (UpToAMillion | None, "image_dim added_kv_proj_dim pos_embed_seq_len"),
 )
 NEEDED = (
     "num_layers num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels "
@@ -81,9 +83,19 @@ def transformer_problems(config: PartConfig) -> list[str]:
     """List the reasons why no WanTransformer3DModel can be made of `config`."""
     problems = config.value_problems(TRANSFORMER, NEEDED)
     if config.values.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
-        remedy = "Give a text-to-video Wan, whose class is WanTransformer3DModel."
+        remedy = f"Give a Wan whose class is WanTransformer3DModel. {UNSUPPORTED}"
         problems.append(config.problem("_class_name", remedy))
+    problems = problems or _image_state_problems(config)
     return problems or _building_problems("transformer", config, num_layers=1)
+
+
+def _image_state_problems(config: PartConfig) -> list[str]:
+    """List settings of the given frames' states, which a Wan has all or none of."""
+    values = config.values
+    width = values["num_attention_heads"] * values["attention_head_dim"]
+    if bool(values.get("image_dim")) == bool(added := values.get("added_kv_proj_dim")):
+        return [] if not added or added == width else [config.problem("added_kv_proj_dim", f"Write {width}.")]
+    return [config.problem("added_kv_proj_dim", f"Write {width if values.get('image_dim') else 'null'}.")]
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -143,11 +155,13 @@ def _distance_problems(config: PartConfig) -> list[str]:
     return [config.problem(key, remedy, left_out.relative_attention_max_distance)]
 
 
-def pipeline_problems(experts: list[PartConfig], vae: PartConfig, scheduler: PartConfig) -> list[str]:
+def pipeline_problems(
+    index: PartConfig, experts: list[PartConfig], vae: PartConfig, scheduler: PartConfig
+) -> list[str]:
     """List the problems within the parts of a pipeline, and between them; its first expert has high noise."""
     problems = [p for expert in experts for p in transformer_problems(expert)] + _vae_problems(vae)
     problems += scheduler.value_problems(SCHEDULER, ["_class_name"])
-    return problems or _unequal(experts) + _channel_problems(experts[0], vae)
+    return problems or _unequal(experts) + _channel_problems(index, experts[0], vae)
 
 
 def _unequal(experts: list[PartConfig]) -> list[str]:
@@ -161,13 +175,19 @@ def _unequal(experts: list[PartConfig]) -> list[str]:
     ]
 
 
-def _channel_problems(transformer: PartConfig, vae: PartConfig) -> list[str]:
-    problems, channels = [], transformer.values["in_channels"]
-    if transformer.values["out_channels"] != channels:
-        remedy = (
-            f"It has {channels} input channels; only a Wan with as many outputs as inputs can be distilled."
-        )
-        problems.append(transformer.problem("out_channels", remedy))
+def _channel_problems(index: PartConfig, transformer: PartConfig, vae: PartConfig) -> list[str]:
+    """List channels that are not those of a text-to-video or an image-to-video Wan, or not the VAE's."""
+    given, channels, problems = transformer.values, transformer.values["out_channels"], []
+    mask = vae.values.get("scale_factor_temporal", 4)
+    joined = {TEXT_TO_VIDEO: 0, IMAGE_TO_VIDEO: 0 if index.values.get("expand_timesteps") else mask + channels}
+    kind = index.values["_class_name"]
+    if given["in_channels"] != (inputs := channels + joined[kind]):
+        remedy = f"{index.where} has the class {kind}, whose networks have {inputs} inputs and {channels} outputs."
+        other = next((name for name, more in joined.items() if given["in_channels"] == channels + more), None)
+        remedy += f" Write {other} there." if other else " Give another Wan."
+        problems.append(transformer.problem("in_channels", remedy))
+    if kind == TEXT_TO_VIDEO and given.get("image_dim"):
+        problems.append(transformer.problem("image_dim", f"Only an {IMAGE_TO_VIDEO} has it; write null."))
     sizes = {"z_dim": vae.values["z_dim"]}
     sizes |= {key: len(vae.values[key]) for key in ("latents_mean", "latents_std")}
     remedy = f"channels, the transformer for {channels}. Give the VAE that belongs to it."

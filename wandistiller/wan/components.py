@@ -39,8 +39,17 @@ COMPONENTS = {
     "transformer": ("diffusers", ["WanTransformer3DModel"]),
     "transformer_2": ("diffusers", ["WanTransformer3DModel"]),
     "vae": ("diffusers", ["AutoencoderKLWan"]),
+    "image_encoder": ("transformers", ["CLIPVisionModel"]),
+    "image_processor": ("transformers", [f"CLIPImageProcessor{end}" for end in ("", "Fast", "Pil")]),
 }
 """Library and classes of each component in model_index.json; a scheduler may be any of diffusers."""
+IMAGE_PARTS = ("image_encoder", "image_processor")
+"""Components of a Wan whose transformer takes the states of given frames."""
+_NO_IMAGE = "Its transformer takes no states of an image (`image_dim`). Write [null, null]."
+OPTIONAL = dict.fromkeys(IMAGE_PARTS, _NO_IMAGE) | {
+    "transformer_2": "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
+}
+"""Components that some Wans do without, and what to do about one that is named for nothing."""
 UNUSED = [None, None]
 """What model_index.json has for a component that the pipeline does without."""
 TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
@@ -90,22 +99,22 @@ class PartConfig:
         return problems + refused_keys(self.where, self.values)
 
 
-def index_problems(index: PartConfig, experts: list[str], scheduler: Any) -> list[str]:
+def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[str]:
     """List the components in model_index.json that are missing, or not of the classes of Wan.
 
     Args:
-        experts: folder names of the transformers that are here.
+        parts: folder names of the transformers that are here, and of an image encoder's if they take it.
         scheduler: class in the scheduler's own file.
     """
     remedies, given = {}, index.values
     for part in (*COMPONENTS, "scheduler"):
-        here = part != "transformer_2" or part in experts
+        here = part not in OPTIONAL or part in parts
         if remedy := _remedy(part, given.get(part), here=here, scheduler=scheduler):
             remedies[part] = remedy
     for key in sorted(given.keys() - COMPONENTS.keys() - {"scheduler"} - REFUSED.keys()):
         if isinstance(given[key], (list, dict)) and given[key] != UNUSED:
             remedies[key] = (
-                "A text-to-video Wan has no such component. Delete this key, or write [null, null]."
+                "A Wan has no such component. Delete this key, or write [null, null]."
             )
     problems = refused_keys(index.where, given)
     return problems + [index.problem(key, remedy) for key, remedy in remedies.items()]
@@ -114,8 +123,7 @@ def index_problems(index: PartConfig, experts: list[str], scheduler: Any) -> lis
 def _remedy(part: str, given: Any, *, here: bool, scheduler: Any) -> str | None:
     """Return what to write for a component instead of `given`; None if that is right."""
     if not here:
-        remedy = "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
-        return None if unused(given) else remedy
+        return None if unused(given) else OPTIONAL[part]
     library, name = given if isinstance(given, list) and len(given) == 2 else (None, None)
     only = "no other class is loaded."
     if part == "scheduler":

@@ -1,4 +1,4 @@
-"""The components of a pipeline with their weights; among them VAE (pixels <-> latents) and text encoder."""
+"""The components of a pipeline with their weights: VAE (pixels <-> latents), text and image encoder, all."""
 
 import logging
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from PIL import Image
 from torch import Tensor
-from transformers import UMT5EncoderModel
+from transformers import CLIPImageProcessor, CLIPVisionModel, UMT5EncoderModel
 
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
@@ -34,8 +35,8 @@ from wandistiller.wan.weight_reader import require_sound
 
 log = logging.getLogger("wandistiller")
 CPU = torch.device("cpu")
-Pipeline = WanPipeline
-"""The stock pipeline of all Wans here."""
+Pipeline = WanPipeline | WanImageToVideoPipeline
+"""The stock pipelines of all Wans here."""
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5EncoderModel:
@@ -65,8 +66,19 @@ def load_vae(folder: Path) -> FittingVae:
     return vae
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] = ()) -> WanPipeline:
-    """Load a WanPipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
+def load_image_encoder(folder: Path) -> CLIPVisionModel:
+    """Load the image encoder in `folder` from its safetensors, in float32.
+
+    Raises:
+        ConfigError: weights that cannot be right.
+    """
+    model = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    require_sound(model, folder)
+    return model
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] = ()) -> Pipeline:
+    """Load a WanPipeline, or WanImageToVideoPipeline, part by part, each of its known class, the VAE in float32; add LoRA files to it.
 
     Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
     (diffusers 0.42.1).
@@ -81,12 +93,17 @@ def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] =
     }
     for part, network in experts.items() if added else ():
         add_changes(network, added_changes(added, Expert(part)))
-    return WanPipeline(
+    of_images, image = index["_class_name"] == WanImageToVideoPipeline.__name__, {}
+    if of_images and not unused(index.get("image_encoder")):
+        image["image_encoder"] = load_image_encoder(folder / "image_encoder")
+        image["image_processor"] = CLIPImageProcessor.from_pretrained(folder / "image_processor")
+    return (WanImageToVideoPipeline if of_images else WanPipeline)(
         tokenizer=load_tokenizer(folder / "tokenizer"),
         text_encoder=load_text_encoder(folder / "text_encoder", dtype),
         vae=load_vae(folder / "vae"),
         scheduler=scheduler_class(config["_class_name"]).from_config(config),
         **experts,
+        **image,
         boundary_ratio=index.get("boundary_ratio") if len(experts) == 2 else None,  # else None is called
         expand_timesteps=index.get("expand_timesteps", False),
     )
@@ -155,6 +172,24 @@ class Encoder:
         text_LD = states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
         require_finite(text_LD, self._where)
         return text_LD
+
+
+class ImageEncoder:
+    """CLIP's vision model and its image processor, in float32. Drop the object to free its memory."""
+
+    def __init__(self, folder: Path, device: torch.device):
+        """Load them from a pipeline's folder."""
+        self._where, self._device = folder / "image_encoder", device
+        self._processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
+        self._model = load_image_encoder(self._where).to(device)
+
+    @torch.no_grad()
+    def encode(self, images: list[Image.Image]) -> Tensor:
+        """Encode images to states_LD, one after the other: the last layer's but one, as Wan takes them."""
+        pixels_BCHW = self._processor(images=images, return_tensors="pt").pixel_values.to(self._device)
+        states_BLD = self._model(pixels_BCHW, output_hidden_states=True).hidden_states[-2]
+        require_finite(states_BLD, self._where)
+        return states_BLD.flatten(0, 1)
 
 
 def require_finite(outputs: Tensor, where: Path) -> None:

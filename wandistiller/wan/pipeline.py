@@ -16,13 +16,22 @@ from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.files import digest, fingerprint, read_json
 from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems
 from wandistiller.wan.checks import (
+    IMAGE_TO_VIDEO,
+    TEXT_TO_VIDEO,
+    UNSUPPORTED,
     component_problems,
     pipeline_problems,
     scheduler_problems,
     text_problems,
     weight_problems,
 )
-from wandistiller.wan.components import PartConfig, index_problems, text_config, tokenizer_problems
+from wandistiller.wan.components import (
+    IMAGE_PARTS,
+    PartConfig,
+    index_problems,
+    text_config,
+    tokenizer_problems,
+)
 from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
@@ -96,7 +105,7 @@ class WanFolder:
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""
         frames = (num_frames - 1) // self.temporal + 1
-        return self.config.in_channels, frames, height // self.spatial, width // self.spatial
+        return self.config.out_channels, frames, height // self.spatial, width // self.spatial
 
     @property
     def multiple(self) -> tuple[int, int]:
@@ -162,7 +171,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         weights: for a hub id, fetch the weights too and not only the JSON files.
         revision: branch, tag or commit of a hub id; None is its main branch.
     Raises:
-        ConfigError: there is no such folder, or it is not a Wan text-to-video pipeline.
+        ConfigError: there is no such folder, or it is not a Wan pipeline that can be distilled.
     """
     path, commit = TINY.get(name, Path(name)), None
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
@@ -176,9 +185,9 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
         raise ConfigError(*problems)
     index = _read(path, name, "model_index.json")
-    if index.values.get("_class_name") != "WanPipeline":
-        remedy = "Give a diffusers Wan text-to-video pipeline (WanPipeline)."
-        raise ConfigError(index.problem("_class_name", remedy))
+    if index.values.get("_class_name") not in (TEXT_TO_VIDEO, IMAGE_TO_VIDEO):
+        remedy = f"Give a diffusers Wan of text-to-video ({TEXT_TO_VIDEO}) or image-to-video ({IMAGE_TO_VIDEO})."
+        raise ConfigError(index.problem("_class_name", f"{remedy} {UNSUPPORTED}"))
     # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
@@ -188,8 +197,10 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     vae = _read(path, name, "vae/config.json", _defaults(AutoencoderKLWan, "latents_mean", "latents_std"))
     scheduler = _read(path, name, "scheduler/scheduler_config.json")
     boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
-    problems = index_problems(index, [e.value for e in experts], scheduler.values.get("_class_name"))
-    problems += pipeline_problems(list(configs.values()), vae, scheduler)
+    image = bool(configs[Expert.HIGH_NOISE].values.get("image_dim"))
+    parts = [*(e.value for e in experts), *(IMAGE_PARTS if image else ())]
+    problems = index_problems(index, parts, scheduler.values.get("_class_name"))
+    problems += pipeline_problems(index, list(configs.values()), vae, scheduler)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
@@ -201,7 +212,12 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems:
         raise ConfigError(*problems)
     shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
-    transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
+    of_image = index.values["_class_name"] == IMAGE_TO_VIDEO
+    expands = of_image and bool(index.values.get("expand_timesteps"))
+    transformers = {
+        expert: replace(TransformerConfig.of(config.values), expands_time=expands)
+        for expert, config in configs.items()
+    }
     return WanFolder(path, name, transformers, boundary, float(shift), vae.values, commit)
 
 

@@ -101,7 +101,7 @@ def denoise(
     Raises:
         Stopped: on all ranks, between two calls of the network, if any of them received a request to stop.
     """
-    x_t_BCFHW, states = noise_BCFHW, []
+    x_t_BCFHW, states = conditioning.with_given(noise_BCFHW), []
 
     def predict(sigma: float, boundary: float | None) -> Tensor:
         collectives.raise_if_stop_requested()  # one call for a video may take minutes
@@ -117,12 +117,13 @@ def denoise(
             states.append((sigma, x_t_BCFHW))
             last = call + 1 == len(few.sigmas)
             new = fresh(call) if few.sampler == RENOISE and not last else noise_BCFHW
+            new = conditioning.with_given(new)
             x_t_BCFHW = few.following(call, x_t_BCFHW, predict(sigma, few.boundary), new)
-        return x_t_BCFHW, states
+        return conditioning.with_given(x_t_BCFHW), states
     scheduler = _scheduler(pipeline_config(folder, shift), steps, noise_BCFHW.device)
     # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
     for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         states.append((exact, x_t_BCFHW))
         v_BCFHW = predict(t.item() / TRAIN_TIMESTEPS, folder.boundary)
         x_t_BCFHW = scheduler.step(v_BCFHW, t, x_t_BCFHW, return_dict=False)[0]
-    return x_t_BCFHW, states
+    return conditioning.with_given(x_t_BCFHW), states

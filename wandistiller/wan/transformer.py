@@ -21,6 +21,10 @@ from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
+IMAGE_ROWS = 257
+"""States of a frame: of 16 x 16 patches, and of the whole; CLIP's ViT-H/14 at 224 pixels."""
+
+
 def meta_transformer(config: TransformerConfig, device: torch.device | None = None) -> WanTransformer3DModel:
     """Make the model without memory for its parameters (meta device), with real rope tables on `device`."""
     # torch draws even numbers that have no memory, half of the time
@@ -111,9 +115,19 @@ def blank_state(
     Args:
         latent: shape CFHW.
     """
-    shapes = latent, (), (text_tokens, config.text_dim)
-    x_t_BCFHW, sigma_B, text_BLD = (torch.empty(samples, *shape, device=device) for shape in shapes)
-    conditioning = Conditioning(text_BLD)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(samples, *shape, device=device)
+
+    channels, _, *sides = latent
+    joined, rows = config.joined_channels, config.pos_embed_seq_len or IMAGE_ROWS
+    conditioning = Conditioning(
+        empty(text_tokens, config.text_dim),
+        joined_BCFHW=empty(joined, *latent[1:]) if joined else None,
+        first_BCFHW=empty(channels, 1, *sides) if config.expands_time else None,
+        image_BLD=empty(rows, config.image_dim) if config.image_dim else None,
+    )
+    x_t_BCFHW, sigma_B = empty(*latent), empty()
     return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=Expert.HIGH_NOISE)
 
 
@@ -124,13 +138,36 @@ def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = N
         state: of any float dtypes, on the model's device.
         call: what is called in its place, as its engine; it has the model's arguments.
     """
-    dtype = model.patch_embedding.weight.dtype
-    return (call or model)(
-        hidden_states=state.x_t_BCFHW.to(dtype),
-        timestep=state.sigma_B.float() * TRAIN_TIMESTEPS,
-        encoder_hidden_states=network_text(model, state.conditioning.text_BLD.to(dtype)),
+    dtype, given = model.patch_embedding.weight.dtype, state.conditioning
+    inputs = [given.with_given(state.x_t_BCFHW), given.joined_BCFHW]
+    image_BLD = _image_states(model, given)
+    more = {} if image_BLD is None else {"encoder_hidden_states_image": image_BLD.to(dtype)}
+    v_BCFHW = (call or model)(
+        hidden_states=torch.cat([x_BCFHW.to(dtype) for x_BCFHW in inputs if x_BCFHW is not None], dim=1),
+        timestep=_timestep(model, state),
+        encoder_hidden_states=network_text(model, given.text_BLD.to(dtype)),
+        **more,
         return_dict=False,
     )[0].float()
+    return given.without_given(v_BCFHW)
+
+
+def _timestep(model: nn.Module, state: State) -> Tensor:
+    """Return t_B = 1000 sigma; where the first frame is given t_BS of each patch, 0 of that frame's."""
+    t_B = state.sigma_B.float() * TRAIN_TIMESTEPS
+    if state.conditioning.first_BCFHW is None:
+        return t_B
+    frames, *sides = (n // p for n, p in zip(state.x_t_BCFHW.shape[2:], model.config.patch_size, strict=True))
+    t_BFP = t_B[:, None, None].repeat(1, frames, prod(sides))
+    t_BFP[:, 0] = 0
+    return t_BFP.flatten(1)
+
+
+def _image_states(model: nn.Module, given: Conditioning) -> Tensor | None:
+    """Return the states of given frames as diffusers takes them: of two frames, one after the other."""
+    if given.image_BLD is None or not model.config.pos_embed_seq_len:
+        return given.image_BLD
+    return given.image_BLD.unflatten(1, (2, -1)).flatten(0, 1)
 
 
 @once_for_each

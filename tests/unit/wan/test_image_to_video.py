@@ -1,0 +1,124 @@
+"""Networks and sampling of image-to-video Wans, compared with diffusers' own pipeline."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tests.helpers.small_wan import IMAGE_FORMS, make_wan
+from torch import Tensor
+
+from wandistiller.batch import Conditioning
+from wandistiller.experts import Expert
+from wandistiller.flow import with_noise
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
+from wandistiller.wan.given_frames import GivenFramesEncoder, given_places, mask_of
+from wandistiller.wan.loaded_components import Encoder, load_pipeline
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise
+from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
+
+CPU = torch.device("cpu")
+SIDE, FRAMES = 64, 9
+PROMPT, NEGATIVE = "a red circle", "a blue square"
+
+
+@pytest.fixture(scope="session", params=IMAGE_FORMS)
+def image_wan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wan(tmp_path_factory.mktemp("wan"), **IMAGE_FORMS[request.param])
+
+
+def images(number: int) -> list[Image.Image]:
+    generator = torch.Generator().manual_seed(3)
+    shape = number, SIDE, SIDE, 3
+    return [
+        Image.fromarray(p.numpy()) for p in torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    ]
+
+
+def pixels(frames: list[Image.Image]) -> Tensor:
+    """Return pixels_CTHW in [-1, 1]."""
+    stacked = torch.stack([torch.frombuffer(bytearray(f.tobytes()), dtype=torch.uint8) for f in frames])
+    return stacked.view(len(frames), SIDE, SIDE, 3).permute(3, 0, 1, 2) / 127.5 - 1
+
+
+def given(folder: Path) -> tuple[Conditioning, Tensor, list[Image.Image]]:
+    """Return a sample's conditioning, the text of the negative prompt, and the given frames."""
+    wan = open_wan(str(folder))
+    frames = images(len(given_places(wan.config)))
+    encoded = GivenFramesEncoder(wan, CPU).encode(pixels(frames), FRAMES)
+    text, null = (Encoder(folder, torch.float32, CPU).encode(p) for p in (PROMPT, NEGATIVE))
+    return Conditioning(text[None], **{name: t[None] for name, t in encoded.items()}), null, frames
+
+
+def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> None:
+    wan, pipeline = open_wan(str(image_wan)), load_pipeline(image_wan, torch.float32)
+    conditioning, null, frames = given(image_wan)
+    noise_BCFHW = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
+    networks = {
+        Expert.HIGH_NOISE: pipeline.transformer,
+        Expert.LOW_NOISE: pipeline.transformer_2 or pipeline.transformer,
+    }
+    guidance = Guidance(null, dict.fromkeys(Expert, 2.0))
+    teacher = GuidedTeacher(LocalTeacher(networks), guidance)
+    x0_BCFHW, _ = denoise(teacher.velocity, wan, wan.shift, noise_BCFHW, conditioning, 4)
+    theirs = pipeline(
+        image=frames[0],
+        last_image=frames[1] if len(frames) == 2 else None,
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE,
+        height=SIDE,
+        width=SIDE,
+        num_frames=FRAMES,
+        num_inference_steps=4,
+        guidance_scale=2.0,
+        latents=noise_BCFHW,
+        output_type="latent",
+        max_sequence_length=512,
+    ).frames
+    assert (x0_BCFHW - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
+    wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
+    network = load_pipeline(image_wan, torch.float32).transformer
+    x0 = torch.randn(2, *wan.latent_shape(SIDE, SIDE, FRAMES))
+    both = conditioning.map(lambda t: torch.cat([t, 0.5 * t]))
+    keys = [(0, "a"), (0, "b")]
+    batch = with_noise(x0, both, Expert.HIGH_NOISE, [0.9, 0.5], keys)
+    with torch.no_grad():
+        v_BCFHW = velocity(network, batch)
+        for i in range(2):
+            one = batch.with_tensors([t[i : i + 1] for t in batch.tensors()])
+            torch.testing.assert_close(velocity(network, one)[0], v_BCFHW[i], rtol=1e-4, atol=1e-5)
+
+
+def test_blank_states_have_the_shapes_of_real_ones(image_wan: Path) -> None:
+    wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
+    latent = wan.latent_shape(SIDE, SIDE, FRAMES)
+    blank = blank_state(wan.config, latent, text_tokens=conditioning.text_BLD.shape[1])
+    shapes, found = ([t.shape for t in given.tensors()[:2]] for given in (conditioning, blank.conditioning))
+    assert found == shapes and len(conditioning.tensors()) == len(blank.conditioning.tensors())
+    state = blank.with_tensors([t.to("meta") for t in blank.tensors()])
+    assert velocity(meta_transformer(wan.config).to("meta"), state).shape == (1, *latent)
+
+
+def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
+    folder = make_wan(tmp_path, **IMAGE_FORMS["Wan2.2-TI2V-5B"])
+    wan, (conditioning, _, _) = open_wan(str(folder)), given(folder)
+    x0 = conditioning.with_given(torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES)))
+    batch = with_noise(x0, conditioning, Expert.HIGH_NOISE, [0.7], [(0, "noise")])
+    first = conditioning.first_BCFHW
+    assert torch.equal(batch.noise_BCFHW[:, :, :1], first) and not batch.v_BCFHW[:, :, :1].any()
+    torch.testing.assert_close(batch.x_t_BCFHW[:, :, :1], first)
+    with torch.no_grad():
+        v_BCFHW = velocity(load_pipeline(folder, torch.float32).transformer, batch)
+        noisy = replace(batch, x_t_BCFHW=batch.x_t_BCFHW + torch.eye(3)[0].view(1, 1, 3, 1, 1))
+        again = velocity(load_pipeline(folder, torch.float32).transformer, noisy)
+    assert not v_BCFHW[:, :, :1].any() and v_BCFHW[:, :, 1:].any() and torch.equal(v_BCFHW, again)
+
+
+def test_mask_is_1_at_given_frames_of_each_latent_frame() -> None:
+    assert mask_of([0], 9, 4).T.tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert mask_of([0, -1], 9, 4).T.tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
