@@ -7,7 +7,7 @@ sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Conditioning:
     text_BLD: Tensor
     """Zero rows follow a prompt's own; Wan takes no mask, and networks see zeros up to 512 rows."""
     joined_BCFHW: Tensor | None = None
-    """Channels joined to the noisy latents: a mask of the given frames, and the latents of a clip with them."""
+    """Channels joined to noisy latents: a mask of the given frames, and latents of a clip with them."""
     first_BCFHW: Tensor | None = None
     """Clean latents of the given first frame, F = 1, in the place of noisy ones; its noise level is 0."""
     image_BLD: Tensor | None = None
@@ -45,6 +45,11 @@ class Conditioning:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditioning":
         """Return it with each tensor changed."""
         return self.with_tensors(map(change, self.tensors()))
+
+    def shortened(self, frames: int) -> "Conditioning":
+        """Return that of samples with the first latent frames alone."""
+        joined_BCFHW = self.joined_BCFHW
+        return self if joined_BCFHW is None else replace(self, joined_BCFHW=joined_BCFHW[:, :, :frames])
 
     def with_given(self, x_BCFHW: Tensor) -> Tensor:
         """Return latents, noisy latents or noise with the given first frame in its place.

@@ -10,8 +10,12 @@ import torch
 from common import ROOT
 from ranks import environment
 
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
 from wandistiller.tiny import shapes
+from wandistiller.wan.pipeline import open_wan
 
 PROMPTS = shapes.HELD_OUT
 
@@ -29,9 +33,10 @@ def run(recipe: dict[str, Any], output: Path) -> Path:
 
 def pictures(student: Path, seed: int, **sampling: int) -> torch.Tensor:
     """Draw the held-out prompts, each from a seed of its own from `seed` on; BCHW in [0, 1]."""
-    pipeline, drawn = open_pipeline(student, torch.float32), []
-    how = Sampling(height=64, width=64, **sampling)
+    folder, drawn = open_wan(str(student)), []
+    pipeline, how = open_pipeline(folder, torch.float32), Sampling(height=64, width=64, **sampling)
     for i in range(0, len(PROMPTS), 8):
-        part = PROMPTS[i : i + 8]
-        drawn.append(draw(pipeline, part, [seed + i + k for k in range(len(part))], how)[:, :, 0])
+        part = [Sample(PromptItem(prompt), Size(64, 64, 1)) for prompt in PROMPTS[i : i + 8]]
+        seeds = [seed + i + k for k in range(len(part))]
+        drawn.append(draw(pipeline, folder, part, seeds, how)[:, :, 0])
     return torch.cat(drawn)

@@ -77,13 +77,13 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
     """Losses in float32, or in `dtype` with float32 master weights made from it, as DeepSpeed makes them."""
     teacher, student = networks(job)
     renew_rope(student.to(dtype))
-    data, text, _ = prepare(job)
+    data, conditions, _ = prepare(job)
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
         given = data.conditioning(indices).map(whole)
         batch = job.schedule.noised(data.x0(indices), given, indices, step)
-        target_BCFHW = guided(teacher[batch.expert], batch, text[""], SCALES[batch.expert])
+        target_BCFHW = guided(teacher[batch.expert], batch, conditions.text[""], SCALES[batch.expert])
         v_BCFHW = velocity(student, batch)
         loss = (v_BCFHW - target_BCFHW).square().mean()
         loss.backward()
@@ -101,7 +101,8 @@ class PlainDmd2:
         self.warmup = settings.critic_warmup
         self.teacher, self.student = networks(job)
         _, self.critic = networks(job)
-        self.data, self.text, _ = prepare(job)
+        self.data, conditions, _ = prepare(job)
+        self.text = conditions.text
         adam = dict(ADAM["params"])
         self.optimizers = {
             self.student: torch.optim.AdamW(learned(self.student), **adam),

@@ -9,7 +9,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.text_cache import TextCache
+from wandistiller.data.conditions import Conditions
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.build_student import build_others, build_student
@@ -17,7 +17,7 @@ from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 
-Parts = tuple[CachedData, TextCache, Teacher]
+Parts = tuple[CachedData, Conditions, Teacher]
 
 
 def job_of(given: dict[str, Any]) -> Job:
@@ -29,8 +29,8 @@ def job_of(given: dict[str, Any]) -> Job:
 def parts_of(job: Job) -> Parts:
     """Prepare the data, and load the teacher."""
     ranks = ranks_of(job)
-    data, text, teacher = prepare(job, ranks)
-    return data, text, teacher or guided_teacher(job, text, data.sample_prompts, ranks)
+    data, conditions, teacher = prepare(job, ranks)
+    return data, conditions, teacher or guided_teacher(job, conditions, data.sample_items, ranks)
 
 
 def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:

@@ -99,7 +99,7 @@ def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prom
         ("bad.png", "a bad.png"),
         ("raw.psd", "a raw.psd"),
     ]
-    assert data.sample_prompts == ["a good.png"]
+    assert [item.prompt for item in data.sample_items] == ["a good.png"]
     with pytest.raises(ConfigError, match=r"`strict` is true, and 1 file.*raw\.psd"):
         read_job(a_run(tmp_path, wan1, **given, strict=True), 1)
 

@@ -14,7 +14,11 @@ from recipes import train
 from safetensors.torch import load_file, save_file
 from styles import style
 
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw
+from wandistiller.wan.pipeline import open_wan
 
 PROMPTS = ["a red circle on a blue background, left", "a blue square on a red background, center"]
 SIZE = ["--height", "32", "--width", "32"]
@@ -82,8 +86,10 @@ def test_stock_diffusers_draws_the_same_with_the_file_and_the_card_s_scheduler(
     exec(line, {"pipe": pipe, "FlowMatchEulerDiscreteScheduler": FlowMatchEulerDiscreteScheduler})
     pipe.load_lora_weights(str(run / "lora.safetensors"))
     pipe.set_progress_bar_config(disable=True)
+    teacher, sampling = open_wan(str(wan1)), Sampling(height=32, width=32, steps=4)
     for number, prompt in enumerate(PROMPTS):
-        pixels = draw(pipe, [prompt], [number], Sampling(height=32, width=32, steps=4))[0, :, 0]
+        sample = Sample(PromptItem(prompt), Size(32, 32, 1))
+        pixels = draw(pipe, teacher, [sample], [number], sampling)[0, :, 0]
         ours = np.asarray(Image.open(folder / "of_run" / f"{number:04d}.png")).transpose(2, 0, 1) / 255
         assert np.abs(ours - pixels.numpy()).max() < 2 / 255
 

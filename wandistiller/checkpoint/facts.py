@@ -1,7 +1,7 @@
 """The origin of a student and how it samples, as its checkpoints and exports store it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Facts:
     """LoRA files added to the teacher's networks, as the recipe key."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
+    image_to_video: bool | None = None
+    """True if its clips begin with a given image."""
     ema: float | None = None
     ema_start: int | None = None
     learning_rates: dict[str, float] | None = None
@@ -83,7 +85,8 @@ class Facts:
     @property
     def config(self) -> TransformerConfig:
         """The config of each of the student's networks."""
-        return TransformerConfig.of(self.transformer)
+        config = TransformerConfig.of(self.transformer)
+        return replace(config, expands_time=bool(self.image_to_video) and not config.joined_channels)
 
     @property
     def has_boundary(self) -> bool:

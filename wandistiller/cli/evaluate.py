@@ -19,11 +19,11 @@ from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
     number_problems,
-    read_prompts,
     resolve_dtype,
     size_problems,
 )
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
+from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
 from wandistiller.monitoring.evaluated import Evaluated
 from wandistiller.teacher.placements.base import Placement
@@ -56,7 +56,7 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    evaluator, number = Evaluator(evaluation, ranks), len(evaluation.prompts)
+    evaluator, number = Evaluator(evaluation, ranks), len(evaluation.items)
 
     def announce(who: str, sampling: Sampling) -> None:
         steps = ", ".join(map(str, dict.fromkeys([sampling.steps, *evaluation.numbers])))
@@ -97,18 +97,18 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
-        prompts = read_prompts(flags.prompts)
+        items = read_items(flags.prompts)
     problems += folder_problems("output", output) or inside_problems("output", output, read)
     problems += clip_problems(flags.clip_path) if flags.clip_path else []
     if problems:
         raise ConfigError(*problems)
-    number, steps = min(flags.num_prompts, len(prompts)), flags.steps or []
+    number, steps = min(flags.num_prompts, len(items)), flags.steps or []
     for_teacher, for_student = _samplings(flags, facts, teacher)
     evaluation = Evaluation(
         teacher=teacher,
         student=student,
         placement=placement,
-        prompts=[prompts[i * len(prompts) // number] for i in range(number)],
+        items=[items[i * len(items) // number] for i in range(number)],
         output=output,
         dtype=dtype,
         teacher_sampling=for_teacher,
@@ -116,7 +116,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         clip=flags.clip_path,
         facts=facts,
         seed=flags.seed,
-        batch=flags.batch,
+        batch=1 if teacher.config.takes_image else flags.batch,  # diffusers takes one image a call
         quick=flags.quick,
         numbers=tuple(dict.fromkeys(steps)) if len(steps) > 1 else (),
     )
@@ -183,6 +183,7 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
     size = guided.height, guided.width, guided.num_frames
     of_student = size_problems(student, *size)
     problems = list(dict.fromkeys(size_problems(teacher, *size) + of_student))
+    problems += image_problems(teacher, evaluation.items)
     if (second := guided.guidance_scale_2) is not None and teacher.boundary is None:
         problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):

@@ -98,6 +98,11 @@ class SampleFlags:
     lora: list[str] | None = _flag(None, LORA, metavar="FILE")
     strength: float = _flag(1.0, "factor of these LoRA files")
     prompts: list[str] = _flag(MISSING, "texts, or one file of prompts")
+    image: list[str] | None = _flag(
+        None,
+        "first frame of clips, for image-to-video: one of each prompt, or of all",
+        metavar="FILE",
+    )
     output: Path = _flag(MISSING, "folder for the pictures")
     height: int | None = _flag(None, "pixels; default what the pipeline was made for")
     width: int | None = _flag(None, "pixels; default what the pipeline was made for")

@@ -3,6 +3,7 @@
 from wandistiller.cli.flags import SampleFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
+from wandistiller.data.dataset import PromptItem
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.evaluation.candidates import Candidate, read_candidate
@@ -10,11 +11,11 @@ from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
     number_problems,
-    read_prompts,
     resolve_dtype,
     sample,
     sampling_problems,
 )
+from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.pipeline import usual_for
@@ -23,27 +24,27 @@ from wandistiller.wan.pipeline import usual_for
 def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
-        model, prompts, settings = _read(flags)
+        model, items, settings = _read(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
     for line in added_lines(model.folder.added):
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
-    files = sample(model, prompts, flags.output, settings, flags.seed, dtype, ranks)
+    files = sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
     if collectives.rank() == 0:
         print(*files, sep="\n")
     collectives.destroy()
 
 
-def _read(flags: SampleFlags) -> tuple[Candidate, list[str], Sampling]:
-    """Check the flags; return the pipeline, the prompts and how to sample.
+def _read(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
+    """Check the flags; return the pipeline, what to sample and how.
 
     Raises:
         ConfigError: with every problem found.
     """
-    problems = number_problems("sample", vars(flags)) + folder_problems("output", flags.output)
+    problems, items = number_problems("sample", vars(flags)) + folder_problems("output", flags.output), []
     with collecting(problems):
-        prompts = read_prompts(flags.prompts)
+        items = read_items(flags.prompts, flags.image or [])
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
@@ -58,6 +59,7 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[str], Sampling]:
             negative_prompt=flags.negative_prompt,
         )
         problems += sampling_problems(folder, settings)
+        problems += image_problems(folder, items, given=bool(flags.image)) if items else []
         size = settings.height, settings.width, settings.num_frames
         heads = {"The pipeline": folder.config.num_attention_heads}
         patches = {size: folder.tokens(*size)}
@@ -67,4 +69,4 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[str], Sampling]:
         problems += inside_problems("output", flags.output, {"model": folder.path})
     if problems:
         raise ConfigError(*problems)
-    return model, prompts, settings
+    return model, items, settings

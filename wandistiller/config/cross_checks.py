@@ -1,5 +1,6 @@
 """Checks of a run whose parts are sound: settings that do not go together, or not with this machine."""
 
+import json
 from dataclasses import fields
 
 from wandistiller.batch import PATH
@@ -231,6 +232,8 @@ def _media_problems(job: Job) -> list[str]:
             f"`strict` is true, and {len(unknown)} file(s) with a prompt beside them have an ending that is "
             f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
         )
+    if job.folder.config.takes_image:
+        problems += _frame_problems(job)
     if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
         remedy = "Write 1, or give videos."
         problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")
@@ -238,6 +241,35 @@ def _media_problems(job: Job) -> list[str]:
         problems += filter(None, [video_problem(video.media)])
     for size in run.buckets if isinstance(run.buckets, list) else []:
         problems += job.folder.size_problems(*size, run.num_frames)
+    return problems
+
+
+def _frame_problems(job: Job) -> list[str]:
+    """List what an image-to-video teacher needs and the data or the settings do not have."""
+    run, items, config, name = job.run, job.items, job.folder.config, job.folder.name
+    problems = []
+    if without := items.first(MediaType.PROMPT):
+        remedy = "Give a first frame to each: `image` or `video` in a .jsonl, or a file beside the .txt."
+        problems.append(
+            f"{name} makes clips that begin with a given image, but {json.dumps(without.prompt)} has none. "
+            + remedy
+        )
+    if config.pos_embed_seq_len and (first := items.first(MediaType.FIRST_FRAME)):
+        remedy = "Give videos, which have both."
+        problems.append(
+            f"{name} is given the first and the last frame, but {first.image} is one image. {remedy}"
+        )
+    if config.image_dim and run.merge_text_padding:
+        remedy = (
+            "Its attention divides text from image by the 512 rows of text (diffusers 0.42.1). Write false."
+        )
+        problems.append(problem("recipe", "merge_text_padding", True, remedy))
+    rows = {item.prompt for item in job.sample_items}
+    if missing := [prompt for prompt in run.sample_prompts if prompt not in rows]:
+        remedy = (
+            "An image-to-video teacher needs its first frame too. Write prompts of the data, or leave it out."
+        )
+        problems.append(f"recipe: `sample_prompts` has {json.dumps(missing[0])}, which no row has. {remedy}")
     return problems
 
 

@@ -19,6 +19,8 @@ from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.full_models import content, is_full_model
 from wandistiller.wan.lora_files import IN_A_FOLDER
 
+STILLS = (MediaType.IMAGE, MediaType.FIRST_FRAME)
+
 
 def recorded(job: Job) -> dict[str, Any]:
     """Return identity, facts and settings of a run, and its teacher's files, as every checkpoint has them."""
@@ -74,12 +76,14 @@ def data_digest(job: Job) -> str:
     digests of earlier runs stay.
     """
     run, items, more = job.run, job.items, []
-    if job.background != WHITE and items.first(MediaType.IMAGE, MediaType.GIF):
+    if job.background != WHITE and items.first(*STILLS, MediaType.GIF):
         more.append(job.background)
-    if run.fit == LETTERBOX and items.first(MediaType.IMAGE, MediaType.GIF, MediaType.VIDEO):
+    if run.fit == LETTERBOX and items.first(*STILLS, MediaType.GIF, MediaType.VIDEO):
         more += [run.fit, job.background]
     if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
         more.append(f"{run.clips_per_video} clips")
+    if job.folder.config.takes_image:
+        more.append("given frames")
     return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *more)
 
 
@@ -128,6 +132,7 @@ def provenance(job: Job) -> Facts:
         before=job.start.history if job.start else None,
         bases=[base.value for base in job.bases.values()] or None,
         teacher_lora=as_settings(job.folder.added) or None,
+        image_to_video=job.folder.config.takes_image or None,
         **quantized_facts(job.teacher),
         **tuning(job),
     )

@@ -11,9 +11,9 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.colours import RGB, background_of
-from wandistiller.data.dataset import PromptDataset
+from wandistiller.data.dataset import PromptDataset, PromptItem
 from wandistiller.data.latent_cache import Rollouts
-from wandistiller.data.media import Size
+from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
 from wandistiller.engine.engine_config import BatchSize, EngineConfig
 from wandistiller.experts import Expert
@@ -108,6 +108,27 @@ class Job:
     def rollouts(self) -> Rollouts:
         r = self.run
         return Rollouts(r.rollout_steps, r.rollouts_per_prompt, self.keeps_path, r.seed, r.shift)
+
+    @property
+    def reader(self) -> MediaReader:
+        r = self.run
+        return MediaReader(r.video_fps, self.background, r.fit, r.clips_per_video)
+
+    @property
+    def picks_samples(self) -> bool:
+        """True if pictures are of items picked from the data."""
+        return self.run.sample_prompts == [item.prompt for item in self.items.spread()]
+
+    @cached_property
+    def sample_items(self) -> list[PromptItem]:
+        """What pictures are of: prompts; for an image-to-video Wan each with the image of its row."""
+        prompts = self.run.sample_prompts
+        if not self.folder.config.takes_image:
+            return [PromptItem(prompt) for prompt in prompts]
+        if self.picks_samples:
+            return self.items.spread()
+        rows = {item.prompt: item for item in self.items if item.prompt in prompts}
+        return [rows[prompt] for prompt in prompts if prompt in rows]
 
     @property
     def epoch(self) -> int:

@@ -65,15 +65,17 @@ def read_job(
         ConfigError: with every problem of each part, or with every one between them.
     """
     problems: list[str] = []
-    given, ranks = run, replicas(run, world)
+    given, ranks, of_images = run, replicas(run, world), False
     with collecting(problems):
         folder = open_wan(run.teacher_path, revision=run.teacher_revision)
         if run.teacher_lora:
             folder = with_loras(folder, read_added("recipe", "teacher_lora", run.teacher_lora))
+        of_images = folder.config.takes_image
         with collecting(problems):
             student, transformer, start = _read_student(run, folder, previous)
     with collecting(problems):
-        items = read_dataset(run.data_path, thumbnails=run.num_frames == 1)
+        thumbnails = run.num_frames == 1
+        items = read_dataset(run.data_path, thumbnails=thumbnails, first_frames=of_images)
     with collecting(problems):
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
@@ -185,7 +187,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
         sample_every=sample_every,
         prepare_batch=run.prepare_batch or (4 if run.num_frames == 1 else 1),
         sample_interval=None,
-        sample_prompts=run.sample_prompts or items.spread(),
+        sample_prompts=run.sample_prompts or [item.prompt for item in items.spread()],
         teacher_dtype=None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
         **dataclasses.asdict(EngineOverrides()),

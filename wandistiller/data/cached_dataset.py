@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, to_device
-from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem
-from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.conditions import ConditionKey, Conditions
+from wandistiller.data.dataset import PromptDataset, PromptItem
+from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.data.sample_order import Permutation, SampleOrder
-from wandistiller.data.text_cache import TextCache
 from wandistiller.utils.errors import ConfigError
 
 
@@ -32,14 +33,14 @@ class AllSamples:
         Args:
             per_video: clips of each video, which follow one another.
             sizes: the first is the run's and that of rollouts.
-            size_of: index into `sizes` for each medium.
+            size_of: index into `sizes` for each item.
         """
         self._items, self._per_prompt, self._sizes = items, per_prompt, sizes
-        has_media = items.kinds != MediaType.PROMPT
-        self._prompts, repeats = np.flatnonzero(~has_media), items.repeats(per_prompt, per_video)[has_media]
-        self._media = np.repeat(np.flatnonzero(has_media), repeats)
-        rollouts = np.zeros(len(self._prompts) * per_prompt, np.int16)
-        self._size_of = np.concatenate([np.repeat(size_of.astype(np.int16), repeats), rollouts])
+        made = items.made
+        self._prompts, repeats = np.flatnonzero(made), items.repeats(per_prompt, per_video)
+        self._media = np.repeat(np.flatnonzero(~made), repeats[~made])
+        numbers = (np.repeat(size_of[of], repeats[of]) for of in (~made, made))
+        self._size_of = np.concatenate([*numbers]).astype(np.int16)
         self.groups = {s: np.flatnonzero(self._size_of == s) for s in np.unique(self._size_of).tolist()}
         """Numbers of the samples of each size that occurs, by the size's index."""
 
@@ -117,8 +118,8 @@ class CachedData:
         selection: SampleSelection,
         samples: dict[int, Sample],
         latents: LatentCache,
-        text: TextCache,
-        sample_prompts: list[str],
+        conditions: Conditions,
+        sample_items: list[PromptItem],
         *,
         measured: Measured,
         has_latents: bool = True,
@@ -126,13 +127,13 @@ class CachedData:
         """Serve `samples`, the run's own by number, from the caches that hold them.
 
         Args:
-            sample_prompts: prompts of the pictures that are drawn.
+            sample_items: what pictures are drawn of.
             measured: where measurements of the teacher are kept.
             has_latents: False if only text is cached.
         """
-        self.sample_prompts, self.measured, self.has_latents = sample_prompts, measured, has_latents
-        self.selection, self._latents, self._text = selection, latents, text
-        self._keys = {n: (latents.key(s), text.key(s.item.prompt)) for n, s in samples.items()}
+        self.sample_items, self.measured, self.has_latents = sample_items, measured, has_latents
+        self.selection, self._latents, self._conditions = selection, latents, conditions
+        self._keys = {n: (latents.key(s), conditions.key(s)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}
         for number in selection.shuffled(samples):
             by_size.setdefault(samples[number].size, []).append(number)
@@ -143,7 +144,7 @@ class CachedData:
         """Return the prompt, and the medium if there is one, at a global index."""
         return self.selection.samples[self.selection.number_at(sample_index)].item
 
-    def _keys_at(self, sample_index: int) -> tuple[str, str]:
+    def _keys_at(self, sample_index: int) -> tuple[str, ConditionKey]:
         return self._keys[self.selection.number_at(sample_index)]
 
     def x0(self, sample_index_B: list[int]) -> Tensor:
@@ -154,13 +155,13 @@ class CachedData:
         """Return the conditioning of sample indices; text is zero-padded to the longest."""
         return self._conditioning([self._keys_at(i)[1] for i in sample_index_B])
 
-    def _conditioning(self, keys: list[str]) -> Conditioning:
-        return self._text.batch(keys).map(self._moved)
+    def _conditioning(self, keys: list[ConditionKey]) -> Conditioning:
+        return self._conditions.batch(keys).map(self._moved)
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Conditioning]:
         """Return x0 and conditioning to calibrate with: shuffled samples of the most common size, wrapped."""
         keys = [self._keys[self._common[n % len(self._common)]] for n in number_B]
-        return self._x0([latent for latent, _ in keys]), self._conditioning([text for _, text in keys])
+        return self._x0([latent for latent, _ in keys]), self._conditioning([key for _, key in keys])
 
     def _x0(self, keys: list[str]) -> Tensor:
         return self._moved(torch.stack([self._latents[key] for key in keys]))
@@ -177,13 +178,13 @@ class CachedData:
     def _moved(self, t: Tensor) -> Tensor:
         return to_device(t, self._latents.device)
 
-    def has_rollouts(self, prompts: list[str]) -> bool:
-        """Return whether the teacher's first rollout of each prompt is cached."""
-        return self._rollout is not None and all(self._rollout_key(p) in self._latents for p in prompts)
+    def has_rollouts(self, items: list[PromptItem]) -> bool:
+        """Return whether the teacher's first rollout of each item is cached."""
+        return self._rollout is not None and all(self._rollout_key(i) in self._latents for i in items)
 
-    def x0_of(self, prompts: list[str]) -> Tensor:
-        """Return x0_BCFHW of the teacher's first rollout of each prompt."""
-        return torch.stack([self._latents[self._rollout_key(p)] for p in prompts]).to(self._latents.device)
+    def x0_of(self, items: list[PromptItem]) -> Tensor:
+        """Return x0_BCFHW of the teacher's first rollout of each item."""
+        return torch.stack([self._latents[self._rollout_key(i)] for i in items]).to(self._latents.device)
 
-    def _rollout_key(self, prompt: str) -> str:
-        return self._latents.key(Sample(PromptItem(prompt), self._rollout.size))
+    def _rollout_key(self, item: PromptItem) -> str:
+        return self._latents.key(Sample(item, self._rollout.size))

@@ -57,14 +57,33 @@ class MediaType(IntEnum):
     VIDEO = 2
     GIF = 3
     """A video that Pillow reads."""
+    FIRST_FRAME = 4
+    """An image that a clip begins with, which the teacher makes."""
+
+
+MADE = (MediaType.PROMPT, MediaType.FIRST_FRAME)
+"""Types of items whose latents the teacher makes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptItem:
-    """One line of the data: a prompt and, if given, an image or video."""
+    """One line of the data: a prompt and, if given, a medium or the first frame of a clip."""
 
     prompt: str
     media: Path | None = None
+    """What it is a caption of, to learn from."""
+    image: Path | None = None
+    """The image that a clip begins with, which the teacher makes."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Key of random numbers: the prompt and, of an image, its name."""
+        return (self.prompt, self.image.name) if self.image else (self.prompt,)
+
+    @property
+    def begins_with(self) -> Path | None:
+        """The file with the first frame, if there is one."""
+        return self.image or self.media
 
 
 class PromptDataset(Sequence[PromptItem]):
@@ -109,13 +128,18 @@ class PromptDataset(Sequence[PromptItem]):
         numbers = np.flatnonzero(np.isin(self.kinds, kinds))
         return self[int(numbers[0])] if len(numbers) else None
 
-    def spread(self) -> list[str]:
-        """Pick up to 8 prompts, evenly over the data."""
-        return [self[i].prompt for i in range(0, len(self), max(1, len(self) // 8))][:8]
+    @property
+    def made(self) -> np.ndarray:
+        """True of items whose latents the teacher makes."""
+        return np.isin(self.kinds, MADE)
+
+    def spread(self) -> list[PromptItem]:
+        """Pick up to 8 items, evenly over the data."""
+        return [self[i] for i in range(0, len(self), max(1, len(self) // 8))][:8]
 
     def repeats(self, per_prompt: int, per_video: int = 1) -> np.ndarray:
         """Return how many samples of one epoch each item is: an image one, whatever the arguments."""
-        of_type = {MediaType.PROMPT: per_prompt, MediaType.IMAGE: 1}
+        of_type = dict.fromkeys(MADE, per_prompt) | {MediaType.IMAGE: 1}
         return np.array([of_type.get(kind, per_video) for kind in MediaType])[self.kinds]
 
     def samples(self, per_prompt: int, per_video: int = 1) -> int:
@@ -124,7 +148,7 @@ class PromptDataset(Sequence[PromptItem]):
 
 
 @readable()
-def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
+def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool = False) -> PromptDataset:
     """Index the data: a name in EMBEDDED, a .txt of prompts, a .jsonl, a .csv, a .tsv, or a folder.
 
     In a folder, a .txt with the name of a medium is its prompt; any other .txt has one prompt per line. Blank
@@ -132,6 +156,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
 
     Args:
         thumbnails: take pictures that have the name of a video in the same folder.
+        first_frames: pictures are first frames of clips that the teacher makes.
 
     Raises:
         ConfigError: no such file, not UTF-8, a bad line, a missing media file, or no prompt at all.
@@ -151,7 +176,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
             f"{data_path}: not a {', '.join(LISTS)} or folder. Write prompts into a .txt, one a line, or "
             "give a folder."
         )
-    index = _Index(path if path.is_dir() else path.parent, thumbnails)
+    index = _Index(path if path.is_dir() else path.parent, thumbnails, first_frames)
     if path.is_dir():
         index.add_folder()
     else:
@@ -173,8 +198,9 @@ def read_dataset(data_path: str, *, thumbnails: bool = True) -> PromptDataset:
 class _Index:
     """Position of each item: file, and byte where its line begins; -1 for a medium with its own .txt."""
 
-    def __init__(self, root: Path, takes_thumbnails: bool):
+    def __init__(self, root: Path, takes_thumbnails: bool, first_frames: bool = False):
         self._root, self._takes_thumbnails, self.thumbnails = root, takes_thumbnails, 0
+        self._of_image = MediaType.FIRST_FRAME if first_frames else MediaType.IMAGE
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
@@ -192,12 +218,16 @@ class _Index:
         number = self._file[row]
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
-            return PromptItem(clean(beside(path).read_text(encoding="utf-8-sig")), path)
+            return self._item(row, clean(beside(path).read_text(encoding="utf-8-sig")), path)
         lines = self._tables.get(number) or LINES[_ending(path.name)]
         with path.open("rb") as stream:
             _, _, record = next(lines.records(stream, self._offset[row]))
         prompt, medium, _ = lines.item(record)
-        return PromptItem(clean(prompt), in_any_form(path.parent / medium) if medium else None)
+        return self._item(row, clean(prompt), in_any_form(path.parent / medium) if medium else None)
+
+    def _item(self, row: int, prompt: str, medium: Path | None) -> PromptItem:
+        is_first = self.kinds[row] == MediaType.FIRST_FRAME
+        return PromptItem(prompt, image=medium) if is_first else PromptItem(prompt, medium)
 
     def add_folder(self) -> None:
         """Add every medium with its .txt, and every line of the other .txt files."""
@@ -321,7 +351,8 @@ class _Index:
         """Add one item of the file that was added last."""
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
-        self.kinds.append(_media_type(medium) if medium else MediaType.PROMPT)
+        kind = _media_type(medium) if medium else MediaType.PROMPT
+        self.kinds.append(self._of_image if kind is MediaType.IMAGE else kind)
         self.hashes.append(_hash(prompt, medium or ""))
 
     def _add_problem(self, problem: str) -> None:

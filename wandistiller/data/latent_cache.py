@@ -3,28 +3,21 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
-from wandistiller.data.colours import RGB, WHITE
-from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import CROP, MediaError, Size, load_media, pixels_depend_on
+from wandistiller.data.media import MediaReader
+from wandistiller.data.media_cache import Encode, MediaCache, Sample
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.round_robin import (
-    batched,
-    number_of_rounds,
-    own_batches,
-    round_robin,
-    until_stopped,
-)
+from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
-from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import digest, file_fingerprint, fingerprint, read_json, write_json
+from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
@@ -32,8 +25,8 @@ from wandistiller.wan.sampling import denoise
 
 Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
-ConditioningOf = Callable[[list[str]], Conditioning]
-"""The conditioning of prompts."""
+ConditioningOf = Callable[[list[Sample]], Conditioning]
+"""The conditioning of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +40,6 @@ class Rollouts:
     shift: float
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A training sample: an item at a size. For a prompt without media, one of the teacher's rollouts."""
-
-    item: PromptItem
-    size: Size
-    rollout_index: int = 0
-    clip: int = 0
-    """Number of the clip, of a video."""
-
-
 class LatentCache:
     """x0 of samples on disk, each under a key made of all that it depends on."""
 
@@ -68,43 +50,34 @@ class LatentCache:
         rollouts: Rollouts,
         device: torch.device,
         *,
-        fps: float,
+        reader: MediaReader,
         teacher_fingerprint: str,
         samples_per_file: int,
-        background: RGB = WHITE,
-        fit: str = CROP,
-        clips: int = 1,
     ):
         """Name the cache's folders; nothing is read or written yet.
 
         Args:
             device: where VAE and teacher compute.
-            fps: frames a second that videos are read at.
+            reader: how media are read.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
             samples_per_file: samples per file and per teacher call.
-            background: colour below transparent parts of media, and of bars.
-            fit: `crop` or `letterbox`.
-            clips: clips of each video.
         """
         self.device = device
         self._folder, self._rollouts = folder, rollouts
-        self._fps, self._samples_per_file, self._background = fps, samples_per_file, background
-        self._fit, self._clips = fit, clips
+        self._reader, self._samples_per_file = reader, samples_per_file
         making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making), *form))
-        self._media = TensorCache(cache / "latents" / digest(fingerprint([folder.path / "vae"])))
-        self._unusable = cache / "latents" / "unusable.json"
+        of_media = cache / "latents" / digest(fingerprint([folder.path / "vae"]))
+        self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
         """Return the key of a sample."""
         item, size = sample.item, str(sample.size)
         if item.media:
-            more = pixels_depend_on(item.media, self._background, self._fit)
-            if sample.clip:  # the first is that of a run of one clip
-                more.append(f"clip {sample.clip} of {self._clips}")
-            return digest(file_fingerprint(item.media), size, self._fps, *more)
-        return digest(item.prompt, sample.rollout_index, size)
+            return self._reader.key(item.media, sample.size, sample.clip)
+        image = [self._reader.key(item.image, sample.size)] if item.image else []
+        return digest(item.prompt, sample.rollout_index, size, *image)
 
     def __contains__(self, key: str) -> bool:
         return key in self._made or key in self._media
@@ -124,57 +97,22 @@ class LatentCache:
         return self._made.read(key, "x0" if is_last else f"state {number}")[0]
 
     def fill_media(self, samples: dict[str, Sample]) -> dict[str, str]:
-        """Encode images and videos, given by key, the files divided among the ranks. Collective.
+        """Encode images and videos, given by key. Collective.
 
         Returns:
             File and reason of each sample that cannot be used, by key; equal on all ranks, and stored.
         """
-        known = collectives.broadcast_object(self._known_unusable())
-        missing = self._media.missing_keys(key for key in samples if key not in known)
-        by_size: dict[Size, list[str]] = {}
-        for key in missing:
-            by_size.setdefault(samples[key].size, []).append(key)
-        files = own_batches([f for keys in by_size.values() for f in batched(keys, self._samples_per_file)])
-        unusable: dict[str, str] = {}
-        with collectives.raise_on_all_ranks():
-            if files:
-                vae = Vae(self._folder, self.device)
-                progress = Progress("latents from media", sum(map(len, files)), "sample")
-                for keys in until_stopped(files):
-                    unusable |= self._encode({key: samples[key] for key in keys}, vae, progress)
-        collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
-        new = {key: why for of_rank in collectives.gather_objects(unusable) for key, why in of_rank.items()}
-        if new and collectives.rank() == 0:
-            write_json(self._unusable, known | new)
-        self._media.missing_keys(missing)
-        return {key: why for key, why in (known | new).items() if key in samples}
 
-    def _known_unusable(self) -> dict[str, str]:
-        """File and reason by key, from earlier runs; empty if that file is damaged."""
-        try:
-            return read_json(self._unusable) if self._unusable.is_file() else {}
-        except ConfigError as error:
-            collectives.log0("cache     damaged and made anew: %s", error)
-            return {}
+        def encoder() -> Encode:
+            vae = Vae(self._folder, self.device)
 
-    def _encode(self, samples: dict[str, Sample], vae: Vae, progress: Progress) -> dict[str, str]:
-        """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
+            def encode(sample: Sample) -> dict[str, Tensor]:
+                pixels_CFHW = self._reader.read(sample.item.media, sample.size, sample.clip)
+                return {"x0": vae.encode(pixels_CFHW[None].to(self.device))[0].float()}
 
-        They are encoded one by one, as a video alone takes gigabytes.
-        """
-        tensors, unusable = {}, {}
-        for key, sample in until_stopped(samples.items()):
-            try:
-                given = sample.item.media, sample.size, self._fps, self._background
-                pixels_CFHW = load_media(*given, fit=self._fit, clip=sample.clip, clips=self._clips)
-            except MediaError as error:
-                unusable[key] = f"{sample.item.media}: {error}."
-            else:
-                tensors[key] = {"x0": vae.encode(pixels_CFHW[None].to(self.device))[0].float()}
-            progress.advance()
-        if tensors:
-            self._media.write(tensors, {key: str(samples[key].item.media) for key in tensors})
-        return unusable
+            return encode
+
+        return self._media.fill(samples, attrgetter("item.media"), encoder, "latents from media")
 
     def lacks_rollouts(self, samples: dict[str, Sample]) -> bool:
         """Return whether any of these samples, given by key, needs the teacher. Collective."""
@@ -184,7 +122,7 @@ class LatentCache:
         self,
         samples: dict[str, Sample],
         velocity: Velocity,
-        text: ConditioningOf,
+        conditioning: ConditioningOf,
         ranks: Ranks = ALONE,
     ) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
@@ -193,25 +131,26 @@ class LatentCache:
         name, calls = "latents from the teacher", number_of_rounds(files, ranks) * self._rollouts.steps
         progress = Progress(name, calls, "call")
         for _, keys, counts in round_robin(files, ranks):
-            tensors = self._roll_out({key: samples[key] for key in keys}, progress.counting(velocity), text)
+            own = [samples[key] for key in keys]
+            tensors = self._roll_out(own, progress.counting(velocity), conditioning(own).to(self.device))
             if counts:
-                self._made.write(tensors, {key: samples[key].item.prompt for key in keys})
+                about = {key: samples[key].item.prompt for key in keys}
+                self._made.write(dict(zip(keys, tensors, strict=True)), about)
         collectives.barrier()
         self._made.missing_keys(missing)
 
     def _roll_out(
-        self, samples: dict[str, Sample], velocity: Velocity, text: ConditioningOf
-    ) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors to store for samples of one size."""
-        r, device, size = self._rollouts, self.device, next(iter(samples.values())).size
+        self, samples: list[Sample], velocity: Velocity, conditioning: Conditioning
+    ) -> list[dict[str, Tensor]]:
+        """Return the tensors to store for each of samples of one size."""
+        r, device, size = self._rollouts, self.device, samples[0].size
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
-        rows = [(s.item.prompt, s.rollout_index) for s in samples.values()]
-        noise_BCFHW = torch.stack([keyed_normal(shape, r.seed, "rollout", *row) for row in rows]).to(device)
-        conditioning = text([prompt for prompt, _ in rows]).to(device)
+        keys = [(r.seed, "rollout", *s.item.key, s.rollout_index) for s in samples]
+        noise_BCFHW = torch.stack([keyed_normal(shape, *key) for key in keys]).to(device)
         x0_BCFHW, path = denoise(velocity, self._folder, r.shift, noise_BCFHW, conditioning, r.steps)
-        tensors = {key: {"x0": x0_CFHW.float()} for key, x0_CFHW in zip(samples, x0_BCFHW, strict=True)}
+        tensors = [{"x0": x0_CFHW.float()} for x0_CFHW in x0_BCFHW]
         if r.keep_path:
-            for i, named in enumerate(tensors.values()):
+            for i, named in enumerate(tensors):
                 named["sigma"] = torch.tensor([sigma for sigma, _ in path])
                 named |= {f"state {s}": x_t_BCFHW[i].float() for s, (_, x_t_BCFHW) in enumerate(path)}
         return tensors

@@ -20,6 +20,7 @@ from torch import Tensor
 from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
 from wandistiller.data.dataset import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
+from wandistiller.utils.files import digest, file_fingerprint
 
 UNREADABLE = (
     ArithmeticError,
@@ -69,6 +70,32 @@ class Size:
     height: int
     width: int
     num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaReader:
+    """How a run reads media."""
+
+    fps: float
+    """Frames a second that videos are read at."""
+    background: RGB = WHITE
+    """Colour below transparent parts, and of bars."""
+    fit: str = CROP
+    """`crop` or `letterbox`."""
+    clips: int = 1
+    """Clips of each video."""
+
+    def read(self, path: Path, size: Size, clip: int = 0) -> Tensor:
+        """Read an image, or a clip of a video, as `load_media` does."""
+        given = path, size, self.fps, self.background
+        return load_media(*given, fit=self.fit, clip=clip, clips=self.clips)
+
+    def key(self, path: Path, size: Size, clip: int = 0) -> str:
+        """Return a key of what is read."""
+        more = pixels_depend_on(path, self.background, self.fit)
+        if clip:  # the first is that of a run of one clip
+            more.append(f"clip {clip} of {self.clips}")
+        return digest(file_fingerprint(path), str(size), self.fps, *more)
 
 
 def load_media(

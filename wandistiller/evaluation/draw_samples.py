@@ -1,7 +1,6 @@
 """The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -10,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.cross_checks import SHARED
-from wandistiller.data.dataset import EMBEDDED, read_dataset
-from wandistiller.data.lines import LISTS, prompt_problems
+from wandistiller.data.conditions import given_frames
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.lines import prompt_problems
+from wandistiller.data.media import MediaReader, Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
@@ -111,23 +114,6 @@ def resolve_dtype(name: str) -> torch.dtype:
     return getattr(torch, auto if name == "auto" else name)
 
 
-def read_prompts(words: list[str]) -> list[str]:
-    """Return texts as they are, or the prompts of one file, folder or embedded set."""
-    first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
-    if len(words) == 1 and (first in EMBEDDED or _names_a_file(first)):
-        return [item.prompt for item in read_dataset(first)]
-    if problems := prompt_problems("command line", "prompts", words):
-        raise ConfigError(*problems)
-    return words
-
-
-def _names_a_file(word: str) -> bool:
-    """Return whether a text is meant as a path, be it there or not."""
-    like_one = "/" in word and not any(letter.isspace() for letter in word)
-    # not Path.exists, which raises OSError of a long text (Python 3.11)
-    return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
-
-
 def set_steps(
     pipeline: Pipeline, trained: Facts | None, steps: int, handover: float | None, *, added: bool = False
 ) -> None:
@@ -145,7 +131,8 @@ def set_steps(
 
 def draw(
     pipeline: Pipeline,
-    prompts: list[str],
+    folder: WanFolder,
+    samples: list[Sample],
     seeds: list[int],
     sampling: Sampling,
     progress: Progress | None = None,
@@ -153,6 +140,7 @@ def draw(
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
 
     Args:
+        samples: of an image-to-video pipeline one, which takes one image a call (diffusers 0.42.1).
         progress: counts the steps.
     """
 
@@ -161,12 +149,12 @@ def draw(
             progress.advance()
         return {}
 
-    settings = asdict(sampling)
+    settings = asdict(sampling) | _images(folder, samples)
     steps = settings.pop("steps")
     with torch.random.fork_rng():
         torch.manual_seed(seeds[0])  # of noise between steps, which is not the generators' (diffusers 0.42.1)
         frames_BFHWC = pipeline(
-            prompt=prompts,
+            prompt=[sample.item.prompt for sample in samples],
             **settings,
             num_inference_steps=steps,
             generator=[torch.Generator().manual_seed(s) for s in seeds],
@@ -177,9 +165,19 @@ def draw(
     return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
 
 
+def _images(folder: WanFolder, samples: list[Sample]) -> dict[str, Image.Image]:
+    """Return the arguments of an image-to-video pipeline, with the given frames."""
+    if not folder.config.takes_image:
+        return {}
+    (one,) = samples
+    pixels_CTHW = given_frames(folder, MediaReader(float(folder.fps)), one)
+    frames = [to_pil(p_CHW / 2 + 0.5) for p_CHW in pixels_CTHW.unbind(1)]
+    return dict(zip(("image", "last_image"), frames, strict=False))
+
+
 def sample(
     model: Candidate,
-    prompts: list[str],
+    items: list[PromptItem],
     output: Path,
     sampling: Sampling,
     seed: int,
@@ -200,18 +198,19 @@ def sample(
     pipeline = open_pipeline(folder, dtype, model.facts, ranks)
     set_steps(pipeline, model.trained, sampling.steps, folder.boundary, added=bool(folder.added))
     drawn: dict[int, tuple[Path, Tensor]] = {}
-    numbers = list(range(len(prompts)))
+    numbers = list(range(len(items)))
+    size = Size(sampling.height, sampling.width, sampling.num_frames)
     progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)
     for _, i, counts in round_robin(numbers, ranks):
-        video_CFHW = draw(pipeline, [prompts[i]], [seed + i], sampling, progress)[0]
+        video_CFHW = draw(pipeline, folder, [Sample(items[i], size)], [seed + i], sampling, progress)[0]
         if counts:
             file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
             drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()
     for of_rank in collectives.gather_objects(drawn):
         drawn |= of_rank
-    files, images = zip(*(drawn[i] for i in range(len(prompts))), strict=True)
+    files, images = zip(*(drawn[i] for i in numbers), strict=True)
     if collectives.rank() == 0:
-        save_grid(output / "grid.png", {"": list(images)}, prompts)
+        save_grid(output / "grid.png", {"": list(images)}, [item.prompt for item in items])
     return [*files, output / "grid.png"]
 
 

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from wandistiller.batch import Batch, State
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.data.text_cache import TextCache
+from wandistiller.data.conditions import Conditions
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import MediaReader, Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
@@ -24,6 +27,7 @@ from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.evaluation.sigma_bands import Band, bands, states_in
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, shapes
+from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 
@@ -36,7 +40,7 @@ class Evaluation:
 
     teacher: WanFolder
     student: WanFolder
-    prompts: list[str]
+    items: list[PromptItem]
     output: Path
     teacher_sampling: Sampling
     student_sampling: Sampling
@@ -70,6 +74,17 @@ class Evaluation:
             "twice": not self.quick,
         }
         return [m for m in metrics if has[m.needs]]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The items' prompts."""
+        return [item.prompt for item in self.items]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The items at the size of the evaluation."""
+        s = self.student_sampling
+        return [Sample(item, Size(s.height, s.width, s.num_frames)) for item in self.items]
 
     @property
     def shown(self) -> list[int]:
@@ -122,9 +137,15 @@ class Evaluator:
     def __init__(self, settings: Evaluation, ranks: Ranks = ALONE):
         self._settings, self._ranks, self._device = settings, ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
-        self._text = TextCache(settings.output / "cache", settings.teacher.path, self._device)
-        self._text.fill([*settings.prompts, negative])
-        self._null_LD = self._text[negative]
+        cache, reader = settings.output / "cache", MediaReader(float(settings.teacher.fps))
+        self._samples, self._conditions = (
+            settings.samples,
+            Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1),
+        )
+        self._conditions.text.fill([*settings.prompts, negative])
+        if unusable := self._conditions.fill_frames(self._samples):
+            raise ConfigError(*sorted(unusable.values()))
+        self._null_LD = self._conditions.text[negative]
         self._vae = Vae(settings.teacher, self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None
         self._batches = batched(list(range(len(settings.prompts))), settings.batch)
@@ -141,7 +162,7 @@ class Evaluator:
                 given = s.teacher, s.teacher_sampling, self._null_LD, s.dtype
                 candidate = DiffusersPipeline(*given, ranks=self._ranks)
             else:
-                given = s.teacher, s.teacher_sampling, self._text, s.placement, self._vae
+                given = s.teacher, s.teacher_sampling, self._conditions, s.placement, self._vae
                 candidate = PlacedTeacher(*given, ranks=self._ranks)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
@@ -154,9 +175,9 @@ class Evaluator:
 
     def _weights_error(self, candidate: PlacedTeacher) -> dict[str, float]:
         """Measure the error of quantised weights on the teacher's first samples, the same for all ranks."""
-        prompts = [self._settings.prompts[i] for i in self._batches[0]]
         x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
-        conditioning = self._text.of(prompts[:SAMPLES]).to(self._device)
+        first = [self._samples[i] for i in self._batches[0][:SAMPLES]]
+        conditioning = self._conditions.of(first).to(self._device)
         return candidate.quantization_error(x0_BCFHW, conditioning, self._settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
@@ -207,11 +228,12 @@ class Evaluator:
         seeds = (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]
         progress = Progress(what, number_of_rounds(self._batches, self._ranks) * len(seeds) * steps)
         for _, chunk, counts in round_robin(self._batches, self._ranks):
-            prompts, pixels, x0 = [s.prompts[i] for i in chunk], [], []
+            samples, pixels, x0 = [self._samples[i] for i in chunk], [], []
+            prompts = [sample.item.prompt for sample in samples]
             for first in seeds:
                 start = time.monotonic()
                 with memory.running():
-                    pixels_BCFHW = candidate.draw(prompts, [first + i for i in chunk], steps, progress)
+                    pixels_BCFHW = candidate.draw(samples, [first + i for i in chunk], steps, progress)
                 if counts and not x0:
                     drawn.seconds.append((time.monotonic() - start, candidate.denoising, len(chunk)))
                 x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
@@ -240,6 +262,6 @@ class Evaluator:
 
         Noise and sigma are keyed by seed, prompt number and band.
         """
-        conditioning = self._text.of([self._settings.prompts[i] for i in chunk]).to(self._device)
+        conditioning = self._conditions.of([self._samples[i] for i in chunk]).to(self._device)
         keys = [(self._settings.seed, "evaluate", i) for i in chunk]
         return states_in(band, self._x0[index].to(self._device), conditioning, keys)

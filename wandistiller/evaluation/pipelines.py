@@ -12,7 +12,8 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.data.text_cache import TextCache
+from wandistiller.data.conditions import Conditions
+from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
@@ -52,6 +53,7 @@ class DiffusersPipeline:
             handover: noise level at which the experts of a two-expert student change.
         """
         self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
+        self._folder = folder
         trained = facts if facts and facts.few_steps else None
         self._trained, self._handover = trained, handover if folder.boundary is not None else None
         self._added = bool(folder.added)
@@ -66,7 +68,7 @@ class DiffusersPipeline:
         self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(sampling)))
         self._last_expert = Expert.HIGH_NOISE
 
-    def draw(self, prompts: list[str], seeds: list[int], steps: int, progress: Progress) -> Tensor:
+    def draw(self, samples: list[Sample], seeds: list[int], steps: int, progress: Progress) -> Tensor:
         """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
 
         Args:
@@ -77,7 +79,7 @@ class DiffusersPipeline:
         set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)
         self._outside.seconds, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
-        pixels_BCFHW = draw(self._pipeline, prompts, seeds, sampling, progress)
+        pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress)
         self.denoising = time.monotonic() - start - self._outside.seconds
         return pixels_BCFHW
 
@@ -120,28 +122,28 @@ class PlacedTeacher:
         self,
         folder: WanFolder,
         sampling: Sampling,
-        text: TextCache,
+        conditions: Conditions,
         placement: Placement,
         vae: Vae,
         *,
         ranks: Ranks = ALONE,
     ):
-        """`text` has the prompts and the negative prompt."""
-        self._folder, self._sampling, self._text, self._vae = folder, sampling, text, vae
+        """`conditions` has the samples and the text of the negative prompt."""
+        self._folder, self._sampling, self._conditions, self._vae = folder, sampling, conditions, vae
         self._guidance, self._placement = (
-            Guidance(text[sampling.negative_prompt or ""], scales(sampling)),
+            Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling)),
             placement,
         )
         self._network = build_teacher(folder, placement, self._guidance, ranks=ranks)
         self.velocity = self._network.velocity
         self.denoising = 0.0
 
-    def draw(self, prompts: list[str], seeds: list[int], steps: int, progress: Progress) -> Tensor:
+    def draw(self, samples: list[Sample], seeds: list[int], steps: int, progress: Progress) -> Tensor:
         folder, settings, device = self._folder, self._sampling, collectives.device()
         shape = folder.latent_shape(settings.height, settings.width, settings.num_frames)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
         noise_BCFHW = torch.stack(noise).to(device)
-        conditioning = self._text.of(prompts).to(device)
+        conditioning = self._conditions.of(samples).to(device)
         start = time.monotonic()
         velocity = progress.counting(self.velocity)
         x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, conditioning, steps)

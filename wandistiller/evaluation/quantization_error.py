@@ -15,7 +15,7 @@ from wandistiller.utils.logging import set_activity
 from wandistiller.wan.pipeline import WanFolder
 
 SAMPLES = 2
-"""Samples in each band, of one frame each: for fewer calls of the teacher than an update makes."""
+"""Samples in each band, the shortest: for fewer calls of the teacher than an update makes."""
 
 
 def quantization_error(
@@ -40,7 +40,9 @@ def quantization_error(
         ConfigError: on every rank, if weights could not be read on any.
     """
     set_activity("measuring the quantised teacher")
-    x0_BCFHW, conditioning = x0_BCFHW[:SAMPLES, :, :1], conditioning.map(lambda t: t[:SAMPLES])
+    frames = folder.shortest_latent
+    x0_BCFHW = x0_BCFHW[:SAMPLES, :, :frames]
+    conditioning = conditioning.map(lambda t: t[:SAMPLES]).shortened(frames)
     keys = [(seed, "quantised", i) for i in range(len(x0_BCFHW))]
     served = [band for band in bands(folder.boundary, None) if band.expert in folder.configs]
     states = [states_in(band, x0_BCFHW, conditioning, keys) for band in served]

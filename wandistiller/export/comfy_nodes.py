@@ -34,7 +34,9 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
     Args:
         loader: the node whose model is shifted.
     """
-    latent = "EmptyHunyuanLatentVideo" if facts.config.in_channels == 16 else "Wan22ImageToVideoLatent"
+    latent = "EmptyHunyuanLatentVideo" if facts.config.out_channels == 16 else "Wan22ImageToVideoLatent"
+    if facts.image_to_video:
+        latent = "WanImageToVideo" if facts.config.joined_channels else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:

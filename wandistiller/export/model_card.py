@@ -151,7 +151,7 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
         shutil.copyfile(file, folder / terms["license_link"])
     data = ModelCardData(
         library_name="diffusers",
-        pipeline_tag="text-to-video",
+        pipeline_tag="image-to-video" if source.facts.image_to_video else "text-to-video",
         tags=["wan", "distillation"],
         **terms,
         **base,

@@ -106,9 +106,7 @@ def drawn(
     sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
         to_device(t, device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
     )
-    start_BCFHW, noise_BCFHW, *fresh = map(
-        conditioning.with_given, (start_BCFHW, noise_BCFHW, *fresh)
-    )
+    start_BCFHW, noise_BCFHW, *fresh = map(conditioning.with_given, (start_BCFHW, noise_BCFHW, *fresh))
     return Rollout(
         x_t_BCFHW=start_BCFHW,
         sigma_B=torch.ones_like(sigma_B),

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from wandistiller.config.job import Job
-from wandistiller.data.dataset import MediaType
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.ds_config import load
@@ -85,14 +84,17 @@ def _cache(job: Job, accelerator: bool) -> int:
     run, items = job.run, job.items
     samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
-    from_prompts = int((items.kinds == MediaType.PROMPT).sum()) * run.rollouts_per_prompt / samples
+    from_prompts = int(items.made.sum()) * run.rollouts_per_prompt / samples
     path = from_prompts * run.rollout_steps if job.keeps_path else 0
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
     latents = used * x0 * (1 + path) if job.needs_latents else 0
-    return int(latents + min(used, len(items)) * tokens * state)
+    frames = 0
+    if (config := job.folder.config).takes_image:  # most of it is what is joined to latents
+        frames = used * x0 * (config.joined_channels or 1) / config.out_channels
+    return int(latents + frames + min(used, len(items)) * tokens * state)
 
 
 def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from wandistiller.config.job import Job, OtherNetwork
-from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
@@ -235,10 +234,10 @@ class _Planner:
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
-        alternatives, kinds = self._prompts(), self.job.items.kinds
-        if self.job.needs_latents and (kinds != MediaType.PROMPT).any():
+        alternatives, made, j = self._prompts(), self.job.items.made, self.job
+        if j.needs_latents and not made.all() or j.folder.config.takes_image:
             alternatives["media"] = self._media()
-        if self.job.needs_latents and (kinds == MediaType.PROMPT).any():
+        if j.needs_latents and made.any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             alternatives["rollouts"] = weights | call
         return PhasePeak(self._libraries(EARLY), alternatives)

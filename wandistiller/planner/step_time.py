@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
-from wandistiller.data.dataset import MediaType
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.transfers import Transfer, exchange_transfers, ring_transfers
@@ -108,7 +107,7 @@ def _learners(job: Job) -> Iterator[_Learner]:
 
 def _shares(job: Job) -> dict[Latent, float]:
     """Share of samples by the shape of the latent; media are assumed to be spread evenly over the buckets."""
-    rollouts = int((job.items.kinds == MediaType.PROMPT).sum()) * job.run.rollouts_per_prompt
+    rollouts = int(job.items.made.sum()) * job.run.rollouts_per_prompt
     media = 1 - rollouts / job.epoch
     shares: Counter[Latent] = Counter()
     for sizes, share in (([job.size], 1 - media), (job.buckets or [job.size], media)):
@@ -179,7 +178,7 @@ class StepTime:
         j, call = self.job, self.teacher_call()
         if not j.needs_latents:
             return 0.0
-        samples = int((j.items.kinds == MediaType.PROMPT).sum()) * j.run.rollouts_per_prompt
+        samples = int(j.items.made.sum()) * j.run.rollouts_per_prompt
         samples = min(samples, j.updates * j.batch.total)
         return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
 

@@ -129,9 +129,9 @@ def _shape_problems(
     """Sizes that do not fit the teacher's."""
     teacher, heads = folder.config, student.num_attention_heads
     problems = []
-    for key in ("in_channels", "out_channels", "text_dim", "patch_size"):
+    for key in ("in_channels", "out_channels", "text_dim", "patch_size", "image_dim", "pos_embed_seq_len"):
         if getattr(config, key) != (expected := getattr(teacher, key)):
-            remedy = f"The teacher has {expected}; a student must take and give the same latents and text."
+            remedy = f"The teacher has {expected}; a student must take and give the same."
             problems.append(problem(f"{where}: {student.init}", key, getattr(config, key), remedy))
     problems += _needless_problems(where, student)
     if student.init == "teacher":
@@ -141,6 +141,9 @@ def _shape_problems(
                 problems.append(problem(where, key, own, remedy))
         problems = problems or _rope_problems(where, config, teacher)
         heads_of = attrgetter("num_attention_heads", "attention_head_dim")
+        if heads_of(config) != heads_of(teacher) and teacher.image_dim:
+            remedy = "Its heads also read states of images, which are not cut. Leave the heads alone."
+            problems.append(problem(where, "num_attention_heads", heads, remedy))
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))

@@ -92,7 +92,8 @@ class WidthSlicer:
         if leaf == AFFINE_NORM and (axis := self.axes.get("stream")):
             weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
             return {"weight": weight, "bias": bias / axis.gain}
-        return self._linear(name, values, *axes_of(name))
+        axes = axes_of(name)
+        return self._linear(name, values, *axes) if any(axes) else values
 
     def _linear(
         self, name: str, values: dict[str, Tensor], written: str | None, read: str | None

@@ -157,16 +157,16 @@ def _distil(job: Job) -> None:
         extensions.build("deepspeed_config", job.student_engine)
         extensions.build("teacher_deepspeed_config", job.teacher.engine)
     ranks = ranks_of(job)
-    data, text, teacher = prepare(job, ranks)
+    data, conditions, teacher = prepare(job, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring or job.bases:
-        teacher = teacher or guided_teacher(job, text, data.sample_prompts, ranks)
+        teacher = teacher or guided_teacher(job, conditions, data.sample_items, ranks)
     job, learners = initial_learners(job, data, teacher, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
-    Trainer(job, data, text, teacher, learners).train()
+    Trainer(job, data, conditions, teacher, learners).train()
     learners[STUDENT].monitors.close()
     for learner in learners.values():
         destroy_engines(learner.engines.values())

@@ -11,7 +11,9 @@ from torch.nn.functional import interpolate
 from wandistiller.batch import State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.text_cache import TextCache
+from wandistiller.data.conditions import Conditions
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
 from wandistiller.distributed.round_robin import batched
@@ -63,9 +65,21 @@ class PictureDrawer:
     """
 
     def __init__(
-        self, job: Job, data: CachedData, text: TextCache, teacher: Teacher | None, student: Learner
+        self,
+        job: Job,
+        data: CachedData,
+        conditions: Conditions,
+        teacher: Teacher | None,
+        student: Learner,
     ):
-        self.job, self.data, self.text, self.teacher, self.student = job, data, text, teacher, student
+        self.job, self.data, self.conditions, self.teacher, self.student = (
+            job,
+            data,
+            conditions,
+            teacher,
+            student,
+        )
+        self._items, self._prompts = data.sample_items, [item.prompt for item in data.sample_items]
         self._first: tuple[dict[str, Row], Stats] = ({}, {})
         self._told = False
 
@@ -85,7 +99,7 @@ class PictureDrawer:
 
     def _write(self, file: Path, rows: dict[str, Row]) -> None:
         """Write the grid, and of clips their MP4 before it, where its libraries are installed."""
-        prompts, frames = self.data.sample_prompts, self.job.run.num_frames
+        prompts, frames = self._prompts, self.job.run.num_frames
         if frames == 1:
             save_grid(file, {name: row.middle for name, row in rows.items()}, prompts)
             return
@@ -106,31 +120,31 @@ class PictureDrawer:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
             row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
-        elif self.data.has_rollouts(self.data.sample_prompts):
-            row, stats = self._row(lambda prompts, *_: self.data.x0_of(prompts), vae, seeds=1)
+        elif self.data.has_rollouts(self._items):
+            row, stats = self._row(lambda items, *_: self.data.x0_of(items), vae, seeds=1)
         else:
             return {}, {}
         return {"teacher": row}, {"teacher": stats}
 
     def _row(
         self,
-        make: Callable[[list[str], int, Progress], Tensor],
+        make: Callable[[list[PromptItem], int, Progress], Tensor],
         vae: Vae,
         name: str = "pictures",
         calls: int = 0,
         seeds: int = 2,
     ) -> tuple[Row, SampleStats]:
-        """Decode `make(prompts, seed, progress)` for each prompt, one after the other.
+        """Decode `make(items, seed, progress)` for each item, one after the other.
 
         Args:
             calls: of a network, that `make` counts in the progress called `name`.
             seeds: 2 to draw students of few steps, and their teachers, twice, for the distance of both.
         """
-        ranks, prompts, micro = self.student.ranks, self.data.sample_prompts, self.job.batch.micro
+        ranks, items, micro = self.student.ranks, self._items, self.job.batch.micro
         # equal for all ranks, so that collectives match; the surplus is cut
-        share = -(-len(prompts) // ranks.replicas)
+        share = -(-len(items) // ranks.replicas)
         first = ranks.replica * share
-        own = [prompts[i % len(prompts)] for i in range(first, first + share)]
+        own = [items[i % len(items)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
         looks, stats, parts = [], [], batched(own, micro)
         progress = Progress(name, len(parts) * (1 + twice) * calls, "call", first_line=LINE_SECONDS)
@@ -141,7 +155,7 @@ class PictureDrawer:
                 collectives.raise_if_stop_requested()
                 looks.append(self._look(vae.decode(x0_CFHW[None])[0]))
         *row, stats_PK = (
-            ranks.of_each_replica(own)[: len(prompts)].cpu()
+            ranks.of_each_replica(own)[: len(items)].cpu()
             for own in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
         )
         return Row(*row), SampleStats(*stats_PK.mean(0).tolist())
@@ -152,45 +166,54 @@ class PictureDrawer:
         if frames == 1:
             return Row(pixels_CFHW, pixels_CFHW[:, :0].to(torch.uint8))
         stills_CFHW = to_bytes(pixels_CFHW[:, evenly(frames, STILLS)])
-        tile = tile_size(height, width, len(self.data.sample_prompts), WIDEST)
+        tile = tile_size(height, width, len(self._items), WIDEST)
         if tile[1] < width:
             pixels_FCHW = interpolate(pixels_CFHW.transpose(0, 1), tile, mode="area")
             pixels_CFHW = pixels_FCHW.transpose(0, 1)
         return Row(stills_CFHW, to_bytes(pixels_CFHW))
 
-    def _students(self, prompts: list[str], seed: int, progress: Progress) -> Tensor:
-        return self._sampled(progress.counting(self.student.velocity), prompts, seed, self.job.drawn)
+    def _students(self, items: list[PromptItem], seed: int, progress: Progress) -> Tensor:
+        return self._sampled(progress.counting(self.student.velocity), items, seed, self.job.drawn)
 
-    def _teachers(self, prompts: list[str], seed: int, progress: Progress) -> Tensor:
+    def _teachers(self, items: list[PromptItem], seed: int, progress: Progress) -> Tensor:
         """Sample with the teacher, or read what it drew before the run was stopped."""
         run = self.job.run
         settings = run.seed, seed, run.height, run.width, run.num_frames, run.sample_steps, run.shift
-        names = [digest("picture", prompt, *settings) for prompt in prompts]
+        names = [digest("picture", item.prompt, *settings, *self._frames_of(item)) for item in items]
         kept = [self.data.measured.read(name) for name in names]
         if all(collectives.gather_objects(all(kept))):  # a call may be collective
             progress.skip(run.sample_steps)
             return torch.stack([tensors["x0"] for tensors in kept]).to(collectives.device())
-        x0_BCFHW = self._sampled(progress.counting(self.teacher.velocity), prompts, seed)
+        x0_BCFHW = self._sampled(progress.counting(self.teacher.velocity), items, seed)
         if self.student.ranks.place == 0:
             for name, x0_CFHW in zip(names, x0_BCFHW, strict=True):
                 self.data.measured.write(name, {"x0": x0_CFHW})
         return x0_BCFHW
 
+    def _frames_of(self, item: PromptItem) -> list[str]:
+        """Return the key of what the networks are given of an item's image or video, if they are."""
+        frames = self.conditions.key(Sample(item, self.job.size)).frames
+        return [frames] if frames else []
+
     def _sampled(
-        self, velocity: Callable[[State], Tensor], prompts: list[str], seed: int, few: FewSteps | None = None
+        self,
+        velocity: Callable[[State], Tensor],
+        items: list[PromptItem],
+        seed: int,
+        few: FewSteps | None = None,
     ) -> Tensor:
         """Sample x0_BCFHW; without a teacher from the noise of its cached rollouts.
 
         Args:
-            seed: 0, or 1 for other samples of the same prompts.
+            seed: 0, or 1 for other samples of the same items.
             few: the sampler of a student of few steps.
         """
         job, run, device = self.job, self.job.run, collectives.device()
         shape = job.folder.latent_shape(run.height, run.width, run.num_frames)
-        keys = [("picture", p) if self.teacher else ("rollout", p, 0) for p in prompts]
+        keys = [("picture", *i.key) if self.teacher else ("rollout", *i.key, 0) for i in items]
         keys = [(*key, "again") for key in keys] if seed else keys
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
-        conditioning = self.text.of(prompts).to(device)
+        conditioning = self.conditions.of([Sample(item, self.job.size) for item in items]).to(device)
 
         def fresh(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]

@@ -11,12 +11,13 @@ from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
+from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
-from wandistiller.data.latent_cache import LatentCache, Sample
+from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.lines import caption
 from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
-from wandistiller.data.text_cache import TextCache
+from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
@@ -57,11 +58,12 @@ def ranks_of(job: Job) -> Ranks:
 
 
 @within("prepare")
-def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, TextCache, Teacher | None]:
+def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Teacher | None]:
     """Complete the cache for the run. Collective.
 
     Returns:
-        The training data, the text by prompt, and the teacher if it was loaded, so as not to load it twice.
+        The training data, conditioning by sample, and the teacher if it was loaded, so as not to load it
+        twice.
 
     Raises:
         ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
@@ -73,47 +75,39 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, TextCache, Teac
         if collectives.rank() == 0:  # pictures need it after hours
             load_vae(job.folder.path / "vae")
     set_activity("reading the cache")
-    device = collectives.device()
-    text = TextCache(job.cache, job.folder.path, device)
-    teachers = _teacher_fingerprint(job, text.fingerprint)
-    latents = LatentCache(
-        job.cache,
-        job.folder,
-        job.rollouts,
-        device,
-        fps=job.run.video_fps,
-        samples_per_file=job.run.prepare_batch,
-        background=job.background,
-        fit=job.run.fit,
-        clips=job.run.clips_per_video,
-        teacher_fingerprint=teachers,
-    )
-    selection, samples, skipped = _select(job, latents)
-    sample_prompts = _sample_prompts(job, samples, skipped)
-    prompts = [s.item.prompt for s in samples.values()] + sample_prompts + [job.run.negative_prompt]
+    device, files = collectives.device(), job.run.prepare_batch
+    conditions = Conditions(job.cache, job.folder, device, job.reader, files)
+    teachers = _teacher_fingerprint(job, conditions.text.fingerprint)
+    more = {"reader": job.reader, "samples_per_file": files, "teacher_fingerprint": teachers}
+    latents = LatentCache(job.cache, job.folder, job.rollouts, device, **more)
+    selection, samples, skipped = _select(job, latents, conditions)
+    sample_items = _sample_items(job, samples, skipped, conditions)
+    items = [s.item for s in samples.values()] + sample_items
     set_activity("encoding the prompts")
-    text.fill(prompts)
+    conditions.text.fill([item.prompt for item in items] + [job.run.negative_prompt])
     made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
     prepare_full_starts(job)
     teacher = None
     if latents.lacks_rollouts(made):
-        teacher = guided_teacher(job, text, sample_prompts, ranks)
+        teacher = guided_teacher(job, conditions, sample_items, ranks)
         set_activity("the teacher's rollouts")
-        latents.fill_rollouts(made, teacher.velocity, text.of, ranks)
+        latents.fill_rollouts(made, teacher.velocity, conditions.of, ranks)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
     data = CachedData(
         selection,
         samples,
         latents,
-        text,
-        sample_prompts,
+        conditions,
+        sample_items,
         measured=Measured(job.cache / "measured" / teachers),
         has_latents=job.needs_latents,
     )
-    return data, text, teacher
+    return data, conditions, teacher
 
 
-def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
+def _select(
+    job: Job, latents: LatentCache, conditions: Conditions
+) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
     """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
     r = job.run
     all_samples = AllSamples(job.items, r.rollouts_per_prompt, *_sizes(job), r.clips_per_video)
@@ -121,16 +115,15 @@ def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, 
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.updates
     )
     samples: dict[int, Sample] = {}
-    skipped: dict[str, Skipped] = {}
+    skipped: dict[int, Skipped] = {}
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
-        key = {n: latents.key(samples[n]) for n in new if samples[n].item.media} if job.needs_latents else {}
-        unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
+        unusable = _encode({n: samples[n] for n in new}, job, latents, conditions)
         if unusable and job.run.strict:
             raise ConfigError(*_messages(sorted(set(unusable.values()))))  # the clips of a video have one
-        skipped |= {k: _entry(samples[n].item, unusable[k]) for n, k in key.items() if k in unusable}
-        new = selection.replace(n for n, k in key.items() if k in unusable)
+        skipped |= {n: _entry(samples[n].item, why) for n, why in unusable.items()}
+        new = selection.replace(unusable)
     each = {tuple(entry.values()): entry for entry in skipped.values()}
     found = sorted(each.values(), key=lambda entry: entry["file"])
     if collectives.rank() == 0:
@@ -138,10 +131,23 @@ def _select(job: Job, latents: LatentCache) -> tuple[SampleSelection, dict[int, 
     return selection, {n: samples[n] for n in selection.used()}, found
 
 
+def _encode(
+    samples: dict[int, Sample], job: Job, latents: LatentCache, conditions: Conditions
+) -> dict[int, str]:
+    """Encode the media of samples; return file and reason of those that cannot be used. Collective."""
+    key = {n: latents.key(s) for n, s in samples.items() if s.item.media} if job.needs_latents else {}
+    unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
+    found = {n: unusable[k] for n, k in key.items() if k in unusable}
+    usable = {n: s for n, s in samples.items() if n not in found}
+    without = conditions.fill_frames([*usable.values()])
+    frames = {n: conditions.key(s).frames for n, s in usable.items()}
+    return found | {n: without[k] for n, k in frames.items() if k in without}
+
+
 def _entry(item: PromptItem, problem: str) -> Skipped:
     return {
-        "file": str(item.media),
-        "reason": problem.removeprefix(f"{item.media}: "),
+        "file": str(item.begins_with),
+        "reason": problem.removeprefix(f"{item.begins_with}: "),
         "prompt": item.prompt,
     }
 
@@ -161,14 +167,20 @@ def _report(job: Job, skipped: list[Skipped]) -> None:
         )
 
 
-def _sample_prompts(job: Job, samples: dict[int, Sample], skipped: list[Skipped]) -> list[str]:
-    """Return the prompts of pictures; those picked from the data are without captions of skipped media."""
-    prompts = job.run.sample_prompts
-    if not skipped or prompts != job.items.spread():
-        return prompts
-    out = {entry["prompt"] for entry in skipped}
-    used = list(dict.fromkeys(sample.item.prompt for sample in samples.values()))
-    return [p for p in prompts if p not in out or p in used] or used[:8]
+def _sample_items(
+    job: Job, samples: dict[int, Sample], skipped: list[Skipped], conditions: Conditions
+) -> list[PromptItem]:
+    """Return what pictures are of; if picked from the data, without what was skipped there. Collective."""
+    items, used = job.sample_items, list(dict.fromkeys(sample.item for sample in samples.values()))
+    if job.folder.config.takes_image:
+        drawn = {conditions.key(s).frames: s for s in (Sample(item, job.size) for item in items)}
+        unusable = conditions.fill_frames([*drawn.values()])
+        return [s.item for k, s in drawn.items() if k not in unusable] or used[:8]
+    if not skipped or not job.picks_samples:
+        return items
+    out, left = {entry["prompt"] for entry in skipped}, list(dict.fromkeys(item.prompt for item in used))
+    kept = [item for item in items if item.prompt not in out or item.prompt in left]
+    return kept or [PromptItem(prompt) for prompt in left[:8]]
 
 
 def _messages(problems: list[str]) -> list[str]:
@@ -178,31 +190,36 @@ def _messages(problems: list[str]) -> list[str]:
 
 
 def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
-    """Return the sizes of samples, the run's own first, and the index of each medium's size. Collective."""
-    media = np.flatnonzero(job.items.kinds != MediaType.PROMPT)
+    """Return the sizes of samples, the run's own first, and the index of each item's size. Collective."""
+    size_of, media = np.zeros(len(job.items), int), np.flatnonzero(job.items.kinds != MediaType.PROMPT)
     if not job.buckets or not len(media):
-        return [job.size], np.zeros(len(media))
+        return [job.size], size_of
     table = job.cache / "latents" / "sizes.safetensors"
-    dimensions_N2 = media_dimensions(lambda i: job.items[int(media[i])].media, len(media), table)
+    dimensions_N2 = media_dimensions(lambda i: job.items[int(media[i])].begins_with, len(media), table)
     sizes = list(dict.fromkeys([job.size, *job.buckets]))
     nearest = nearest_buckets(dimensions_N2, [(b.height, b.width) for b in job.buckets])
-    return sizes, np.array([sizes.index(b) for b in job.buckets])[nearest]
+    size_of[media] = np.array([sizes.index(b) for b in job.buckets])[nearest]
+    return sizes, size_of
 
 
-def guided_teacher(job: Job, text: TextCache, prompts: list[str], ranks: Ranks = ALONE) -> Teacher:
+def guided_teacher(
+    job: Job, conditions: Conditions, sample_items: list[PromptItem], ranks: Ranks = ALONE
+) -> Teacher:
     """Load the run's teacher, placed by its JSON, with guidance. Collective.
 
     Args:
-        prompts: of the run's pictures, on which the error of quantised weights is measured.
+        sample_items: of the run's pictures, on which the error of quantised weights is measured.
     """
     set_activity("loading the teacher")
-    guidance = Guidance(text[job.run.negative_prompt], job.guidance)
+    guidance = Guidance(conditions.text[job.run.negative_prompt], job.guidance)
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
     teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
-        conditioning = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
+        drawn = sample_items[:SAMPLES]
+        given = conditions.of([Sample(item, job.size) for item in drawn]) if drawn else None
+        given = given or conditions.text.of([job.run.negative_prompt])
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
-            errors = _quantization_error(job, teacher, guidance, conditioning)
+            errors = _quantization_error(job, teacher, guidance, given)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
 
@@ -210,10 +227,10 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str], ranks: Ranks =
 def _quantization_error(
     job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
 ) -> dict[str, float]:
-    """Return the error that the teacher's quantised weights cost, on images that it draws. Collective."""
+    """Return the error that the teacher's quantised weights cost, on its shortest samples. Collective."""
     folder, r, device = job.teachers_folder, job.run, collectives.device()
-    shape = folder.latent_shape(r.height, r.width, 1)
-    conditioning = conditioning.to(device)
+    shape = folder.latent_shape(r.height, r.width, folder.shortest)
+    conditioning = conditioning.shortened(shape[1]).to(device)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
     x0_BCFHW, _ = denoise(
         teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS

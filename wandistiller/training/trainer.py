@@ -14,8 +14,8 @@ from wandistiller.checkpoint.resume import changed_keys
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.conditions import Conditions
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.data.text_cache import TextCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
@@ -47,7 +47,7 @@ class Trainer:
         self,
         job: Job,
         data: CachedData,
-        text: TextCache,
+        conditions: Conditions,
         teacher: Teacher | None,
         learners: dict[str, Learner],
     ):
@@ -68,7 +68,7 @@ class Trainer:
         read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
         self.samples = RollOuts(job, read, self.student)
         self.monitor = Monitor(job, self.student.monitors)
-        self.pictures = PictureDrawer(job, data, text, teacher, self.student)
+        self.pictures = PictureDrawer(job, data, conditions, teacher, self.student)
         self._recorded = recorded(job)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)

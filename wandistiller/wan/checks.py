@@ -17,7 +17,9 @@ from wandistiller.utils.validation import Positive, Text, of_type, write
 from wandistiller.wan.components import (
     TEXT_CLASSES,
     PartConfig,
+    image_encoder_of,
     load_tokenizer,
+    refused_keys,
     scheduler_class,
     text_config,
     text_encoder_of,
@@ -179,10 +181,15 @@ def _channel_problems(index: PartConfig, transformer: PartConfig, vae: PartConfi
     """List channels that are not those of a text-to-video or an image-to-video Wan, or not the VAE's."""
     given, channels, problems = transformer.values, transformer.values["out_channels"], []
     mask = vae.values.get("scale_factor_temporal", 4)
-    joined = {TEXT_TO_VIDEO: 0, IMAGE_TO_VIDEO: 0 if index.values.get("expand_timesteps") else mask + channels}
+    joined = {
+        TEXT_TO_VIDEO: 0,
+        IMAGE_TO_VIDEO: 0 if index.values.get("expand_timesteps") else mask + channels,
+    }
     kind = index.values["_class_name"]
     if given["in_channels"] != (inputs := channels + joined[kind]):
-        remedy = f"{index.where} has the class {kind}, whose networks have {inputs} inputs and {channels} outputs."
+        remedy = (
+            f"{index.where} has the class {kind}, whose networks have {inputs} inputs and {channels} outputs."
+        )
         other = next((name for name, more in joined.items() if given["in_channels"] == channels + more), None)
         remedy += f" Write {other} there." if other else " Give another Wan."
         problems.append(transformer.problem("in_channels", remedy))
@@ -214,6 +221,41 @@ def _unfit(where: str, error: Exception) -> str:
     """Return the message for one of `UNFIT`."""
     why = str(error) or type(error).__name__
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
+
+
+def image_problems(folder: Path, config: TransformerConfig) -> list[str]:
+    """List what is missing or does not fit of the image encoder, if the transformer takes its states."""
+    if not config.image_dim:
+        return []
+    files = [
+        folder / "image_encoder" / "config.json",
+        folder / "image_processor" / "preprocessor_config.json",
+    ]
+    if problems := [
+        f"{file}: no such file. Give the whole pipeline." for file in files if not file.is_file()
+    ]:
+        return problems
+    given = read_json(files[0])
+    part = PartConfig(str(files[0]), given)
+    if given.get("hidden_size") != config.image_dim:
+        remedy = (
+            f"The transformer takes states of width {config.image_dim}; give the encoder that belongs to it."
+        )
+        return [part.problem("hidden_size", remedy)]
+    return refused_keys(files[0], given) + _encoder_problems(folder / "image_encoder", given)
+
+
+def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
+    """List the tensors of an image encoder that do not fit; transformers 4 began their names otherwise."""
+    with torch.device("meta"):
+        model = image_encoder_of(config)
+    try:
+        stored = WeightReader(folder, "model").stored
+    except ConfigError as error:
+        return error.problems
+    begins = "vision_model." if all(name.startswith("vision_model.") for name in stored) else ""
+    renamed = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
+    return WeightReader(folder, "model").problems(renamed, ["position_ids"])
 
 
 def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:

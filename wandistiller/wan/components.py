@@ -16,6 +16,9 @@ from diffusers import AutoencoderKLWan, SchedulerMixin, WanTransformer3DModel
 from torch import Tensor
 from transformers import (
     BatchEncoding,
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     PreTrainedTokenizerFast,
     T5TokenizerFast,
     UMT5Config,
@@ -113,9 +116,7 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
             remedies[part] = remedy
     for key in sorted(given.keys() - COMPONENTS.keys() - {"scheduler"} - REFUSED.keys()):
         if isinstance(given[key], (list, dict)) and given[key] != UNUSED:
-            remedies[key] = (
-                "A Wan has no such component. Delete this key, or write [null, null]."
-            )
+            remedies[key] = "A Wan has no such component. Delete this key, or write [null, null]."
     problems = refused_keys(index.where, given)
     return problems + [index.problem(key, remedy) for key, remedy in remedies.items()]
 
@@ -189,11 +190,14 @@ def known_config(file: Path) -> dict[str, Any]:
     config, part, name = read_json(file), file.parent.name, file.name
     kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
     kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
+    libraries = {"image_encoder": CLIPVisionConfig, "image_processor": CLIPImageProcessor}
     known: Iterable[str] = config
     if name == "model_index.json":
         known = [*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS]
     elif part == "text_encoder" and name == "config.json":
         known = text_encoder_keys()
+    elif part in libraries:
+        known = {*libraries[part]().to_dict(), "architectures"} - {"_name_or_path"}
     elif part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
         known = TOKENIZER_KEYS
     elif name in ("config.json", "scheduler_config.json") and (kind := kinds.get(part)):
@@ -226,6 +230,11 @@ def umt5_config(config: dict[str, Any]) -> UMT5Config:
 def text_encoder_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> UMT5EncoderModel:
     """Make the text encoder that `config` describes, untrained, on the current default device."""
     return UMT5EncoderModel._from_config(umt5_config(config), dtype=dtype).eval()
+
+
+def image_encoder_of(config: dict[str, Any]) -> CLIPVisionModel:
+    """Make the image encoder that `config` describes, untrained, on the current default device."""
+    return CLIPVisionModel._from_config(CLIPVisionConfig.from_dict(config)).eval()
 
 
 def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:

@@ -16,6 +16,12 @@ def given_places(config: TransformerConfig) -> list[int]:
     return [0, -1] if config.pos_embed_seq_len else [0]
 
 
+def field_names(config: TransformerConfig) -> list[str]:
+    """Return the fields of `batch.Conditioning` that the given frames fill."""
+    names = ["first_BCFHW" if config.expands_time else "joined_BCFHW"]
+    return [*names, "image_BLD"] if config.image_dim else names
+
+
 def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
     """Return mask_CF: 1 where a pixel frame is given, for the frames C of each latent frame F.
 
@@ -28,7 +34,7 @@ def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
 
 
 class GivenFramesEncoder:
-    """VAE and, where the transformer takes its states, image encoder. Drop the object to free their memory."""
+    """VAE, and image encoder if the transformer takes its states. Drop the object to free their memory."""
 
     def __init__(self, folder: WanFolder, device: torch.device, vae: Vae | None = None):
         """Load them; the `vae` is taken if it is loaded already."""
@@ -43,14 +49,11 @@ class GivenFramesEncoder:
             pixels_CTHW: the given frames alone, in [-1, 1].
             num_frames: of the clip.
         """
-        tensors = {}
-        if self._config.expands_time:
-            tensors["first_BCFHW"] = self._latents(pixels_CTHW)
-        else:
-            tensors["joined_BCFHW"] = self._joined(pixels_CTHW, num_frames)
+        expands = self._config.expands_time
+        tensors = [self._latents(pixels_CTHW) if expands else self._joined(pixels_CTHW, num_frames)]
         if self._images:
-            tensors["image_BLD"] = self._images.encode([to_pil(p / 2 + 0.5) for p in pixels_CTHW.unbind(1)])
-        return {name: t.float().cpu() for name, t in tensors.items()}
+            tensors.append(self._images.encode([to_pil(p / 2 + 0.5) for p in pixels_CTHW.unbind(1)]))
+        return dict(zip(field_names(self._config), (t.float().cpu() for t in tensors), strict=True))
 
     def _joined(self, pixels_CTHW: Tensor, num_frames: int) -> Tensor:
         """Return the mask, and the latents of a clip that is zero, mid-grey, between the given frames."""

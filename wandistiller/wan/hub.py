@@ -20,10 +20,12 @@ from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 CONFIG_FILES = [
     *("model_index.json", "scheduler/scheduler_config.json", "vae/config.json", "text_encoder/config.json"),
     *("transformer/config.json", "transformer_2/config.json", "README.md"),
+    *("image_encoder/config.json", "image_processor/preprocessor_config.json"),
     *(f"tokenizer/{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")),
 ]
 """The files that `open_wan` reads, and the README for its licence, which is also the student's."""
-STEMS = {"text_encoder": "model"} | dict.fromkeys(("transformer", "transformer_2", "vae"), DIFFUSERS_STEM)
+STEMS = dict.fromkeys(("text_encoder", "image_encoder"), "model")
+STEMS |= dict.fromkeys(("transformer", "transformer_2", "vae"), DIFFUSERS_STEM)
 WEIGHT_FILES = ["tokenizer/tokenizer.json", "tokenizer/spiece.model"] + [
     f"{part}/{stem}{end}"
     for part, stem in STEMS.items()

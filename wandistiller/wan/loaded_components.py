@@ -78,7 +78,7 @@ def load_image_encoder(folder: Path) -> CLIPVisionModel:
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] = ()) -> Pipeline:
-    """Load a WanPipeline, or WanImageToVideoPipeline, part by part, each of its known class, the VAE in float32; add LoRA files to it.
+    """Load a pipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
 
     Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
     (diffusers 0.42.1).

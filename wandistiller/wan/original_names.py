@@ -6,6 +6,13 @@ import re
 from wandistiller.wan.transformer_config import TransformerConfig
 
 NAMES = (
+    (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+    (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
     (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
     (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
     (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
@@ -42,10 +49,11 @@ def original_name(name: str) -> str:
 
 def unlike_published(config: TransformerConfig) -> list[str]:
     """List the settings that differ from ComfyUI's assumptions; with any, only diffusers opens the file."""
+    fixed = FIXED | ({"image_dim": 1280} if config.image_dim else {})
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in config.raw.items()}
     return [
         f"`{key}` is {json.dumps(given[key])}; ComfyUI reads every Wan with {json.dumps(value)}, so it "
         "cannot open this file"
-        for key, value in FIXED.items()
+        for key, value in fixed.items()
         if given.get(key, value) != value
     ]

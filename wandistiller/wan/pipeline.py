@@ -20,6 +20,7 @@ from wandistiller.wan.checks import (
     TEXT_TO_VIDEO,
     UNSUPPORTED,
     component_problems,
+    image_problems,
     pipeline_problems,
     scheduler_problems,
     text_problems,
@@ -84,6 +85,16 @@ class WanFolder:
         return self.vae.get("scale_factor_temporal", 4)
 
     @property
+    def shortest(self) -> int:
+        """Least number of frames of its samples: an image, or one latent frame after the given one."""
+        return 1 + self.temporal if self.config.takes_image else 1
+
+    @property
+    def shortest_latent(self) -> int:
+        """Latent frames of its shortest samples."""
+        return (self.shortest - 1) // self.temporal + 1
+
+    @property
     def identity(self) -> str:
         """Equal for networks of the same weights: a commit or the files' fingerprint, and what is added."""
         # a hub id's weights may not be here yet, but its commit identifies them
@@ -133,7 +144,14 @@ class WanFolder:
             problem(self.name, key, value, too_large.format(most) if value > most else remedy)
             for key, value, most, rest, remedy in rules
             if value > most or rest
-        ]
+        ] + self._still_problems(num_frames)
+
+    def _still_problems(self, num_frames: int) -> list[str]:
+        """List the problem of an image, of which an image-to-video Wan would be given all there is."""
+        if num_frames >= self.shortest or num_frames < 1:
+            return []
+        remedy = f"It makes clips that begin with a given image. Write at least {self.shortest}."
+        return [problem(self.name, "num_frames", num_frames, remedy)]
 
 
 @readable()
@@ -157,6 +175,7 @@ def require_weights(folder: WanFolder) -> None:
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
+    problems += image_problems(folder.path, folder.config)
     if not {"vae", "text_encoder"} & {*empty}:
         problems += component_problems(folder.path, folder.vae)
     if problems:
@@ -186,7 +205,9 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         raise ConfigError(*problems)
     index = _read(path, name, "model_index.json")
     if index.values.get("_class_name") not in (TEXT_TO_VIDEO, IMAGE_TO_VIDEO):
-        remedy = f"Give a diffusers Wan of text-to-video ({TEXT_TO_VIDEO}) or image-to-video ({IMAGE_TO_VIDEO})."
+        remedy = (
+            f"Give a diffusers Wan of text-to-video ({TEXT_TO_VIDEO}) or image-to-video ({IMAGE_TO_VIDEO})."
+        )
         raise ConfigError(index.problem("_class_name", f"{remedy} {UNSUPPORTED}"))
     # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]

@@ -20,7 +20,6 @@ from wandistiller.wan.structure import BLOCKS, in_block, is_in_block
 from wandistiller.wan.text_padding import TEXT_TOKENS, network_text
 from wandistiller.wan.transformer_config import TransformerConfig
 
-
 IMAGE_ROWS = 257
 """States of a frame: of 16 x 16 patches, and of the whole; CLIP's ViT-H/14 at 224 pixels."""
 

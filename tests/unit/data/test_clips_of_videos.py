@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import AllSamples
 from wandistiller.data.dataset import PromptDataset, read_dataset
-from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
-from wandistiller.data.media import LETTERBOX, MediaError, Size, load_media, pixels_depend_on
+from wandistiller.data.latent_cache import LatentCache, Rollouts
+from wandistiller.data.media import LETTERBOX, MediaError, MediaReader, Size, load_media, pixels_depend_on
+from wandistiller.data.media_cache import Sample
 from wandistiller.utils.files import digest
 from wandistiller.wan.pipeline import TINY, open_wan
 
@@ -83,7 +85,7 @@ def test_an_epoch_has_every_clip_of_a_video_and_a_picture_once(tmp_path: Path) -
 
 def test_each_clip_is_a_sample_with_its_video_s_prompt_and_size(tmp_path: Path) -> None:
     sizes = [ONE, Size(32, 96, 1)]
-    samples = AllSamples(data(tmp_path), 1, sizes, np.array([0, 1, 0]), 3)
+    samples = AllSamples(data(tmp_path), 1, sizes, np.array([0, 1, 0, 0, 0]), 3)
     drawn = [samples[n] for n in range(9)]
     assert [(s.item.media and s.item.media.name, s.clip, s.size) for s in drawn[:4]] == [
         ("a.png", 0, ONE),
@@ -98,9 +100,9 @@ def test_each_clip_is_a_sample_with_its_video_s_prompt_and_size(tmp_path: Path) 
     }
 
 
-def cache(folder: Path, **more: object) -> LatentCache:
-    given = {"fps": 16.0, "teacher_fingerprint": "", "samples_per_file": 1}
-    return LatentCache(folder, open_wan(str(TINY["tiny"])), NO_ROLLOUTS, torch.device("cpu"), **given, **more)
+def cache(folder: Path, **more: Any) -> LatentCache:
+    given = {"reader": MediaReader(16.0, **more), "teacher_fingerprint": "", "samples_per_file": 1}
+    return LatentCache(folder, open_wan(str(TINY["tiny"])), NO_ROLLOUTS, torch.device("cpu"), **given)
 
 
 def test_clips_have_keys_of_their_own_but_the_first_that_of_a_run_of_one_clip(tmp_path: Path) -> None:

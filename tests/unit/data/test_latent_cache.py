@@ -13,10 +13,11 @@ from ranks import edit_json
 from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning
-from wandistiller.data import latent_cache
+from wandistiller.data import latent_cache, media
 from wandistiller.data.dataset import PromptItem
-from wandistiller.data.latent_cache import LatentCache, Rollouts, Sample
-from wandistiller.data.media import Size, load_media
+from wandistiller.data.latent_cache import LatentCache, Rollouts
+from wandistiller.data.media import MediaReader, Size, load_media
+from wandistiller.data.media_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
@@ -155,7 +156,7 @@ def cache_in(
         open_wan(str(wan)),
         rollouts,
         CPU,
-        fps=16.0,
+        reader=MediaReader(16.0),
         teacher_fingerprint="teacher",
         samples_per_file=samples_per_file,
     )
@@ -165,8 +166,8 @@ def made(*prompts: str, rollout: int = 0) -> list[Sample]:
     return [Sample(PromptItem(p), SIZE, rollout) for p in prompts]
 
 
-def text_of(prompts: list[str]) -> Conditioning:
-    return Conditioning(torch.stack([keyed_normal((512, 32), "text", prompt) for prompt in prompts]))
+def text_of(samples: list[Sample]) -> Conditioning:
+    return Conditioning(torch.stack([keyed_normal((512, 32), "text", s.item.prompt) for s in samples]))
 
 
 def fill(cached: LatentCache, wan: Path, samples: list[Sample]) -> list[int]:
@@ -193,7 +194,7 @@ def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
         velocity = guided(wan1, 1.0, 1.0).velocity
-        expected, _ = denoise(velocity, wan, 3.0, noise[None], text_of(["made"]), 2)
+        expected, _ = denoise(velocity, wan, 3.0, noise[None], text_of(made("made")), 2)
         torch.testing.assert_close(cached[cached.key(sample)], expected[0], rtol=0, atol=1e-5)
 
 
@@ -203,7 +204,7 @@ def test_the_states_of_a_rollout_are_its_path_and_then_x0_at_sigma_0(tmp_path: P
     fill(cached, wan1, [sample])
     noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "a", 0)
     velocity, wan = guided(wan1, 1.0, 1.0).velocity, open_wan(str(wan1))
-    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of(["a"]), 2)
+    x0, path = denoise(velocity, wan, 3.0, noise[None], text_of([sample]), 2)
     sigma_S = cached.levels(key := cached.key(sample))
     x_SCFHW = torch.stack([cached.state(key, number) for number in range(3)])
     assert sigma_S.tolist() == torch.tensor([*(sigma for sigma, _ in path), 0.0]).tolist()
@@ -263,7 +264,7 @@ def test_an_unusable_medium_is_named_remembered_and_tried_again_once_repaired(
     (message,) = unusable().values()
     assert message.startswith(f"{bad}: cannot be read: ")
     with monkeypatch.context() as without:
-        without.setattr(latent_cache, "load_media", None)  # to open one would raise
+        without.setattr(media, "load_media", None)  # to open one would raise
         assert list(unusable().values()) == [message]
     picture(bad)
     assert unusable() == {}

@@ -11,7 +11,7 @@ import pytest
 
 from wandistiller.data.dataset import PromptItem, read_dataset
 from wandistiller.data.lines import MEDIA_COLUMNS, PROMPT_COLUMNS
-from wandistiller.evaluation.draw_samples import read_prompts
+from wandistiller.evaluation.items import read_items
 from wandistiller.utils.errors import ConfigError
 
 
@@ -161,20 +161,24 @@ def test_what_is_no_file_is_named_or_passed_over_and_never_waited_for(
         assert f"{tmp_path}/d/{name.replace('a.txt', 'a.png')}: " in str(error)
 
 
+def prompts_of(*words: str) -> list[str]:
+    return [item.prompt for item in read_items([*words])]
+
+
 def test_prompts_may_be_given_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.txt").write_text("one\ntwo\n")
-    assert read_prompts([str(tmp_path)]) == ["one", "two"]
+    assert prompts_of(str(tmp_path)) == ["one", "two"]
     monkeypatch.setenv("HOME", str(tmp_path.parent))
-    assert read_prompts([f"~/{tmp_path.name}"]) == ["one", "two"]
+    assert prompts_of(f"~/{tmp_path.name}") == ["one", "two"]
 
 
 def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
     long = "a red circle, " * 400
-    assert read_prompts([long]) == [long]
-    assert read_prompts(["a dog and/or a cat"]) == ["a dog and/or a cat"]
+    assert prompts_of(long) == [long]
+    assert prompts_of("a dog and/or a cat") == ["a dog and/or a cat"]
     for path in ("nowhere/prompts", "prompts.txt", "/dev/zero"):
         with pytest.raises(ConfigError, match=path):
-            read_prompts([path])
+            read_items([path])
 
 
 def test_empty_fields_need_no_column(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wandistiller.data.dataset import PromptItem
 from wandistiller.training import pictures
 from wandistiller.training.pictures import PictureDrawer, Row
 
@@ -19,7 +20,8 @@ LEVELS = [0, 64, 128, 192, 255]
 
 def drawer(frames: int) -> PictureDrawer:
     job = SimpleNamespace(run=SimpleNamespace(num_frames=frames), folder=SimpleNamespace(fps=16))
-    return PictureDrawer(job, SimpleNamespace(sample_prompts=PROMPTS), None, None, None)
+    data = SimpleNamespace(sample_items=[PromptItem(prompt) for prompt in PROMPTS])
+    return PictureDrawer(job, data, None, None, None)
 
 
 def rows(draw: PictureDrawer) -> dict[str, Row]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from tests.helpers.small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
 
+from tests.helpers.small_wan import IMAGE_FORMS, make_wan
 from wandistiller.batch import Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise

@@ -1,4 +1,4 @@
-"""`--format diffusers`: a pipeline folder for WanPipeline.from_pretrained."""
+"""`--format diffusers`: a pipeline folder for diffusers' from_pretrained."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
-from wandistiller.wan.components import known_config
+from wandistiller.wan.components import IMAGE_PARTS, known_config
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config
@@ -26,10 +26,10 @@ CARD = """# A Wan student distilled with wandistiller
 
 ```python
 import torch
-from diffusers import WanPipeline
-from diffusers.utils import export_to_video
-pipe = WanPipeline.from_pretrained("{where}", torch_dtype=torch.bfloat16)
-frames = pipe("a red circle", height={height}, width={width}, num_frames={num_frames}, \
+from diffusers import {pipeline}
+from diffusers.utils import export_to_video{load}
+pipe = {pipeline}.from_pretrained("{where}", torch_dtype=torch.bfloat16)
+frames = pipe({image}prompt="a red circle", height={height}, width={width}, num_frames={num_frames}, \
 num_inference_steps={steps},
               guidance_scale=1.0, output_type="pil").frames[0]
 {save}
@@ -58,7 +58,8 @@ class DiffusersFormat(ExportFormat):
             for name, model in source.networks(self.dtype):
                 model.save_pretrained(folder / name, max_shard_size=self.max_shard_size)
                 del model  # before the next is read
-            for part in ("vae", "text_encoder", "tokenizer"):
+            images = IMAGE_PARTS if teacher.config.image_dim else ()
+            for part in ("vae", "text_encoder", "tokenizer", *images):
                 _copy_component(teacher.path / part, folder / part)
             scheduler = _scheduler(teacher, source.facts)
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
@@ -104,7 +105,13 @@ def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     facts, save = source.published, SAVE_IMAGE
     if facts.num_frames > 1:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
-    text = CARD.format(**vars(facts), made=student_sentence(facts), where=repository or HERE, save=save)
+    given = {"pipeline": "WanPipeline", "load": "", "image": ""}
+    if facts.image_to_video:
+        size = f"(({facts.width}, {facts.height}))"
+        image = f'image=load_image("image.png").resize{size}, '
+        given = {"pipeline": "WanImageToVideoPipeline", "load": ", load_image", "image": image}
+    more = given | {"made": student_sentence(facts), "where": repository or HERE, "save": save}
+    text = CARD.format(**vars(facts), **more)
     if save is SAVE_IMAGE:
         text = text.replace("from diffusers.utils import export_to_video\n", "")
     write_card(folder, source, "finetune", text)

@@ -47,7 +47,7 @@ For `{base}`, {layers} layers. {rank}. {made_for}
 
 ```python
 from diffusers import {classes}
-pipe = WanPipeline.from_pretrained("{base}")
+pipe = {pipeline}.from_pretrained("{base}")
 {scheduler}
 {calls}
 ```
@@ -191,16 +191,18 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
 
 def _scheduler(facts: Facts) -> dict[str, str]:
     """The classes to import and the call that sets the pipeline's scheduler."""
+    pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
         call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts.shift})"
-        return {"classes": "WanPipeline", "scheduler": f"pipe.scheduler = {call}"}
+        return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
     call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
     lines = [f"pipe.scheduler = {call}"]
     if facts.has_boundary:
         lines.append(f"pipe.register_to_config(boundary_ratio={facts.boundary})")
-    return {"classes": f"{name}, WanPipeline", "scheduler": "\n".join(lines)}
+    classes = f"{name}, {pipeline}"
+    return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
 
 
 def write_adapter_card(

@@ -1,0 +1,93 @@
+"""Cached inputs of the networks beside latents: text, and of image-to-video Wans the given frames."""
+
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import Conditioning
+from wandistiller.data.media import MediaReader
+from wandistiller.data.media_cache import Encode, MediaCache, Sample
+from wandistiller.data.text_cache import TextCache
+from wandistiller.utils.files import digest, fingerprint
+from wandistiller.wan.given_frames import GivenFramesEncoder, encoder_folders, field_names, given_places
+from wandistiller.wan.pipeline import WanFolder
+
+
+class ConditionKey(NamedTuple):
+    """Keys of a sample's conditioning in the caches."""
+
+    text: str
+    frames: str | None
+
+
+class Conditions:
+    """The conditioning of samples, and the text of prompts, on disk."""
+
+    def __init__(
+        self, cache: Path, folder: WanFolder, device: torch.device, reader: MediaReader, samples_per_file: int
+    ):
+        """Name the caches' folders; nothing is read or written yet.
+
+        Args:
+            device: where text encoder, VAE and image encoder compute.
+            reader: how media are read.
+        """
+        self.text = TextCache(cache, folder.path, device)
+        self._folder, self._device, self._reader = folder, device, reader
+        parts = digest(fingerprint(encoder_folders(folder)), given_places(folder.config))
+        unusable = cache / "frames" / "unusable.json"
+        self._frames = MediaCache(cache / "frames" / parts, unusable, samples_per_file)
+
+    def key(self, sample: Sample) -> ConditionKey:
+        """Return the keys of a sample's conditioning."""
+        frames = None
+        if self._folder.config.takes_image:
+            frames = self._reader.key(sample.item.begins_with, sample.size, sample.clip)
+        return ConditionKey(self.text.key(sample.item.prompt), frames)
+
+    def fill_frames(self, samples: list[Sample]) -> dict[str, str]:
+        """Encode the given frames of samples. Collective.
+
+        Returns:
+            File and reason of each sample that cannot be used, by its key of frames; equal on all ranks.
+        """
+        if not self._folder.config.takes_image:
+            return {}
+        by_key = {self.key(sample).frames: sample for sample in samples}
+        return self._frames.fill(by_key, attrgetter("item.begins_with"), self._encoder, "given frames")
+
+    def _encoder(self) -> Encode:
+        encoder = GivenFramesEncoder(self._folder, self._device)
+
+        def encode(sample: Sample) -> dict[str, Tensor]:
+            return encoder.encode(given_frames(self._folder, self._reader, sample), sample.size.num_frames)
+
+        return encode
+
+    def batch(self, key_B: list[ConditionKey]) -> Conditioning:
+        """Return the conditioning of samples of one size, text zero-padded to the longest, on the CPU."""
+        text = self.text.batch([key.text for key in key_B])
+        if not self._folder.config.takes_image:
+            return text
+        names = field_names(self._folder.config)
+        columns = zip(*(self._frames.read(key.frames, *names) for key in key_B), strict=True)
+        return replace(text, **dict(zip(names, map(torch.stack, columns), strict=True)))
+
+    def of(self, samples: list[Sample]) -> Conditioning:
+        """Return the same of samples."""
+        return self.batch([self.key(sample) for sample in samples])
+
+
+def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tensor:
+    """Read the frames of a sample that its network is given: pixels_CTHW in [-1, 1].
+
+    Raises:
+        MediaError: its medium cannot be used.
+    """
+    if sample.item.image:
+        return reader.read(sample.item.image, replace(sample.size, num_frames=1))
+    return reader.read(sample.item.media, sample.size, sample.clip)[:, given_places(folder.config)]

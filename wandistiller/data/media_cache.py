@@ -1,0 +1,107 @@
+"""Tensors made of media, on disk: the ranks divide the files, and unusable media are listed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import MediaError, Size
+from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A training sample: an item at a size. Without media of its own, one of the teacher's rollouts."""
+
+    item: PromptItem
+    size: Size
+    rollout_index: int = 0
+    clip: int = 0
+    """Number of the clip, of a video."""
+
+
+Encode = Callable[[Sample], dict[str, Tensor]]
+"""Returns the tensors of a sample by name. Raises MediaError with the reason if its medium cannot be used."""
+
+
+class MediaCache(TensorCache):
+    """Tensors of samples with media, under keys that the owner makes."""
+
+    def __init__(self, folder: Path, unusable: Path, samples_per_file: int):
+        """Name the cache's folder, and the file of the reasons why media cannot be used."""
+        super().__init__(folder)
+        self._unusable, self._samples_per_file = unusable, samples_per_file
+
+    def fill(
+        self,
+        samples: dict[str, Sample],
+        source: Callable[[Sample], Path],
+        encoder: Callable[[], Encode],
+        name: str,
+    ) -> dict[str, str]:
+        """Encode the media of samples, given by key, that are missing. Collective.
+
+        Args:
+            source: the medium of a sample.
+            encoder: loads what encodes; called only where there is work.
+            name: of the progress.
+
+        Returns:
+            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored.
+        """
+        known = collectives.broadcast_object(self._known_unusable())
+        missing = self.missing_keys(key for key in samples if key not in known)
+        by_size: dict[Size, list[str]] = {}
+        for key in missing:
+            by_size.setdefault(samples[key].size, []).append(key)
+        files = own_batches([f for keys in by_size.values() for f in batched(keys, self._samples_per_file)])
+        unusable: dict[str, str] = {}
+        with collectives.raise_on_all_ranks():
+            if files:
+                encode, progress = encoder(), Progress(name, sum(map(len, files)), "sample")
+                for keys in until_stopped(files):
+                    found = {key: samples[key] for key in keys}
+                    unusable |= self._encode(found, source, encode, progress)
+        collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
+        new = {key: why for of_rank in collectives.gather_objects(unusable) for key, why in of_rank.items()}
+        if new and collectives.rank() == 0:
+            write_json(self._unusable, known | new)
+        self.missing_keys(missing)
+        return {key: why for key, why in (known | new).items() if key in samples}
+
+    def _known_unusable(self) -> dict[str, str]:
+        """File and reason by key, from earlier runs; empty if that file is damaged."""
+        try:
+            return read_json(self._unusable) if self._unusable.is_file() else {}
+        except ConfigError as error:
+            collectives.log0("cache     damaged and made anew: %s", error)
+            return {}
+
+    def _encode(
+        self,
+        samples: dict[str, Sample],
+        source: Callable[[Sample], Path],
+        encode: Encode,
+        progress: Progress,
+    ) -> dict[str, str]:
+        """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
+
+        They are encoded one by one, as a video alone takes gigabytes.
+        """
+        tensors, unusable = {}, {}
+        for key, sample in until_stopped(samples.items()):
+            try:
+                tensors[key] = encode(sample)
+            except MediaError as error:
+                unusable[key] = f"{source(sample)}: {error}."
+            progress.advance()
+        if tensors:
+            self.write(tensors, {key: str(source(samples[key])) for key in tensors})
+        return unusable
