@@ -1,5 +1,6 @@
 """Called on ranks by test_placements.py and test_node_aware.py: teacher JSONs next to diffusers' modules."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,45 +11,56 @@ from diffusers import WanTransformer3DModel
 from shipped import placement
 from states import state
 
-from wandistiller.batch import Batch
+from wandistiller.batch import State
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline
+from wandistiller.wan.transformer import blank_state
+from wandistiller.wan.transformer_config import TransformerConfig
 
 NULL_LD = keyed_normal((12, 32), "null")
 SCALES = {Expert.HIGH_NOISE: 4.0, Expert.LOW_NOISE: 3.0}
 
 
-def uneven_batch(expert: Expert, call: int, device: torch.device) -> Batch:
+def uneven_batch(config: TransformerConfig, expert: Expert, call: int, device: torch.device) -> State:
     """Two samples on rank 0, one on the others: a last batch; their prompts differ in length."""
-    n, rows = (2, 9) if collectives.rank() == 0 else (1, 5)
-    x_t = keyed_normal((n, 16, 1, 4, 4), "x", collectives.rank(), call).to(device)
-    sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", collectives.rank())
-    return state(x_t, sigma.to(device), text.to(device), expert)
+    rank, frames = collectives.rank(), 2 if config.takes_image else 1
+    n, rows = (2, 9) if rank == 0 else (1, 5)
+    x_t = keyed_normal((n, config.out_channels, frames, 4, 4), "x", rank, call).to(device)
+    sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", rank)
+    found = state(x_t, sigma.to(device), text.to(device), expert)
+    given = blank_state(config, x_t.shape[1:], n, rows).conditioning
+    frames = [keyed_normal(t.shape, "given", rank, i) for i, t in enumerate(given.tensors()[1:])]
+    return replace(found, conditioning=given.with_tensors([text, *frames]).map(lambda t: t.to(device)))
 
 
-def outputs(teacher: Any, layers: int, device: torch.device) -> list[torch.Tensor]:
+def outputs(teacher: Any, config: TransformerConfig, device: torch.device) -> list[torch.Tensor]:
     """Return velocities of five batches, and the first and last hidden states of every other batch."""
     found = []
     for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
-        batch = uneven_batch(expert, call, device)
-        output = teacher.predict(batch, () if call % 2 else tuple({0, layers - 1}))
+        batch = uneven_batch(config, expert, call, device)
+        output = teacher.predict(batch, () if call % 2 else tuple({0, config.num_layers - 1}))
         found += [output.v_BCFHW.cpu(), *(state.cpu() for state in output.features.values())]
     return found
 
 
 def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
     """Return by number of passes the outputs of diffusers' own modules on the CPU."""
-    models = {e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in Expert}
+    wan = pipeline.open_wan(str(folder))
+    models = {
+        e: WanTransformer3DModel.from_pretrained(folder / e.value, dtype=dtype).eval() for e in wan.configs
+    }
+    models = {e: models.get(e, models[Expert.HIGH_NOISE]) for e in Expert}
     for p in (p for m in models.values() for p in m.parameters()):
         p.data = p.data.clone()
     plain, guidance = LocalTeacher(models), Guidance(NULL_LD, SCALES)
-    layers = len(models[Expert.HIGH_NOISE].blocks)
     cpu = torch.device("cpu")
-    return {str(passes): outputs(GuidedTeacher(plain, guidance, passes), layers, cpu) for passes in (1, 2)}
+    return {
+        str(passes): outputs(GuidedTeacher(plain, guidance, passes), wan.config, cpu) for passes in (1, 2)
+    }
 
 
 def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -72,7 +84,7 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
     """
     results: dict[str, Any] = {}
     device = collectives.device()
-    layers = pipeline.open_wan(str(folder)).config.num_layers
+    config = pipeline.open_wan(str(folder)).config
     expected = cache(lambda precision: by_diffusers(folder, getattr(torch, precision)))
     for task in sorted(tasks, key=lambda task: task.split()[1]):
         name, precision, passes = task.split()
@@ -82,5 +94,5 @@ def differences(folder: Path, work: Path, tasks: list[str]) -> dict[str, Any]:
         results["bytes on disk"] = sum(file.stat().st_size for file in (work / "swap").rglob("*.swp"))
         collectives.barrier()
         results[f"parts of {name}"] = parts(teacher)
-        results[task] = difference(outputs(teacher, layers, device), expected(precision)[passes])
+        results[task] = difference(outputs(teacher, config, device), expected(precision)[passes])
     return results

@@ -52,13 +52,13 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
     for task in tasks:
         name, weights, precision = task.split()
         experts = {e: by_torchao(folder / e.value, getattr(torch, precision), weights) for e in Expert}
-        layers = len(experts[Expert.HIGH_NOISE].blocks)
-        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), layers, torch.device("cpu"))
+        config = open_wan(str(folder)).config
+        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), config, torch.device("cpu"))
         before = bytes_read()
         placed = placement(name, precision, weights=weights)
         teacher = build_teacher(open_wan(str(folder)), placed, guidance)
         read = bytes_read() - before
-        found = {"difference": difference(outputs(teacher, layers, collectives.device()), expected)}
+        found = {"difference": difference(outputs(teacher, config, collectives.device()), expected)}
         results[task] = found | {"read": read, "shared": shared_blocks()}
         collectives.barrier()
         del teacher

@@ -100,8 +100,9 @@ def free_teacher_in_use(folder: Path) -> int:
     from on_ranks.placements import NULL_LD, SCALES, outputs
 
     guidance = Guidance(NULL_LD.to(GPU), SCALES)
-    teacher = build_teacher(open_wan(str(folder)), placement("streamed"), guidance)
-    outputs(teacher, 1, torch.device(GPU))
+    wan = open_wan(str(folder))
+    teacher = build_teacher(wan, placement("streamed"), guidance)
+    outputs(teacher, wan.config.replaced(num_layers=1), torch.device(GPU))
     del teacher, guidance
     gc.collect()
     return torch.cuda.memory_allocated()

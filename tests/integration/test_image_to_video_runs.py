@@ -1,0 +1,219 @@
+"""Image-to-video Wans from data with first frames to students that stock diffusers opens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import pytest
+import torch
+from diffusers import WanImageToVideoPipeline
+from image_data import PROMPTS, image_data
+from on_ranks.placements import differences
+from ranks import TEACHERS, call, has_async_io, losses, wandistiller
+from recipes import recipe_file, student_engine, train
+from slow_cases import slow_but
+from small_wan import IMAGE_FORMS, make_wan
+from torch import Tensor
+
+from wandistiller.batch import Conditioning
+from wandistiller.checkpoint.facts import Facts
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
+from wandistiller.data.media import Size, load_media
+from wandistiller.experts import Expert
+from wandistiller.teacher.base import LocalTeacher
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.images import to_pil
+from wandistiller.wan.given_frames import GivenFramesEncoder, given_places
+from wandistiller.wan.loaded_components import Encoder
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.sampling import denoise, few_steps
+
+CPU = torch.device("cpu")
+
+A14B, WAN21, BOTH_ENDS, TI2V = "Wan2.2-I2V-A14B", "Wan2.1-I2V-14B", "Wan2.1-FLF2V-14B", "Wan2.2-TI2V-5B"
+DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
+SIZE = {"height": 32, "width": 64, "num_frames": 5}
+ENGINE = student_engine(2) | {"train_batch_size": 4}
+del ENGINE["train_micro_batch_size_per_gpu"]
+OBJECTIVES = {
+    "velocity": "velocity",
+    "consistency": {"name": "consistency", "intervals": 8},
+    "dmd2 with heads": DMD2 | {"gan": 0.03},
+}
+
+
+class Wans(dict[str, Path]):
+    """Small teachers by form, made when they are asked for, with their data."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.data = folder, image_data(folder / "data")
+
+    def __missing__(self, form: str) -> Path:
+        self[form] = make_wan(self.folder / form, **IMAGE_FORMS[form])
+        return self[form]
+
+    def settings(self, form: str, **more: Any) -> dict[str, Any]:
+        """A recipe's keys for a run of three steps."""
+        data = self.data
+        if form == BOTH_ENDS:  # a picture alone has no last frame
+            data = data.with_name("clips.jsonl")
+            data.write_text(self.data.read_text().splitlines()[-1])
+        given = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
+        given |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
+        return given | more
+
+    def train(self, form: str, name: str, ranks: int = 1, **more: Any) -> Path:
+        return train(self.folder, self[form], name, ranks=ranks, **self.settings(form, **more))
+
+
+@pytest.fixture(scope="module")
+def wans(tmp_path_factory: pytest.TempPathFactory) -> Wans:
+    return Wans(tmp_path_factory.mktemp("image_to_video"))
+
+
+@pytest.fixture(scope="module", params=slow_but([A14B], IMAGE_FORMS))
+def run(request: pytest.FixtureRequest, wans: Wans) -> tuple[str, Path]:
+    """A run of each form on one rank: of two steps of dmd2."""
+    more = {"sample_prompts": None} if request.param == A14B else {}
+    return request.param, wans.train(request.param, f"run {request.param}", objective=DMD2, **more)
+
+
+def first_frame(wans: Wans) -> Tensor:
+    """Return pixels_CTHW of a picture of the data."""
+    return load_media(wans.data.parent / "0.png", Size(SIZE["height"], SIZE["width"], 1), 16.0)
+
+
+def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
+    wans: Wans, run: tuple[str, Path]
+) -> None:
+    form, output = run
+    student, facts = open_wan(str(output / "student")), Facts.read(output / "student" / "wandistiller.json")
+    pipe = WanImageToVideoPipeline.from_pretrained(output / "student", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pixels = first_frame(wans)
+    frames = [to_pil(pixels[:, 0] / 2 + 0.5)] * len(given_places(student.config))
+    theirs = pipe(
+        **dict(zip(("image", "last_image"), frames, strict=False)),
+        prompt=PROMPTS[0],
+        **SIZE,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+        max_sequence_length=512,
+    ).frames
+    given = GivenFramesEncoder(student, CPU).encode(pixels.repeat(1, len(frames), 1, 1), SIZE["num_frames"])
+    text_LD = Encoder(student.path, torch.float32, CPU).encode(PROMPTS[0])
+    conditioning = Conditioning(text_LD[None], **{name: t[None] for name, t in given.items()})
+    noise = torch.randn(1, *student.latent_shape(**SIZE), generator=torch.Generator().manual_seed(0))
+    velocity = LocalTeacher(dict.fromkeys(Expert, pipe.transformer)).velocity
+    few = few_steps(facts.shift, 2, None)
+    ours, _ = denoise(velocity, student, facts.shift, noise, conditioning, 2, few)
+    assert (ours - theirs).norm() / theirs.norm() < 1e-3
+
+
+@pytest.mark.slow
+def test_sample_writes_a_clip_that_begins_with_the_image(wans: Wans, run: tuple[str, Path]) -> None:
+    form, output = run
+    if form == BOTH_ENDS:
+        pytest.skip("`sample` takes one image")
+    size = [word for key, value in SIZE.items() for word in (f"--{key}", str(value))]
+    given = ["--prompts", PROMPTS[0], "--image", wans.data.parent / "0.png", *size]
+    wandistiller("sample", "--model", output / "student", *given, "--output", wans.folder / f"drawn {form}")
+    video = wans.folder / f"drawn {form}" / "0000.mp4"
+    about = next(imageio_ffmpeg.read_frames(str(video)))
+    assert about["size"] == (SIZE["width"], SIZE["height"])
+
+
+def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(
+    wans: Wans, run: tuple[str, Path]
+) -> None:
+    form, output = run
+    words = ["--prompts", read_json(output / "resolved" / "run.json")["data_path"], "--num_prompts", "1"]
+    wandistiller("evaluate", "--student_path", output, *words, "--quick", "--steps", "2")
+    figures = read_json(output / "evaluation.json")
+    assert figures["ratio"]["motion"]["value"] > 0 and figures["velocity_error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("form", IMAGE_FORMS)
+def test_two_ranks_learn_what_one_learns(wans: Wans, form: str, objective: str) -> None:
+    runs = [
+        wans.train(form, f"{form} {objective} {ranks}", ranks, objective=OBJECTIVES[objective])
+        for ranks in (1, 2)
+    ]
+    one, two = map(losses, runs)
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", IMAGE_FORMS)
+def test_velocities_of_every_placement_on_two_ranks_are_bitwise_diffusers(
+    wans: Wans, form: str, tmp_path: Path
+) -> None:
+    names = [name for name in TEACHERS if name != "zero_inference_nvme" or has_async_io()]
+    tasks = [f"{name} float32 1" for name in names]
+    found = call(differences, wans[form], tmp_path, tasks, ranks=2)
+    assert [{task: of_rank[task] for task in tasks} for of_rank in found] == [dict.fromkeys(tasks, 0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [A14B, TI2V])
+def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form: str) -> None:
+    more = {"objective": "velocity", "deepspeed_config": ENGINE}
+    one = losses(wans.train(form, f"{form} alone", 1, **more))
+    two = losses(wans.train(form, f"{form} shared", 2, context_parallel=2, **more))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [A14B, TI2V])
+def test_a_resumed_run_is_the_whole_one_bitwise(wans: Wans, form: str) -> None:
+    whole = wans.train(form, f"{form} whole", objective=DMD2, save_every=1)
+    part = wans.train(form, f"{form} part", objective=DMD2, save_every=1, max_steps=2)
+    again = wans.train(form, f"{form} part", objective=DMD2, save_every=1)
+    assert part == again and losses(again) == losses(whole)
+
+
+def refused(wans: Wans, form: str, **more: Any) -> str:
+    file = recipe_file(wans.folder, wans[form], "wrong", **wans.settings(form, **more))
+    with pytest.raises(ConfigError) as raised:
+        read_job(RunConfig(**json.loads(file.read_text())), 1)
+    return str(raised.value)
+
+
+def test_a_prompt_without_a_first_frame_is_refused(wans: Wans, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    message = refused(wans, A14B, data_path=str(tmp_path / "prompts.txt"), sample_prompts=None)
+    assert 'begin with a given image, but "a red circle" has none' in message
+
+
+def test_an_image_alone_is_refused_where_the_last_frame_is_given_too(wans: Wans) -> None:
+    message = refused(wans, BOTH_ENDS, data_path=str(wans.data), sample_prompts=None)
+    assert "is given the first and the last frame" in message and "0.png is one image" in message
+
+
+def test_clips_of_one_frame_are_refused(wans: Wans) -> None:
+    assert "Write at least 5." in refused(wans, A14B, num_frames=1)
+
+
+def test_merged_padding_is_refused_where_states_of_images_stand_before_the_text(wans: Wans) -> None:
+    message = refused(wans, WAN21, merge_text_padding=True)
+    assert "`merge_text_padding` is true" in message and "512 rows" in message
+
+
+def test_pictures_of_prompts_that_no_row_has_are_refused(wans: Wans) -> None:
+    message = refused(wans, A14B, sample_prompts=["left", "a dog"])
+    assert '`sample_prompts` has "a dog", which no row has' in message
+
+
+def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path: Path) -> None:
+    data = image_data(tmp_path / "data", pictures=2)
+    (tmp_path / "data" / "1.png").write_bytes(b"no picture")
+    output = wans.train(A14B, "skipped", data_path=str(data), cache_dir=str(tmp_path / "cache"), max_steps=1)
+    (entry,) = read_json(output / "skipped.json")
+    assert entry["file"].endswith("1.png") and "cannot be read" in entry["reason"]
