@@ -240,7 +240,9 @@ class Evaluator:
                 pixels.append(pixels_BCFHW.cpu())
             first_x0.append(x0[0])
             for one, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
-                scored = self._score(chunk, DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip))
+                given = int(s.teacher.config.takes_image)
+                batch = DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip, given)
+                scored = self._score(chunk, batch)
                 (drawn.second_draw if one else drawn.samples).update(scored)
         return drawn, first_x0
 

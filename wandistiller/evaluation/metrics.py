@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
 from wandistiller.monitoring.evaluated import Estimated
+from wandistiller.monitoring.health_checks import after_given
 from wandistiller.tiny import shapes, video_scores
 from wandistiller.utils.images import MOST_FRAMES, evenly
 from wandistiller.utils.keyed_random import keyed_generator
@@ -71,6 +72,7 @@ class DrawnBatch:
         x0_BCFHW: Tensor,
         other_BCFHW: Tensor,
         clip: Clip | None,
+        given: int = 0,
     ):
         """Keep samples.
 
@@ -78,7 +80,9 @@ class DrawnBatch:
             pixels_BCFHW: in [0, 1].
             x0_BCFHW: normalised VAE latents.
             other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
+            given: latent frames at the start that the models are given, which count for no motion.
         """
+        self.moving_BCFHW = after_given(x0_BCFHW, given)
         self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
         self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
         """The middle frame."""
@@ -209,7 +213,7 @@ METRICS = [
         name=MOTION,
         label="motion: change between latent frames",
         needs="frames",
-        compute=lambda drawn: _change(drawn.x0_BCFHW),
+        compute=lambda drawn: _change(drawn.moving_BCFHW),
     ),
     Metric(
         name="frame_motion",

@@ -150,7 +150,8 @@ class PictureDrawer:
         progress = Progress(name, len(parts) * (1 + twice) * calls, "call", first_line=LINE_SECONDS)
         for part in parts:
             x0_BCFHW = make(part, 0, progress)
-            stats.append(sample_stats(x0_BCFHW, make(part, 1, progress) if twice else None))
+            again = make(part, 1, progress) if twice else None
+            stats.append(sample_stats(x0_BCFHW, again, given=int(self.job.folder.config.takes_image)))
             for x0_CFHW in x0_BCFHW:
                 collectives.raise_if_stop_requested()
                 looks.append(self._look(vae.decode(x0_CFHW[None])[0]))

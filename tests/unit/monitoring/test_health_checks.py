@@ -108,6 +108,14 @@ def test_statistics_of_known_samples() -> None:
     assert deviation == pytest.approx((4 / 3) ** 0.5) and motion == 2.0 and distance == pytest.approx(3.0)
 
 
+def test_the_way_from_a_given_first_frame_to_a_still_clip_is_no_motion() -> None:
+    x0_BCFHW = torch.zeros(1, 1, 3, 1, 2)
+    x0_BCFHW[:, :, 0] = 5.0
+    _, with_it, _ = sample_stats(x0_BCFHW)[0].tolist()
+    _, after_it, _ = sample_stats(x0_BCFHW, given=1)[0].tolist()
+    assert with_it == 2.5 and after_it == 0.0
+
+
 def test_statistics_of_a_step_drawn_again_take_the_place_of_the_earlier_ones(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     for step, motion in ((1, 0.0), (2, 0.1), (2, 0.2)):
