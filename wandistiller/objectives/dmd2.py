@@ -102,11 +102,10 @@ def drawn(
     sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
-    device = conditioning.text_BLD.device
-    sigma_B, start_BCFHW, noise_BCFHW, *fresh = (
-        to_device(t, device) for t in (sigma_B, start_BCFHW, noise_BCFHW, *fresh)
+    sigma_B = to_device(sigma_B, device := conditioning.text_BLD.device)
+    start_BCFHW, noise_BCFHW, *fresh = (
+        conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *fresh)
     )
-    start_BCFHW, noise_BCFHW, *fresh = map(conditioning.with_given, (start_BCFHW, noise_BCFHW, *fresh))
     return Rollout(
         x_t_BCFHW=start_BCFHW,
         sigma_B=torch.ones_like(sigma_B),
