@@ -11,7 +11,7 @@ from diffusers import WanImageToVideoPipeline
 from image_data import PROMPTS, image_data
 from on_ranks.placements import differences
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
-from recipes import recipe_file, student_engine, train
+from recipes import recipe, recipe_file, student_engine, train
 from slow_cases import slow_but
 from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
@@ -177,6 +177,18 @@ def test_a_resumed_run_is_the_whole_one_bitwise(wans: Wans, form: str) -> None:
     part = wans.train(form, f"{form} part", objective=DMD2, save_every=1, max_steps=2)
     again = wans.train(form, f"{form} part", objective=DMD2, save_every=1)
     assert part == again and losses(again) == losses(whole)
+
+
+def test_pictures_in_a_run_of_clips_are_first_frames_of_a_wan_that_makes_both(wans: Wans) -> None:
+    """Wan2.2 5B's model_index.json names the pipeline of text, as published."""
+    folder = wans.folder / "published 5B"
+    if not folder.exists():
+        make_wan(folder, **IMAGE_FORMS[TI2V] | {"image": ""})
+    given = recipe(wans.folder, folder, **wans.settings(TI2V), output_dir="out")
+    assert read_job(RunConfig(**given), 1).folder.config.takes_image
+    (clips := wans.data.with_name("clip.jsonl")).write_text(wans.data.read_text().splitlines()[-1])
+    for other in ({"data_path": str(clips)}, {"num_frames": 1}):
+        assert not read_job(RunConfig(**given | other), 1).folder.config.takes_image
 
 
 def refused(wans: Wans, form: str, **more: Any) -> str:

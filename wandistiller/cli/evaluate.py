@@ -94,6 +94,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
             read["student_path"] = student.path
             require_weights(student)
         teacher = _folder(teachers, candidate.teacher_revision)
+        teacher = teacher.with_first_frames() if facts.image_to_video else teacher
         teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):

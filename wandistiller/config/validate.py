@@ -11,7 +11,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.config.start import Start, read_start
-from wandistiller.data.dataset import PromptDataset, read_dataset
+from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.engine_config import EngineConfig
@@ -65,17 +65,16 @@ def read_job(
         ConfigError: with every problem of each part, or with every one between them.
     """
     problems: list[str] = []
-    given, ranks, of_images = run, replicas(run, world), False
+    given, ranks, folder = run, replicas(run, world), None
     with collecting(problems):
         folder = open_wan(run.teacher_path, revision=run.teacher_revision)
         if run.teacher_lora:
             folder = with_loras(folder, read_added("recipe", "teacher_lora", run.teacher_lora))
-        of_images = folder.config.takes_image
-        with collecting(problems):
-            student, transformer, start = _read_student(run, folder, previous)
     with collecting(problems):
-        thumbnails = run.num_frames == 1
-        items = read_dataset(run.data_path, thumbnails=thumbnails, first_frames=of_images)
+        folder, items = _read_data(run, folder)
+    with collecting(problems):
+        if folder:
+            student, transformer, start = _read_student(run, folder, previous)
     with collecting(problems):
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
@@ -104,6 +103,23 @@ def read_job(
         raise ConfigError(*problems)
     job = dataclasses.replace(job, resume_from=resume.find(job.output, run.resume))
     return resumed(job) if job.resume_from else job
+
+
+def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | None, PromptDataset]:
+    """Read the data; return the teacher too, for clips that begin with the data's images if it makes such.
+
+    Wan2.2 5B makes clips of text or of a first frame: of pictures in a run of clips it makes the latter.
+    """
+
+    def items(**how: bool) -> PromptDataset:
+        return read_dataset(run.data_path, thumbnails=run.num_frames == 1, **how)
+
+    if not folder or not (folder.config.takes_image or folder.expands_time and run.num_frames > 1):
+        return folder, items()
+    found = items(first_frames=True)
+    if folder.config.takes_image or found.first(MediaType.FIRST_FRAME):
+        return folder.with_first_frames(), found
+    return folder, found
 
 
 def _read_student(

@@ -84,6 +84,7 @@ class Candidate:
             ConfigError: there is no such pipeline, or the files are not for it.
         """
         folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
+        folder = folder.with_first_frames() if self.facts.image_to_video else folder
         given = [
             {"file": file, "strength": self.strength} | _expert(said, file, folder)
             for said, file in self.files

@@ -92,7 +92,7 @@ def open_pipeline(
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
     half of the free memory.
     """
-    pipeline = load_pipeline(folder.path, dtype, folder.added)
+    pipeline = load_pipeline(folder, dtype)
     if folder.added and facts and facts.shift:
         pipeline.scheduler = pipeline_scheduler(folder, facts.shift)
     pipeline.set_progress_bar_config(disable=True)

@@ -22,5 +22,6 @@ class Usual:
 
 WAN21 = Usual(480, 832, (5.0, 5.0))  # one expert
 WAN22 = Usual(480, 832, (4.0, 3.0))
+WAN22_IMAGE = Usual(480, 832, (3.5, 3.5))
 EMBEDDED = Usual(64, 64, (2.0, 2.0))
 EMBEDDED_VIDEO = Usual(48, 48, (2.0, 2.0))  # nine frames

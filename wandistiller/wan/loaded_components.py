@@ -1,7 +1,6 @@
 """The components of a pipeline with their weights: VAE (pixels <-> latents), text and image encoder, all."""
 
 import logging
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.added_lora import AddedLora, add_changes, added_changes
+from wandistiller.wan.added_lora import add_changes, added_changes
 from wandistiller.wan.components import (
     decoded,
     encoded,
@@ -77,13 +76,13 @@ def load_image_encoder(folder: Path) -> CLIPVisionModel:
     return model
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] = ()) -> Pipeline:
+def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
     """Load a pipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
 
     Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
     (diffusers 0.42.1).
     """
-    index = read_json(folder / "model_index.json")
+    folder, added, index = wan.path, wan.added, read_json(wan.path / "model_index.json")
     config = read_json(folder / "scheduler" / "scheduler_config.json")
     given = {"dtype": dtype, "use_safetensors": True}
     experts = {
@@ -93,11 +92,11 @@ def load_pipeline(folder: Path, dtype: torch.dtype, added: Sequence[AddedLora] =
     }
     for part, network in experts.items() if added else ():
         add_changes(network, added_changes(added, Expert(part)))
-    of_images, image = index["_class_name"] == WanImageToVideoPipeline.__name__, {}
-    if of_images and not unused(index.get("image_encoder")):
+    image: dict[str, Any] = {}
+    if wan.config.image_dim:
         image["image_encoder"] = load_image_encoder(folder / "image_encoder")
         image["image_processor"] = CLIPImageProcessor.from_pretrained(folder / "image_processor")
-    return (WanImageToVideoPipeline if of_images else WanPipeline)(
+    return (WanImageToVideoPipeline if wan.config.takes_image else WanPipeline)(
         tokenizer=load_tokenizer(folder / "tokenizer"),
         text_encoder=load_text_encoder(folder / "text_encoder", dtype),
         vae=load_vae(folder / "vae"),

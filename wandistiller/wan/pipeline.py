@@ -34,7 +34,7 @@ from wandistiller.wan.components import (
     tokenizer_problems,
 )
 from wandistiller.wan.damaged import unfinished
-from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, Usual
+from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, WAN22_IMAGE, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -60,10 +60,18 @@ class WanFolder:
     """Commit of a hub id; later fetches use the same."""
     added: tuple[AddedLora, ...] = ()
     """LoRA files that are added to the networks' weights when they are read."""
+    expands_time: bool = False
+    """Its networks take a time for each patch (Wan2.2 5B), and so make clips of text, or of a first frame."""
 
     @property
     def config(self) -> TransformerConfig:
         return self.configs[Expert.HIGH_NOISE]
+
+    def with_first_frames(self) -> "WanFolder":
+        """Return the pipeline as it makes clips that begin with a given image, if it makes both kinds."""
+        if not self.expands_time:
+            return self
+        return replace(self, configs={e: replace(c, expands_time=True) for e, c in self.configs.items()})
 
     @property
     def is_tiny(self) -> bool:
@@ -233,13 +241,11 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems:
         raise ConfigError(*problems)
     shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
-    of_image = index.values["_class_name"] == IMAGE_TO_VIDEO
-    expands = of_image and bool(index.values.get("expand_timesteps"))
-    transformers = {
-        expert: replace(TransformerConfig.of(config.values), expands_time=expands)
-        for expert, config in configs.items()
-    }
-    return WanFolder(path, name, transformers, boundary, float(shift), vae.values, commit)
+    expands = bool(index.values.get("expand_timesteps"))
+    transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
+    more = {"revision": commit, "expands_time": expands}
+    folder = WanFolder(path, name, transformers, boundary, float(shift), vae.values, **more)
+    return folder.with_first_frames() if index.values["_class_name"] == IMAGE_TO_VIDEO else folder
 
 
 def with_loras(folder: WanFolder, added: list[AddedLora]) -> WanFolder:
@@ -292,4 +298,6 @@ def usual_for(folder: WanFolder) -> Usual:
     """Return the usual sampling settings of the teacher in `folder`."""
     if folder.is_tiny:
         return EMBEDDED if folder.path == TINY["tiny"] else EMBEDDED_VIDEO
-    return WAN21 if folder.boundary is None else WAN22
+    if folder.boundary is None:
+        return WAN21
+    return WAN22_IMAGE if folder.config.takes_image else WAN22

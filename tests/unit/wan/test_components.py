@@ -76,7 +76,7 @@ def test_python_files_in_a_folder_are_never_run(
         for name in ("diffusers.py", "transformers.py"):
             (folder / part / name).write_text(f"open({str(marker)!r}, 'w')")
     require_weights(open_wan(str(folder)))
-    load_pipeline(folder, torch.float32)
+    load_pipeline(open_wan(str(folder)), torch.float32)
     assert not marker.exists()
 
 

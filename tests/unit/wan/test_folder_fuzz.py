@@ -89,7 +89,7 @@ def verdict(folder: Path) -> str:
     except Exception as error:
         return f"open: {type(error).__name__}: {error}"
     try:
-        pipeline = load_pipeline(folder, torch.float32)
+        pipeline = load_pipeline(open_wan(str(folder)), torch.float32)
         pipeline.set_progress_bar_config(disable=True)
         size = {"height": 16, "width": 16, "num_frames": 1, "max_sequence_length": 512}
         pipeline("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **size)

@@ -53,7 +53,7 @@ def given(folder: Path) -> tuple[Conditioning, Tensor, list[Image.Image]]:
 
 
 def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> None:
-    wan, pipeline = open_wan(str(image_wan)), load_pipeline(image_wan, torch.float32)
+    wan, pipeline = open_wan(str(image_wan)), load_pipeline(open_wan(str(image_wan)), torch.float32)
     conditioning, null, frames = given(image_wan)
     noise_BCFHW = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
     networks = {
@@ -82,7 +82,7 @@ def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> N
 
 def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
-    network = load_pipeline(image_wan, torch.float32).transformer
+    network = load_pipeline(open_wan(str(image_wan)), torch.float32).transformer
     x0 = torch.randn(2, *wan.latent_shape(SIDE, SIDE, FRAMES))
     both = conditioning.map(lambda t: torch.cat([t, 0.5 * t]))
     keys = [(0, "a"), (0, "b")]
@@ -113,9 +113,9 @@ def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
     assert torch.equal(batch.noise_BCFHW[:, :, :1], first) and not batch.v_BCFHW[:, :, :1].any()
     torch.testing.assert_close(batch.x_t_BCFHW[:, :, :1], first)
     with torch.no_grad():
-        v_BCFHW = velocity(load_pipeline(folder, torch.float32).transformer, batch)
+        v_BCFHW = velocity(load_pipeline(wan, torch.float32).transformer, batch)
         noisy = replace(batch, x_t_BCFHW=batch.x_t_BCFHW + torch.eye(3)[0].view(1, 1, 3, 1, 1))
-        again = velocity(load_pipeline(folder, torch.float32).transformer, noisy)
+        again = velocity(load_pipeline(wan, torch.float32).transformer, noisy)
     assert not v_BCFHW[:, :, :1].any() and v_BCFHW[:, :, 1:].any() and torch.equal(v_BCFHW, again)
 
 

@@ -14,6 +14,7 @@ from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
+from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
@@ -93,6 +94,8 @@ def _scheduler(teacher: WanFolder, facts: Facts) -> dict[str, Any]:
 def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
     index = known_config(teacher.path / "model_index.json")
     index["scheduler"] = ["diffusers", scheduler]
+    if source.facts.image_to_video:
+        index["_class_name"] = IMAGE_TO_VIDEO
     if len(source.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     elif source.facts.few_steps:  # it lies between two levels
