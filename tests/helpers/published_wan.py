@@ -112,11 +112,31 @@ PUBLISHED = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Published(transformer=LARGE, vae=VAE21, index=INDEX | SECOND),
 }
 
+OF_IMAGES = INDEX | {"_class_name": "WanImageToVideoPipeline"}
+WITH_STATES = OF_IMAGES | {
+    "image_encoder": ["transformers", "CLIPVisionModel"],
+    "image_processor": ["transformers", "CLIPImageProcessor"],
+}
+JOINED = LARGE | {"in_channels": 36}
+STATES = JOINED | {"image_dim": 1280, "added_kv_proj_dim": 5120}
+IMAGE_TO_VIDEO = {
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Published(
+        transformer=JOINED, vae=VAE21, index=OF_IMAGES | SECOND | {"boundary_ratio": 0.9}
+    ),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published(transformer=STATES, vae=VAE21, index=WITH_STATES),
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": Published(
+        transformer=STATES, vae=VAE21, index=WITH_STATES, flow_shift=5.0
+    ),
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-Diffusers": Published(
+        transformer=STATES | {"pos_embed_seq_len": 514}, vae=VAE21, index=WITH_STATES, flow_shift=16.0
+    ),
+}
+
 
 def write_wans(folder: Path) -> Path:
     """Write prompts, and all published pipelines at folder/HUB_ID: the JSON files that `open_wan` reads."""
     (folder / "prompts.txt").write_text(PROMPTS)
-    for hub_id, it in PUBLISHED.items():
+    for hub_id, it in (PUBLISHED | IMAGE_TO_VIDEO).items():
         files = {"model_index": it.index, "vae/config": it.vae, "scheduler/scheduler_config": it.scheduler}
         experts = [part for part in ("transformer", "transformer_2") if part in it.index]
         for name, content in (files | {f"{e}/config": it.transformer for e in experts}).items():

@@ -227,5 +227,5 @@ def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path:
     data = image_data(tmp_path / "data", pictures=2)
     (tmp_path / "data" / "1.png").write_bytes(b"no picture")
     output = wans.train(A14B, "skipped", data_path=str(data), cache_dir=str(tmp_path / "cache"), max_steps=1)
-    (entry,) = read_json(output / "skipped.json")
+    (entry,) = json.loads((output / "skipped.json").read_text())
     assert entry["file"].endswith("1.png") and "cannot be read" in entry["reason"]

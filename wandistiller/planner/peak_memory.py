@@ -25,7 +25,7 @@ from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, checkpoint_bytes, compared_bytes
-from wandistiller.wan.components import text_config
+from wandistiller.wan.components import image_config, image_encoder_of, text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -270,7 +270,16 @@ class _Planner:
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
         kept = self._libraries(EARLY) | pixels
         vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
-        return vae | work | pixels
+        return vae | work | pixels | self._image_encoder()
+
+    def _image_encoder(self) -> Parts:
+        """Return the encoder of given frames, in float32, if the teacher takes its states."""
+        folder = self.job.folder
+        if not folder.config.image_dim:
+            return {}
+        with torch.device("meta"):
+            nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
+        return {"image encoder": Bytes(device=nbytes)}
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""

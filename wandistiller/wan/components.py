@@ -78,6 +78,18 @@ UMT5_XXL = {
 """Wan's text encoder. Source: text_encoder/config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
 
+VIT_H = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "patch_size": 14,
+    "image_size": 224,
+    "hidden_act": "gelu",
+}
+"""Wan2.1's image encoder. Source: image_encoder/config.json of Wan-AI/Wan2.1-I2V-14B-480P-Diffusers."""
+
+
 def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
     """List the keys that ask for code of the folder, or for another library."""
     return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]
@@ -230,6 +242,12 @@ def umt5_config(config: dict[str, Any]) -> UMT5Config:
 def text_encoder_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> UMT5EncoderModel:
     """Make the text encoder that `config` describes, untrained, on the current default device."""
     return UMT5EncoderModel._from_config(umt5_config(config), dtype=dtype).eval()
+
+
+def image_config(folder: Path) -> dict[str, Any]:
+    """Return the image encoder's config; Wan2.1's own, CLIP's ViT-H/14, if the pipeline has none."""
+    file = folder / "image_encoder" / "config.json"
+    return read_json(file) if file.is_file() else VIT_H
 
 
 def image_encoder_of(config: dict[str, Any]) -> CLIPVisionModel:
