@@ -12,7 +12,7 @@ TEACHERS = ("pipeline", "video_pipeline")
 setup(
     name="wandistiller",
     version=re.search(r'__version__ = "(.+)"', (HERE / "wandistiller" / "__init__.py").read_text())[1],
-    description="Distil a large Wan text-to-video transformer into a small, fast student under DeepSpeed",
+    description="Distil a large Wan video transformer into a small, fast student under DeepSpeed",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -80,3 +80,7 @@ def anchors(page: Path) -> set[str]:
     """The names of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+AFTER_A_RUN = ("export", "sample", "evaluate", "report")
+"""Commands that need a finished run."""

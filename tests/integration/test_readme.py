@@ -4,14 +4,12 @@ import ast
 import json
 import os
 import re
-import runpy
-import shlex
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from image_data import image_data
 from markdown_pages import (
+    AFTER_A_RUN,
     DOCS,
     PAGES,
     VIDEOS,
@@ -26,7 +24,6 @@ from markdown_pages import (
 )
 from published_wan import PUBLISHED, write_wans
 from ranks import ROOT, has_async_io, wandistiller
-from recipes import PROMPTS
 from slow_cases import slow_but
 
 from wandistiller.cli.main import main
@@ -46,18 +43,9 @@ OF_PLACEMENTS = [
     for file in sorted((ROOT / "ds_configs" / "teacher").glob("*.json"))
     for line in [f"{QUICK} --teacher_deepspeed_config ds_configs/teacher/{file.name}"]
 ]
-AFTER_A_RUN = ("export", "sample", "evaluate", "report")
-SHORT = {  # flags that make a command on the embedded teacher take seconds
-    "train": "--rollout_steps 2 --max_steps 2 --sample_steps 2 --data_path three.txt",
-    "sample": "--steps 2",
-    "evaluate": "--steps 2 --num_prompts 2",
-}
 MISSING_HERE = re.compile(
     r"\.safetensors file|are free|1 rank\(s\)|describe it there|runs/quickstart|despite_plan"
 )
-AFTERWARDS = [
-    p for p in PAGES if blocks("python", p) or {*AFTER_A_RUN} & {c.ours[0] for c in commands(p) if c.ours}
-]
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
 LEAST = table_rows("docs/memory.md", r"\d+ x \d+ GB, least")
 ADAPTERS = table_rows("docs/few_steps.md", r"\d+ x \d+ GB, \d+ GiB")
@@ -70,8 +58,9 @@ def named(command: Command) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the published pipelines' JSON files under their hub names, and prompts.txt."""
+    """The current folder, with published pipelines' JSON files under their hub names, prompts and frames."""
     monkeypatch.chdir(write_wans(tmp_path))
+    image_data(tmp_path)
     return tmp_path
 
 
@@ -238,48 +227,6 @@ def test_the_table_of_the_readme_begins_with_adapters_in_rows_that_are_planned()
     for machine, wan, frames, device, host, disk, _, _, hours in shown:
         number = frames.removesuffix(" frames").replace("images", "1")
         assert [machine.removesuffix(", LoRA"), wan, number, device, host, disk, hours] in known
-
-
-@pytest.fixture(scope="module")
-def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the quick start has run, two steps of it, as each run that the pages name."""
-    made = tmp_path_factory.mktemp("finished")
-    (made / "three.txt").write_text("\n".join([*PROMPTS.splitlines()[:2], "x"]))
-    flags = "--recipe ds_configs/recipes/quickstart.json " + SHORT["train"]
-    wandistiller("train", *flags.split(), cwd=made)
-    for name in ("quarter", "two_steps", "few_step", "video", "few_step_video"):
-        (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
-    wandistiller("train", *flags.replace("quickstart.json", "lora.json").split(), cwd=made)
-    return made
-
-
-def steps_after_a_run(page: str) -> Iterator[Command | str]:
-    """The page's commands that need a finished run, and its Python blocks, in the order of the page."""
-    exported = {word for c in commands(page) if c.ours[:1] == ("export",) for word in c.words}
-    for block in re.finditer(r"```(bash|python)\n(.*?)```", text(page), re.DOTALL):
-        if block[1] == "python":
-            yield block[2]
-            continue
-        for command in [c for c in commands(page) if c.line in block[2].replace("\\\n", " ").splitlines()]:
-            trains = command.ours[:1] == ("train",) and command.value("--output_dir") in exported
-            if trains or command.ours[:1] and command.ours[0] in AFTER_A_RUN or command.words[0] == "echo":
-                yield command
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", slow_but(["README.md"], AFTERWARDS))
-def test_what_a_page_does_with_a_finished_run_works(
-    page: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(quick_start)
-    for step in steps_after_a_run(page):
-        if isinstance(step, str):
-            (quick_start / "block.py").write_text(step)
-            runpy.run_path(str(quick_start / "block.py"))
-        elif step.ours:
-            wandistiller(*step.ours, *shlex.split(SHORT.get(step.ours[0], "")), cwd=quick_start)
-        else:
-            subprocess.run(["bash", "-c", step.line], check=True, cwd=quick_start)
 
 
 @pytest.mark.slow
