@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from wandistiller.batch import Conditioning
+from wandistiller.batch import Conditioning, State
 from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
@@ -200,7 +201,7 @@ def guided_teacher(job: Job, text: TextCache, prompts: list[str], ranks: Ranks =
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
     teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
-        conditioning = text.of(prompts[:SAMPLES] or [job.run.negative_prompt])
+        conditioning = text_of_images(job, text, prompts)
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
             errors = _quantization_error(job, teacher, guidance, conditioning)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
@@ -211,15 +212,27 @@ def _quantization_error(
     job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
 ) -> dict[str, float]:
     """Return the error that the teacher's quantised weights cost, on images that it draws. Collective."""
-    folder, r, device = job.teachers_folder, job.run, collectives.device()
+    x0_BCFHW = images_of(job, teacher.velocity, conditioning)
+    given = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, job.run.seed
+    return quantization_error(*given, merges_padding=job.run.merge_text_padding)
+
+
+def text_of_images(job: Job, text: TextCache, prompts: list[str]) -> Conditioning:
+    """Return the conditioning of the images on which errors are measured, on this rank's device.
+
+    Args:
+        prompts: of the run's pictures.
+    """
+    return text.of(prompts[:SAMPLES] or [job.run.negative_prompt]).to(collectives.device())
+
+
+def images_of(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
+    """Return x0_BCFHW of single images that a network draws, on which errors are measured. Collective."""
+    folder, r = job.teachers_folder, job.run
     shape = folder.latent_shape(r.height, r.width, 1)
-    conditioning = conditioning.to(device)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
-    x0_BCFHW, _ = denoise(
-        teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS
-    )
-    given = folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, r.seed
-    return quantization_error(*given, merges_padding=r.merge_text_padding)
+    noise_BCFHW = torch.stack(noise).to(collectives.device())
+    return denoise(velocity, folder, r.shift, noise_BCFHW, conditioning, STEPS)[0]
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
