@@ -8,13 +8,16 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from ranks import losses, wandistiller
-from recipes import recipe_file, train
+from recipes import recipe, recipe_file, train
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from states import state
 from styles import style, with_style
 
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
 from wandistiller.export.source import read_source
+from wandistiller.planner.disk import written
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
@@ -97,6 +100,20 @@ def test_the_file_of_adapters_brings_the_teachers_lora_too_to_the_unchanged_teac
         unchanged = velocity(WanPipeline.from_pretrained(wan2).transformer_2, given)
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # the file is in bf16
     assert (unchanged - wanted).norm() > 10 * (found - wanted).norm()
+
+
+def test_the_file_has_the_planned_bytes_of_both(adapters: Path, folder: Path, wan2: Path, file: Path) -> None:
+    """The student is a pipeline beside it, of one of the teacher's two networks."""
+    given = recipe(folder, wan2, **RUN | LORA | {"teacher_deepspeed_config": PLACEMENTS["streamed"]})
+    whole = {"student_config": {"num_layers": 4}, "lora": None, "objective": "velocity"}
+    both, own, weights = (
+        written(read_job(RunConfig(**given | more), 1), accelerator=False).student
+        for more in (added(file), {}, whole)
+    )
+    files = adapters / "lora.safetensors", file
+    found = [sum(t.nbytes for t in load_file(one).values()) for one in files]
+    assert both - weights == found[0]
+    assert both - own == found[1] / 2 > 0  # a file for the style in float32
 
 
 def test_an_export_is_refused_once_the_teachers_lora_has_changed(

@@ -112,6 +112,10 @@ def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
     waiting = sum(cost.waiting(rates) for cost in costs.all()) - ahead
     least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
     lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
+    passes = costs.forward_passes()
+    each = ", ".join(f"{number:.3g} the {role}'s" for role, number in passes.items())
+    worth = f"it is worth {sum(passes.values()):.3g} forward passes of the teacher for each sample"
+    lines.append(f"{worth}, a backward pass counted as two: {each}")
     if sweeps := base_sweeps(job):
         updates = len(job.objective.updates)
         each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())

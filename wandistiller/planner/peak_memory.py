@@ -19,7 +19,8 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.student_network import matched_blocks, other_network, student_network
-from wandistiller.planner.teacher_memory import hidden_states, sharers_of_a_call, teacher_parts
+from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
+from wandistiller.student.full_start import starts_to_prepare
 from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
@@ -121,7 +122,7 @@ class _Planner:
         j, cast = self.job, cast_bytes(self.network, self.job.student_engine)
         kept, call = self._teachers()
         student, gathered, steps = self._student(cast)
-        starts = {}
+        again, starts = self._read_again(), {}
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
             steps |= its_steps | {"teacher and critic at samples": steps["student"] | call}
@@ -129,14 +130,14 @@ class _Planner:
                 steps["gradient through the critic"] = steps["student"] | slope
             student |= kept_of_it
             numel = other_network(j, other.role).trained_numel
-            starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)}
+            starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
         start = Bytes(host=4 * each * len(j.student_experts))
-        starts = {"start": {"student's weights in float32": start}} | starts
+        starts = {"start": {"student's weights in float32": start} | again} | starts
         adapters = self.network.trained_numel if j.run.lora else 0
         stored = adapters if j.is_teachers_lora else weights
         exported = Bytes(host=2 * stored + 4 * adapters)
@@ -147,6 +148,7 @@ class _Planner:
                 self.base | kept,
                 starts
                 | {
+                    "loading the teacher": self._added(kept),
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
                     "measuring": self._measuring(),
@@ -165,6 +167,17 @@ class _Planner:
             return {}, {}
         kept, call = self._teacher(j.batch.micro, swept(j))
         return kept, call if j.objective.needs_teacher else {}
+
+    def _added(self, kept: Parts) -> Parts:
+        """Memory of what is added to the teacher's weights as they are read, unless it keeps that."""
+        read = added_parts(self.job, once=self.job.teacher.on_one_rank)
+        return {use: nbytes for use, nbytes in read.items() if kept and use not in kept}
+
+    def _read_again(self) -> Parts:
+        """The same where each rank reads the teacher's weights for its other networks."""
+        j = self.job
+        copied = j.bases or j.student.init == "teacher" and not j.start
+        return added_parts(j) if copied and not j.shares_base or starts_to_prepare(j) else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
@@ -239,6 +252,7 @@ class _Planner:
             alternatives["media"] = self._media()
         if j.needs_latents and made.any():
             weights, call = self._teacher(self.job.run.prepare_batch)
+            alternatives["loading the teacher"] = weights | self._added(weights)
             alternatives["rollouts"] = weights | call
         return PhasePeak(self._libraries(EARLY), alternatives)
 

@@ -150,6 +150,29 @@ class StepTime:
         """Least seconds of a step."""
         return sum(work.seconds(self.rates) for work in self.all()) - self.ahead()
 
+    def forward_passes(self) -> dict[str, float]:
+        """Forward passes of one of the teacher's networks that a step is worth, for a sample, by network.
+
+        Another network's passes count by its size. A backward pass counts as two, those of adapters too,
+        which compute less, and what it recomputes by its share of the blocks. Samples that the student draws
+        take the mean number of steps.
+        """
+        j, o = self.job, self.job.objective
+        calls = branches(j) * (o.predicts_at_noised + o.calls_at_samples) if o.needs_teacher else 0
+        passes = {"teacher": float(calls)}
+        whole = self._mean(lambda latent: forward_flops(j.folder.config, latent))
+        for one in _learners(j):
+            config, policies = one.shape[0], (None, one.engine.recompute, CheckpointPolicy())
+            size = self._mean(lambda latent, config=config: forward_flops(config, latent)) / whole
+            none, own, blocks = (self._learning(one, policy) for policy in policies)
+            again = (own - none) / (blocks - none) if own > none else 0.0
+            passes[one.role] = one.updates * size * (one.states * (3 + again) + one.calls)
+        return passes
+
+    def _learning(self, one: _Learner, policy: CheckpointPolicy | None) -> float:
+        """Operations of a forward and backward pass over one sample."""
+        return self._mean(lambda latent: _step_flops(one.shape, latent, policy and asdict(policy)))
+
     def warm_up(self) -> float:
         """Least seconds of the updates before the first step."""
         objective = self.job.objective.with_warmup()
@@ -248,7 +271,7 @@ class StepTime:
         """Forward and backward pass of a micro-step, and the calls without gradient."""
         j, t, engine, network = self.job, self.topology, one.engine, network_of(*one.shape)
         policy = engine.recompute
-        each = self._mean(lambda latent: _step_flops(one.shape, latent, policy and asdict(policy)))
+        each = self._learning(one, policy)
         call = self._mean(lambda latent: forward_flops(one.shape[0], latent))
         tflop = j.batch.micro / self.sharers * (one.states * each + one.calls * call) / 1e12
         gradients = engine.dtype.itemsize * network.trained_numel

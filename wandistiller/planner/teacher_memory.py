@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from wandistiller.config.job import Job
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.experts import Expert
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_network import matched_blocks
@@ -11,6 +12,7 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
+from wandistiller.wan.added_lora import AddedLora, added_changes
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -73,10 +75,34 @@ def teacher_parts(
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
     late = behind if on_gpu and weights.transient else 0  # a single rank's own shards are used where they lie
     arriving = Bytes(transient=weights.transient + late)
-    return {"teacher's weights": kept}, {
+    read = added_parts(job) if placement.reads_at_calls else {}
+    return {"teacher's weights": kept} | read, {
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,
     }
+
+
+@once_for_each
+def added_sizes(added: tuple[AddedLora, ...], experts: tuple[Expert, ...]) -> tuple[int, int]:
+    """Elements of the factors of LoRA files in all of these networks, and of the largest changed weight."""
+    changes = [one for expert in experts for one in added_changes(added, expert, weights=False).values()]
+    factors = sum(a.numel() + b.numel() for a, b in changes)
+    return factors, max((len(b) * a.shape[1] for a, b in changes), default=0)
+
+
+def added_parts(job: Job, *, once: bool = False) -> Parts:
+    """CPU memory of LoRA files that are added to the teacher, where its weights are read; float32.
+
+    Every network's reader has the factors. A weight that is read is there beside its change.
+
+    Args:
+        once: one rank of a node reads.
+    """
+    if not job.folder.added:
+        return {}
+    factors, largest = added_sizes(job.folder.added, tuple(job.teachers_folder.configs))
+    sizes = {"LoRA files added to the teacher": 4 * factors, "a weight and its change": 2 * 4 * largest}
+    return {use: Bytes(node=n) if once else Bytes(host=n) for use, n in sizes.items()}
 
 
 def hidden_states(job: Job, tokens: int) -> Parts:

@@ -68,13 +68,17 @@ def full_start_problems(job: AdaptersOf) -> list[str]:
     return []
 
 
+def starts_to_prepare(job: StartsOf) -> dict[Expert, Path]:
+    """Return `full_starts`; none if the adapters go on from a checkpoint, or from another run's."""
+    return {} if job.resume_from or job.start else full_starts(job)
+
+
 def prepare_full_starts(job: StartsOf) -> None:
     """Complete the cache with what adapters begin with, and log the share that they have. Collective."""
-    if not (job.resume_from or job.start):
-        for expert, place in full_starts(job).items():
-            start = FullStart(job, expert, place)
-            start.fill()
-            start.log_share()
+    for expert, place in starts_to_prepare(job).items():
+        start = FullStart(job, expert, place)
+        start.fill()
+        start.log_share()
 
 
 class FullStart:

@@ -74,7 +74,7 @@ class Learner:
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
         rates, self._frozen, self.ranks = learning_rates or {}, frozen or {}, ranks
         self.networks = {expert: whole_network(model) for expert, model in models.items()}
-        for model in (*self.networks.values(), *self._frozen.values()):
+        for model in self.all_networks:
             if merges_padding:
                 merge_text_padding(model)
             share_sequences(model, ranks)
@@ -102,9 +102,12 @@ class Learner:
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks of all networks."""
-        return [
-            block for network in (*self.networks.values(), *self._frozen.values()) for block in network.blocks
-        ]
+        return [block for network in self.all_networks for block in network.blocks]
+
+    @property
+    def all_networks(self) -> list[nn.Module]:
+        """Those that learn and those that do not."""
+        return [*self.networks.values(), *self._frozen.values()]
 
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""

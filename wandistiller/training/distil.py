@@ -26,6 +26,7 @@ from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
+from wandistiller.training.quantized_base import log_base_errors
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
@@ -167,6 +168,8 @@ def _distil(job: Job) -> None:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
     Trainer(job, data, conditions, teacher, learners).train()
+    if job.shares_base and job.teacher.weights:
+        log_base_errors(job, conditions, data.sample_items, learners[STUDENT])
     learners[STUDENT].monitors.close()
     for learner in learners.values():
         destroy_engines(learner.engines.values())

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from wandistiller.batch import Conditioning
+from wandistiller.batch import Conditioning, State
 from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
@@ -215,9 +216,7 @@ def guided_teacher(
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
     teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
-        drawn = sample_items[:SAMPLES]
-        given = conditions.of([Sample(item, job.size) for item in drawn]) if drawn else None
-        given = given or conditions.text.of([job.run.negative_prompt])
+        given = conditioning_of_shortest(job, conditions, sample_items)
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
             errors = _quantization_error(job, teacher, guidance, given)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
@@ -228,15 +227,31 @@ def _quantization_error(
     job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
 ) -> dict[str, float]:
     """Return the error that the teacher's quantised weights cost, on its shortest samples. Collective."""
-    folder, r, device = job.teachers_folder, job.run, collectives.device()
+    x0_BCFHW = shortest_samples(job, teacher.velocity, conditioning)
+    given = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, job.run.seed
+    return quantization_error(*given, merges_padding=job.run.merge_text_padding)
+
+
+def conditioning_of_shortest(
+    job: Job, conditions: Conditions, sample_items: list[PromptItem]
+) -> Conditioning:
+    """Return the conditioning of the samples on which errors are measured, on this rank's device.
+
+    Args:
+        sample_items: of the run's pictures.
+    """
+    drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
+    given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
+    return given.shortened(job.folder.shortest_latent).to(collectives.device())
+
+
+def shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
+    """Return x0_BCFHW of samples that a network draws, on which errors are measured. Collective."""
+    folder, r = job.teachers_folder, job.run
     shape = folder.latent_shape(r.height, r.width, folder.shortest)
-    conditioning = conditioning.shortened(shape[1]).to(device)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
-    x0_BCFHW, _ = denoise(
-        teacher.velocity, folder, r.shift, torch.stack(noise).to(device), conditioning, STEPS
-    )
-    given = folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, r.seed
-    return quantization_error(*given, merges_padding=r.merge_text_padding)
+    noise_BCFHW = torch.stack(noise).to(collectives.device())
+    return denoise(velocity, folder, r.shift, noise_BCFHW, conditioning, STEPS)[0]
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:

@@ -93,11 +93,17 @@ def added_lines(added: Iterable[AddedLora]) -> list[str]:
     return lines
 
 
-def added_changes(added: Iterable[AddedLora], expert: Expert) -> dict[str, LowRank]:
-    """Return what all files together change of each layer, by diffusers' names, strengths in it; float32."""
+def added_changes(added: Iterable[AddedLora], expert: Expert, *, weights: bool = True) -> dict[str, LowRank]:
+    """Return what all files together change of each layer, by diffusers' names, strengths in it; float32.
+
+    Args:
+        weights: read them; without, the changes are on the meta device.
+    """
     changes: dict[str, LowRank] = {}
     for one in added:
-        for layer, (a, b) in read_lora(Path(one.file)).layers.items() if one.is_for(expert) else ():
+        if not one.is_for(expert):
+            continue
+        for layer, (a, b) in read_lora(Path(one.file), weights=weights).layers.items():
             changes[layer] = sum_of(changes.get(layer), LowRank(a, b * one.strength))
     return changes
 
@@ -141,5 +147,6 @@ class MergingReader(WeightReader):
         # all of the product, as a part of it may be rounded otherwise
         value_N += (change.b @ change.a).view(-1)[first : first + len(out_N)]
         out_N.copy_(value_N)
-        if not out_N.isfinite().all() and (text := NOT_FINITE.format(name)) not in self.faults:
+        extremes = torch.stack(out_N.aminmax()) if len(out_N) else out_N  # makes no copies, as isfinite does
+        if not extremes.isfinite().all() and (text := NOT_FINITE.format(name)) not in self.faults:
             self.faults.append(text)

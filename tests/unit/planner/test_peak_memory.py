@@ -8,8 +8,10 @@ from typing import Any
 import one_base
 import planned
 import pytest
+import torch
 from planned import EIGHT_80, ON_CPU, ONE_24
 from planned import published_job as job
+from safetensors.torch import save_file
 
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands
@@ -281,6 +283,27 @@ def test_teacher_student_and_critic_have_the_base_once_and_two_blocks_of_it_on_t
         assert parts[f"{role} weights"].device == 2 * adapters
         assert parts[f"{role} float32 weights and optimizer"].host >= 12 * adapters
     assert sum(b.node for b in parts.values()) == base.node
+
+
+@pytest.mark.parametrize("placement", ["streamed", "files", "owner"])
+def test_loras_added_to_a_teacher_are_in_cpu_memory_while_its_weights_are_read(
+    published: Path, tmp_path: Path, placement: str
+) -> None:
+    """Once a node if one rank reads; where the files are read at each call until the end of the run."""
+    down, up = torch.zeros(64, 5120, dtype=torch.bfloat16), torch.zeros(13824, 64, dtype=torch.bfloat16)
+    layer = "transformer.blocks.0.ffn.net.0.proj"
+    save_file({f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}, tmp_path / "style.safetensors")
+    given = {"teacher_lora": str(tmp_path / "style.safetensors"), "student_config": {}, "lora": {"rank": 4}}
+    run = job(published, ONE_24, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json", **given)
+    phases = plan(run, ONE_24, coding=False)
+    factors, weight = (64 * (5120 + 13824) * 4, 2 * 4 * 5120 * 13824)
+    kept = {"LoRA files added to the teacher": factors, "a weight and its change": weight}
+    read = phases["load"].alternatives["loading the teacher"]
+    of = {"streamed": lambda b: b.host, "owner": lambda b: b.node}.get(placement)
+    assert {use: of(b) for use, b in read.items()} == kept if of else read == {}
+    assert (kept.keys() <= phases["train"].kept.keys()) is (placement == "files")
+    again = phases["load"].alternatives["start"]
+    assert (kept.keys() <= again.keys()) is (placement == "owner")  # whose student has weights of its own
 
 
 def test_a_checkpoint_of_adapters_takes_memory_for_one_of_their_tensors(published: Path) -> None:

@@ -1,24 +1,32 @@
 """Memory of the teacher against closed forms and loaded models."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from recipes import recipe
+from safetensors.torch import load_file, save_file
 from shipped import placement
 from states import state
+from styles import style
 from torch import nn
+from trainers import job_of
 
 from wandistiller.distributed import collectives
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
-from wandistiller.planner.teacher_memory import teacher_bytes
+from wandistiller.planner.teacher_memory import added_parts, teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole
 from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan import activation_memory
+from wandistiller.wan.activation_memory import Live
+from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, with_loras
 from wandistiller.wan.transformer import numels, velocity
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -186,6 +194,31 @@ def test_a_teacher_that_stays_in_its_files_holds_three_blocks_and_the_rest(
         first, second = (velocity(model, state(*(t.to(one_rank) for t in inputs))) for _ in range(2))
     assert torch.equal(first, second) and len(model.blocks) > 3
     assert sum(seen.values()) == pytest.approx(teacher_bytes(folder, placed, 1).device, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("streamed", False), ("files", True)])
+def test_loras_added_to_the_embedded_teacher_take_the_planned_memory_while_its_weights_are_read(
+    one_rank: torch.device, tmp_path: Path, name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And to the end where its files are read at each call; their factors, a weight and its change."""
+    every = activation_memory.storages
+    real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
+    monkeypatch.setattr(activation_memory, "storages", real)
+    plain, file = open_wan("tiny"), style(TINY["tiny"], tmp_path / "style.safetensors", "to_q", "ffn")
+    save_file({key: value.bfloat16() for key, value in load_file(file).items()}, file)
+    added, most, now = [str(file), {"file": str(file), "expert": "low_noise"}], [], []
+    for folder in (plain, with_loras(plain, read_added("recipe", "teacher_lora", added))):
+        with Live() as live:
+            built = build_teacher(folder, placement(name, "float32"))
+            gc.collect()
+            now.append(live.now)
+        most.append(live.most)
+        del built
+    given = recipe(tmp_path, Path("tiny"), teacher_lora=added)
+    factors, weight = (part.host for part in added_parts(job_of(given)).values())
+    assert weight == 2 * 4 * 1024 * 128
+    assert now[1] - now[0] == (factors if keeps else 0)
+    assert most[1] - most[0] == pytest.approx(factors + weight, rel=0.05)
 
 
 def test_a_call_has_no_more_whole_parameters_at_once_than_planned(one_rank: torch.device, wan1: Path) -> None:

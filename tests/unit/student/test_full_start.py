@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from recipes import recipe
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_wan import small_transformer
 from states import state
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from wandistiller.config.identity import adapters
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.export.formats.original import original_state
-from wandistiller.student.full_start import FullStart, full_starts
+from wandistiller.planner.disk import written
+from wandistiller.student.full_start import FullStart, full_starts, prepare_full_starts
 from wandistiller.student.lora import is_adapter
 from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.pipeline import TINY
 from wandistiller.wan.transformer import velocity
 
 RANK = 3
@@ -155,6 +157,20 @@ def test_a_run_s_identity_has_the_full_model_by_its_content_wherever_it_lies(
     other = stored(full_model(wan1, seed=1), tmp_path / "other", "pipeline")
     found = [adapters(job_with(tmp_path, wan1, str(place)))["start"] for place in (here, there, other)]
     assert found[0] == found[1] != found[2]
+
+
+def test_the_cache_of_the_embedded_teacher_s_start_has_the_planned_bytes(
+    tmp_path: Path, one_rank: torch.device
+) -> None:
+    """Beside the factors each weight's squares, of 8 bytes, with the names and places of all."""
+    for expert in Expert:
+        full_model(TINY["tiny"], expert.value).save_pretrained(tmp_path / "full" / expert.value)
+    with_start, without = (job_with(tmp_path, Path("tiny"), s) for s in (str(tmp_path / "full"), None))
+    planned = [written(job, accelerator=False).cache for job in (with_start, without)]
+    prepare_full_starts(with_start)
+    tensors = [t for file in (tmp_path / "cache").rglob("*.safetensors") for t in load_file(file).values()]
+    assert sum(t.nbytes for t in tensors if t.dtype == torch.float32) == planned[0] - planned[1] > 0
+    assert all(t.nbytes == 8 for t in tensors if t.dtype != torch.float32)
 
 
 def refusal(folder: Path, wan: Path, start: Any, **more: Any) -> str:

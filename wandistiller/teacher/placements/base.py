@@ -45,6 +45,8 @@ class Placement(Kernels, ABC):
     """True if the teacher computes on the CPU, wherever the student does."""
     sweeps: ClassVar[bool] = False
     """True if weights arrive block by block, so that several calls go through the blocks together."""
+    reads_at_calls: ClassVar[bool] = False
+    """True if each call reads weights anew, with what is added to them."""
     memory_known: ClassVar[bool] = True
     """False if only loading shows where the weights go."""
 

@@ -1,6 +1,7 @@
 """A teacher that stays in its own files; its blocks are read from there just before each is called."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torch import nn
 
@@ -25,6 +26,8 @@ class Files(Streamed):
 
     Several micro-steps go through the blocks together, so that the weights arrive once for all of them.
     """
+
+    reads_at_calls: ClassVar[bool] = True
 
     def holds_quantized(self) -> bool:
         return False  # each block would be quantised anew at each call
