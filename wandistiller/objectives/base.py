@@ -95,7 +95,7 @@ class Limit(NamedTuple):
     text: str
     """What it means and what to do; `{value:.2f}` is the number, or its growth."""
     grows: bool = True
-    """The limit is for the mean of the last steps over that of the first; else for the least of the last."""
+    """The limit is for the mean of the last steps over that of the first; else for its distance from 0."""
     beyond: float = 0.0
     """Least mean of the last steps at which growth counts."""
     within: str | None = None

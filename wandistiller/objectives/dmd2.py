@@ -210,10 +210,10 @@ class Dmd2(TermOnSamples, TermWithRoles):
     limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             "critic lags",
-            "critic_share",
-            0.9,
-            "The critic knows the student's samples hardly better than the teacher does: its squared error "
-            "was over {most} of the teacher's in {window} steps. Give it more `critic_updates` or a higher "
+            "critic_lag",
+            0.5,
+            "The critic does not keep up with the student's samples: over {most} of its difference from the "
+            "teacher was its own error in {window} steps. Give it more `critic_updates` or a higher "
             "`critic_lr`, or let it follow: `critic_follows` 0.03.",
             grows=False,
         ),
@@ -367,12 +367,11 @@ class Dmd2(TermOnSamples, TermWithRoles):
         scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
         step_B = (sampled.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
         gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
-        of_critic_B, of_teacher_B = (
-            mean_square(v_BCFHW - sampled.target_BCFHW) for v_BCFHW in (critic_BCFHW, teacher_BCFHW)
-        )
         apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
+        # averages to 0 where the critic is right, however large the target's noise, as above a hand-over
+        lag_B = _mean_of((sampled.target_BCFHW - critic_BCFHW) * (teacher_BCFHW - critic_BCFHW))
         numbers = {
-            "critic_share": of_critic_B / of_teacher_B.clamp(min=LEAST),
+            "critic_lag": lag_B / apart_B.clamp(min=LEAST),
             "gradient": _mean_of(gradient_BCFHW.abs()),
             "deviation": x0_BCFHW.flatten(1).std(1),
             "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),
