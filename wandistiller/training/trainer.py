@@ -26,7 +26,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.teacher.sweep import rolled_out, swept
 from wandistiller.training.ahead import ReadAhead
-from wandistiller.training.interval import Interval
+from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
@@ -73,7 +73,8 @@ class Trainer:
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
-        self.saves, self.draws = Interval(job.run.save_minutes), Interval(job.run.sample_minutes)
+        self.saves = Interval(job.run.save_minutes, SAVING)
+        self.draws = Interval(job.run.sample_minutes, DRAWING)
         self._draw_after = 0
         """Steps done when pictures are due by the clock; known a step before, as the teacher works ahead."""
 
@@ -187,8 +188,10 @@ class Trainer:
         if not self._draws(done) or not again and collectives.broadcast_object(file.is_file()):
             return False
         set_activity(f"drawing pictures after step {done}")
-        with within("draw"), self.draws.doing():
-            rows, stats = self.pictures.draw(done)
+        with within("draw"):
+            self.pictures.draw_teacher()
+            with self.draws.doing():
+                rows, stats = self.pictures.draw(done)
             collectives.log0("drew %s", file)
             self.monitor.record_pictures(done, rows, stats, file)
         return True
