@@ -82,6 +82,8 @@ class Surroundings(NamedTuple):
     """A term of the objective uses cached latents."""
     trains_a_part: bool
     """The student has frozen parts, or adapters on weights that are not a whole network of the teacher's."""
+    trains_adapters: bool
+    """It has adapters on a whole network of the teacher's."""
 
 
 class Limit(NamedTuple):

@@ -255,7 +255,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
     critic_start: Literal["student", "teacher"] = "student"
     """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's.
 
-    Of adapters, which have the student's base, "teacher" is new ones: its base as the teacher has it.
+    Of adapters, which have the student's base, "teacher" is the student's A and a B of 0: no change yet.
     """
     critic_lr: Positive | None = None
     """The critic's learning rate; None: the student's."""
@@ -303,12 +303,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
         for key in ("expert", "critic_follows"):
             if self.gan and getattr(self, key):
                 problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
-        if not self.critic_follows or self.critic_start == STUDENT:
-            return problems
-        return problems + [
-            f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
-            'student\'s shape and start. Write `critic_start` "student", or leave it out.'
-        ]
+        return problems
 
     def combined_problems(self, run: Surroundings) -> list[str]:
         problems, networks, one = [], run.student_experts, self.trained_expert
@@ -328,6 +323,12 @@ class Dmd2(TermOnSamples, TermWithRoles):
             problems.append(
                 "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave "
                 "`buckets` out, or the other terms of `objective`."
+            )
+        if self.critic_follows and self.critic_start == "teacher" and not run.trains_adapters:
+            problems.append(
+                f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
+                "needs a critic of the student's shape and start, or adapters of the teacher. Write "
+                '`critic_start` "student", or leave one of them out.'
             )
         if self.critic_start == "teacher" and run.trains_a_part:
             problems.append(
