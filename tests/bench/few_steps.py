@@ -35,7 +35,7 @@ VARIANTS: dict[str, Any] = {
     "joint: dmd2, c = 2, and 100 x consistency": [DMD2, CONSISTENCY | {"weight": 100}],
 }
 LR = 1e-4
-SHOWN = ("critic_share", "gradient", "deviation")
+SHOWN = ("critic_lag", "gradient", "deviation")
 
 
 def train(name: str, start: Path, updates: int, folder: Path) -> Path:
@@ -75,7 +75,7 @@ def main() -> None:
     made.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench_few_steps")
     given = made.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    heads = ["right, of 112", "error", "two seeds' pictures differ by", "critic's share", "gradient"]
+    heads = ["right, of 112", "error", "two seeds' pictures differ by", "critic's lag", "gradient"]
     head(f"{given.updates} updates", *heads, "deviation", "seconds an update")
     row("none", *figures(given.start / "student", [], STEPS))
     for name in given.names:

@@ -222,12 +222,35 @@ def test_a_critic_from_the_teacher_begins_as_it_whatever_the_student_s_adapters_
         assert torch.equal(critic, student) is not equal
 
 
+def changes(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What adapters add to the weights of each layer."""
+    return {
+        name: module.lora_B["default"].weight @ module.lora_A["default"].weight
+        for name, module in network.named_modules()
+        if hasattr(module, "lora_A")
+    }
+
+
+def test_a_critic_from_the_teacher_that_follows_has_its_share_of_the_student_s_change_of_each_weight(
+    folder: Path, wan2: Path, adapters: Path, one_rank: torch.device
+) -> None:
+    more = {"lora": {"rank": 8, "start": str(adapters)}, "output_dir": str(folder / "followed")}
+    more |= {"objective": DMD2 | {"critic_start": "teacher", "critic_follows": 0.25}}
+    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    student, critic = trainer_of(recipe(folder, wan2, **LORA | more)).learners.values()
+    critic.follow(student, 0.25)
+    for expert, network in student.networks.items():
+        ours, theirs = changes(critic.networks[expert]), changes(network)
+        assert max(change.abs().max() for change in theirs.values()) > 0
+        assert all(torch.equal(ours[layer], change / 4) for layer, change in theirs.items())
+
+
 @pytest.mark.parametrize("placement", slow_but(["streamed"], PLACEMENTS))
 def test_a_critic_from_the_teacher_learns_on_its_base_what_it_learns_on_a_copy_bitwise_and_goes_on(
     folder: Path, wan2: Path, adapters: Path, placement: str
 ) -> None:
     given = {"lora": {"rank": 4, "start": str(adapters)}, "max_steps": 2, "save_every": 1}
-    given |= {"objective": DMD2 | {"critic_start": "teacher", "critic_warmup": 2}}
+    given |= {"objective": DMD2 | {"critic_start": "teacher", "critic_warmup": 2, "critic_follows": 0.03}}
     apart = trained(folder, wan2, f"from_copies_{placement}", COPIES, **given)
     one = trained(folder, wan2, f"from_{placement}", PLACEMENTS[placement], **given)
     assert_same(one, apart)

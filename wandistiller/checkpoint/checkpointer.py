@@ -1,6 +1,6 @@
 """Write checkpoints: float32 weights and moments by parameter, from which any layout can resume.
 
-step_00000500/
+step_00000500/                      or step_00000000_update_00000012/, within a head start
   manifest.json                     every file, its size and checksum
   run_state.json                    the step, and the run's identity and settings
   transformer/engine.json           counters, schedule, loss scale of an engine
@@ -49,13 +49,13 @@ class Checkpointer:
 
         Args:
             learners: by role.
-            state: {"identity", "facts", ...} of the run.
+            state: {"identity", "facts", "head_start": updates of it, ...} of the run.
 
         Raises:
             StorageError: on all ranks; this checkpoint, or the one before, could not be written.
         """
         self.finish()
-        target = self._folder / f"{manifest.STEP}{step:08d}"
+        target = self._folder / manifest.folder_name(step, 0 if step else state.get("head_start", 0))
         if collectives.broadcast_object(target.exists()):
             return target  # the run resumed from it, and nothing was learned since
         folder = manifest.temporary_name(target)

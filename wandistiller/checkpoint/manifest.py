@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, flush, write_json
 
 MANIFEST = "manifest.json"
-STEP = "step_"
+STEP, UPDATE = "step_", "_update_"
 POLL_SECONDS = 0.05
 SMALL_BYTES = 2**20
 """Size up to which a file is always verified; every JSON file is smaller."""
@@ -106,29 +107,35 @@ def _of_another_role(name: str) -> bool:
 
 def steps(checkpoints: Path) -> list[Path]:
     """List the committed folders, the newest first."""
-    named = (p for p in checkpoints.glob(f"{STEP}*") if p.name.removeprefix(STEP).isdigit())
-    return sorted(named, key=number, reverse=True)
+    named = (p for p in checkpoints.glob(f"{STEP}*") if re.fullmatch(rf"{STEP}\d+({UPDATE}\d+)?", p.name))
+    return sorted(named, key=_place, reverse=True)
 
 
-def number(folder: Path) -> int:
-    """Return the number of finished steps in a folder's name."""
-    return int(folder.name.removeprefix(STEP))
+def folder_name(step: int, update: int) -> str:
+    """Return the name of a folder of `step` finished steps and, beyond them, updates of a head start."""
+    return f"{STEP}{step:08d}" + (f"{UPDATE}{update:08d}" if update else "")
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    """Return the step and the update in a folder's name."""
+    step, _, update = folder.name.removeprefix(STEP).partition(UPDATE)
+    return int(step), int(update or 0)
 
 
 def rotate(newest: Path, keep: int) -> None:
     """Write the name of a verified folder to `latest`; delete all but `keep` folders up to it."""
     with atomic(newest.parent / "latest") as latest:
         latest.write_text(newest.name + "\n")
-    for old in [folder for folder in steps(newest.parent) if number(folder) <= number(newest)][keep:]:
+    for old in [folder for folder in steps(newest.parent) if _place(folder) <= _place(newest)][keep:]:
         # never half a folder under its name
         shutil.rmtree(old.rename(temporary_name(old)), ignore_errors=True)
 
 
-def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, from which the run resumes; return the new names."""
+def set_aside_newer(checkpoints: Path, step: int, update: int) -> list[Path]:
+    """Rename the checkpoints after that from which the run resumes, as in `folder_name`; return the names."""
     moved = []
     for folder in steps(checkpoints):
-        if number(folder) > step:
+        if _place(folder) > (step, update):
             tries = (checkpoints / f"aside_{folder.name}{'.' * bool(n)}{n or ''}" for n in range(1000))
             moved.append(folder.rename(next(t for t in tries if not t.exists())))
     return moved

@@ -109,6 +109,7 @@ def _surroundings(job: Job) -> Surroundings:
         has_buckets=bool(job.run.buckets),
         needs_latents=job.objective.needs_latents,
         trains_a_part=bool(job.run.frozen or job.run.lora and not job.bases),
+        trains_adapters=bool(job.bases),
     )
 
 

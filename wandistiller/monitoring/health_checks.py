@@ -1,9 +1,10 @@
 """Checks whether a student of few steps goes wrong, which its loss does not show, with remedies."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class HealthChecks:
             return
         self._add(watched)
         for limit in self._limits:
-            value = self._grown(limit) if limit.grows else self._least(limit.number, step)
+            value = self._grown(limit) if limit.grows else self._surely(limit.number, step)
             if value > limit.most:
                 yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
         yield from self._jump(grad_norm)
@@ -147,9 +148,15 @@ class HealthChecks:
         elif now < largest:
             watched.pop(limit.number, None)
 
-    def _least(self, name: str, step: int) -> float:
-        """Return the least of the last steps; 0 as long as a run warms up."""
-        return min(self._last[name]) if step > WARMED_UP + WINDOW else 0.0
+    def _surely(self, name: str, step: int) -> float:
+        """Return how far the mean of a number's last steps is from 0, less two of its standard errors.
+
+        0 as long as a run warms up.
+        """
+        last = self._last.get(name, ())
+        if step <= WARMED_UP + WINDOW or len(last) < WINDOW:
+            return 0.0
+        return abs(mean(last)) - 2 * stdev(last) / math.sqrt(WINDOW)
 
     def _grown(self, limit: Limit) -> float:
         """Return the mean of a number's last steps over that of the first; 0 where that does not count."""

@@ -82,6 +82,8 @@ class Surroundings(NamedTuple):
     """A term of the objective uses cached latents."""
     trains_a_part: bool
     """The student has frozen parts, or adapters on weights that are not a whole network of the teacher's."""
+    trains_adapters: bool
+    """It has adapters on a whole network of the teacher's."""
 
 
 class Limit(NamedTuple):
@@ -95,7 +97,7 @@ class Limit(NamedTuple):
     text: str
     """What it means and what to do; `{value:.2f}` is the number, or its growth."""
     grows: bool = True
-    """The limit is for the mean of the last steps over that of the first; else for the least of the last."""
+    """The limit is for the mean of the last steps over that of the first; else for its distance from 0."""
     beyond: float = 0.0
     """Least mean of the last steps at which growth counts."""
     within: str | None = None

@@ -210,10 +210,10 @@ class Dmd2(TermOnSamples, TermWithRoles):
     limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             "critic lags",
-            "critic_share",
-            0.9,
-            "The critic knows the student's samples hardly better than the teacher does: its squared error "
-            "was over {most} of the teacher's in {window} steps. Give it more `critic_updates` or a higher "
+            "critic_lag",
+            0.5,
+            "The critic does not keep up with the student's samples: over {most} of its difference from the "
+            "teacher was its own error in {window} steps. Give it more `critic_updates` or a higher "
             "`critic_lr`, or let it follow: `critic_follows` 0.03.",
             grows=False,
         ),
@@ -255,7 +255,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
     critic_start: Literal["student", "teacher"] = "student"
     """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's.
 
-    Of adapters, which have the student's base, "teacher" is new ones: its base as the teacher has it.
+    Of adapters, which have the student's base, "teacher" is the student's A and a B of 0: no change yet.
     """
     critic_lr: Positive | None = None
     """The critic's learning rate; None: the student's."""
@@ -303,12 +303,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
         for key in ("expert", "critic_follows"):
             if self.gan and getattr(self, key):
                 problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
-        if not self.critic_follows or self.critic_start == STUDENT:
-            return problems
-        return problems + [
-            f"recipe: `{where}.critic_follows` is {self.critic_follows}, which needs a critic of the "
-            'student\'s shape and start. Write `critic_start` "student", or leave it out.'
-        ]
+        return problems
 
     def combined_problems(self, run: Surroundings) -> list[str]:
         problems, networks, one = [], run.student_experts, self.trained_expert
@@ -328,6 +323,12 @@ class Dmd2(TermOnSamples, TermWithRoles):
             problems.append(
                 "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave "
                 "`buckets` out, or the other terms of `objective`."
+            )
+        if self.critic_follows and self.critic_start == "teacher" and not run.trains_adapters:
+            problems.append(
+                f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
+                "needs a critic of the student's shape and start, or adapters of the teacher. Write "
+                '`critic_start` "student", or leave one of them out.'
             )
         if self.critic_start == "teacher" and run.trains_a_part:
             problems.append(
@@ -367,12 +368,11 @@ class Dmd2(TermOnSamples, TermWithRoles):
         scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
         step_B = (sampled.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
         gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
-        of_critic_B, of_teacher_B = (
-            mean_square(v_BCFHW - sampled.target_BCFHW) for v_BCFHW in (critic_BCFHW, teacher_BCFHW)
-        )
         apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
+        # averages to 0 where the critic is right, however large the target's noise, as above a hand-over
+        lag_B = _mean_of((sampled.target_BCFHW - critic_BCFHW) * (teacher_BCFHW - critic_BCFHW))
         numbers = {
-            "critic_share": of_critic_B / of_teacher_B.clamp(min=LEAST),
+            "critic_lag": lag_B / apart_B.clamp(min=LEAST),
             "gradient": _mean_of(gradient_BCFHW.abs()),
             "deviation": x0_BCFHW.flatten(1).std(1),
             "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),

@@ -13,6 +13,7 @@ from wandistiller.planner.step_time import StepTime
 from wandistiller.student.calibration import number_of_samples
 from wandistiller.student.config import IMPORTANCE, source_experts
 from wandistiller.student.layer_importance import blocks_left
+from wandistiller.training.interval import DRAWING
 
 
 class Work(NamedTuple):
@@ -35,8 +36,7 @@ def pictures(job: Job, machine: Machine, rates: Rates) -> tuple[float, float, in
     """Seconds of the teacher's pictures, which are drawn once, of the student's, and how often those are."""
     work, run = _OtherWork(job, machine, rates), job.run
     teacher, student = work.drawn()
-    # by the clock, for at most a tenth of the time
-    between = max(60 * run.sample_minutes, 9 * student)
+    between = max(60 * run.sample_minutes, (DRAWING - 1) * student)
     by_clock = floor(run.max_steps * work.step.floor() / between)
     return teacher, student, min(run.max_steps, max(ceil(run.max_steps / run.sample_every), by_clock))
 

@@ -133,6 +133,17 @@ def set_change(model: nn.Module, layer: str, a: Tensor, b: Tensor) -> None:
     module.lora_B["default"].weight[:, :rank] = b / module.scaling["default"]
 
 
+@torch.no_grad()
+def set_no_change(model: nn.Module) -> None:
+    """Let the adapters of `model` change nothing, with the A that they have.
+
+    Of two adapters with one A the mean of the weights, B A and 0 A, is the mean of the changes.
+    """
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:
+            p.zero_()
+
+
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters' weights under the names of diffusers' loader."""
     from peft.utils import get_peft_model_state_dict

@@ -10,7 +10,7 @@ from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
 from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
-from wandistiller.student.lora import Lora, begin_with
+from wandistiller.student.lora import Lora, begin_with, set_no_change
 from wandistiller.student.projections_and_heads import add_heads
 from wandistiller.student.shared_base import hollow_model, on_base
 from wandistiller.student.slicing import WidthSlicer
@@ -56,13 +56,15 @@ class NetworkBuilder:
         Args:
             projected: add the projections of hidden states that are compared.
             heads: add heads.
-            as_new: adapters do not begin as those of a file or of another run.
+            as_new: adapters change nothing yet, whatever those of a file or of another run do.
         """
         job, model = self.job, self.network(expert)
         matched = job.matched_objective.student_blocks if projected else []
         set_trainable(model, job.run.frozen, job.run.lora, job.run.seed, matched, job.folder.config.width)
-        if not (as_new or job.resume_from):
+        if not job.resume_from:
             self._begin(expert, model)
+        if as_new:
+            set_no_change(model)
         if heads:
             add_heads(model)
         return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model

@@ -127,7 +127,7 @@ class NonFiniteHandler:
         own = own if update.learner.ranks.place == 0 else []
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
-        begun = number > (self._job.objective.first_update(step) if step else 0)
+        begun = number > self._job.objective.first_update(step)
         dropped = NonFiniteStep(step + 1, str(self._save(step, begun=begun, wait=stops).resolve()), samples)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]

@@ -72,23 +72,21 @@ class PictureDrawer:
         teacher: Teacher | None,
         student: Learner,
     ):
-        self.job, self.data, self.conditions, self.teacher, self.student = (
-            job,
-            data,
-            conditions,
-            teacher,
-            student,
-        )
+        self.job, self.data, self.conditions = job, data, conditions
+        self.teacher, self.student = teacher, student
         self._items, self._prompts = data.sample_items, [item.prompt for item in data.sample_items]
-        self._first: tuple[dict[str, Row], Stats] = ({}, {})
+        self._first: tuple[dict[str, Row], Stats] | None = None
         self._told = False
+
+    def draw_teacher(self) -> None:
+        """Draw the teacher's pictures, or decode cached ones, once for all of the student's."""
+        if self._first is None:
+            self._first = self._first_row(Vae(self.job.folder, collectives.device()))
 
     def draw(self, done: int) -> tuple[Rows, Stats]:
         """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
-        job = self.job
-        vae = Vae(job.folder, collectives.device())
-        if not self._first[0]:
-            self._first = self._first_row(vae)
+        self.draw_teacher()
+        job, vae = self.job, Vae(self.job.folder, collectives.device())
         calls = len(job.drawn.sigmas) if job.drawn else job.run.sample_steps
         row, stats = self._row(self._students, vae, "pictures of the student", calls)
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}

@@ -26,7 +26,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.teacher.sweep import rolled_out, swept
 from wandistiller.training.ahead import ReadAhead
-from wandistiller.training.interval import Interval
+from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
@@ -73,7 +73,10 @@ class Trainer:
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
         self._memory_profile = MemoryProfile(job)
-        self.saves, self.draws = Interval(job.run.save_minutes), Interval(job.run.sample_minutes)
+        self.saves = Interval(job.run.save_minutes, SAVING)
+        self.draws = Interval(job.run.sample_minutes, DRAWING)
+        self._warmed_up = 0
+        """Updates that are done of those before the first step."""
         self._draw_after = 0
         """Steps done when pictures are due by the clock; known a step before, as the teacher works ahead."""
 
@@ -128,21 +131,24 @@ class Trainer:
         raise Stopped(f"after step {done} of {self.job.run.max_steps}{stage}")
 
     def warm_up(self) -> None:
-        """Make the updates before the first step; a run that ends in them begins them anew.
+        """Make the updates before the first step that are not done.
 
         Raises:
             Stopped, NonFinite: as `train`.
         """
-        roles = self.job.objective.warmup
-        if not roles:
+        roles, done = self.job.objective.warmup, self._warmed_up
+        if done >= len(roles):
             return
         begin_step(0)
-        progress = Progress("the critic's head start", len(roles), "update")
-        for number, role in enumerate(roles):
-            stops = self.update(self._by_role[role], number, 0).stop_requested
+        progress = Progress("the critic's head start", len(roles) - done, "update")
+        for number, role in enumerate(roles[done:], done):
+            result = self.update(self._by_role[role], number, 0)
+            self._warmed_up = number + 1
             progress.advance()
-            if stops:
-                raise Stopped("before step 1, in a head start that begins anew,")
+            if result.stop_requested or result.over.save:
+                self.save(0, wait=result.stop_requested)
+            if result.stop_requested:
+                raise Stopped(f"after update {number + 1} of {len(roles)} of a head start")
 
     def train_step(self, step: int) -> StepResult:
         """Make one step, counted from 0: the updates of other networks, and then the student's.
@@ -187,8 +193,10 @@ class Trainer:
         if not self._draws(done) or not again and collectives.broadcast_object(file.is_file()):
             return False
         set_activity(f"drawing pictures after step {done}")
-        with within("draw"), self.draws.doing():
-            rows, stats = self.pictures.draw(done)
+        with within("draw"):
+            self.pictures.draw_teacher()
+            with self.draws.doing():
+                rows, stats = self.pictures.draw(done)
             collectives.log0("drew %s", file)
             self.monitor.record_pictures(done, rows, stats, file)
         return True
@@ -204,9 +212,9 @@ class Trainer:
         if begun:
             self.checkpointer.finish()
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
-        state = {**self._recorded, "skipped_steps": self.nonfinite.skipped}
+        state = {"skipped_steps": self.nonfinite.skipped, "head_start": self._warmed_up}
         with self.saves.doing():
-            folder = self.checkpointer.save(self.learners, done, state)
+            folder = self.checkpointer.save(self.learners, done, self._recorded | state)
             if wait:
                 self.checkpointer.finish()
         return folder
@@ -219,10 +227,11 @@ class Trainer:
             return 0
         set_activity(f"loading {folder}")
         start = load(self.learners, folder, changed_keys(folder, self._recorded, allowed))
-        self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
+        state = read_state(folder)
+        self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
-            for newer in set_aside_newer(self.job.output / "checkpoints", start):
+            for newer in set_aside_newer(self.job.output / "checkpoints", start, self._warmed_up):
                 collectives.log0("set aside %s, which is newer", newer)
         collectives.barrier()
         return start

@@ -18,7 +18,7 @@ from wandistiller.monitoring.health_checks import (
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import Dmd2
 
-WELL = {"critic_share": 0.6, "gradient": 0.8, "deviation": 1.0, "exit": 1.0, "cosine": 0.9, "gap": 0.3}
+WELL = {"critic_lag": 0.2, "gradient": 0.8, "deviation": 1.0, "exit": 1.0, "cosine": 0.9, "gap": 0.3}
 LONG = WARMED_UP + 2 * WINDOW
 
 
@@ -37,7 +37,8 @@ def test_a_run_that_goes_well_has_none() -> None:
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [
-        ({"critic_share": 0.95}, "critic lags"),
+        ({"critic_lag": 0.8}, "critic lags"),
+        ({"critic_lag": -0.8}, "critic lags"),
         ({"gradient": 1.0}, "critic diverges"),
         ({"deviation": 1.2}, "saturation"),
         ({"gap": 0.5}, "velocities part"),
@@ -65,7 +66,14 @@ def test_a_step_whose_numbers_are_not_finite_is_left_out() -> None:
 
 
 def test_a_critic_may_lag_at_the_start() -> None:
-    assert raised([WELL | {"critic_share": 1.0}] * WARMED_UP + [WELL] * WINDOW) == set()
+    assert raised([WELL | {"critic_lag": 1.0}] * WARMED_UP + [WELL] * WINDOW) == set()
+
+
+def test_noise_about_a_small_lag_is_no_sign_and_about_a_large_one_does_not_hide_it() -> None:
+    for lag, kinds in ((0.4, set()), (0.9, {"critic lags"})):
+        steps = [WELL | {"critic_lag": lag + noise} for noise in (-0.5, 0.5)]
+        assert raised(steps * LONG) == kinds
+    assert raised([WELL | {"critic_lag": lag} for lag in (-2.0, 4.0)] * LONG) == set()  # 1 by chance
 
 
 def test_a_gradient_norm_of_five_times_the_usual_is_a_sign() -> None:

@@ -101,9 +101,8 @@ def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
     at = renoised(batch, v)
     target = target_of_samples(Dmd2(), at, OF_TEACHER)
     assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
-    assert target.numbers["critic_share"].tolist() == pytest.approx([1.0] * 4)
     assert target.numbers["cosine"].tolist() == pytest.approx([1.0] * 4)
-    assert target.numbers["gap"].max() == 0
+    assert target.numbers["gap"].max() == 0 and target.numbers["critic_lag"].abs().max() == 0
 
 
 def test_a_longer_critic_is_apart_in_length_alone_and_a_perpendicular_one_has_no_cosine() -> None:
@@ -178,9 +177,9 @@ S = 0.875
 ONE_EXPERT = replace(SCHEDULE, boundary=S, handover=S, trained=Expert.HIGH_NOISE)
 
 
-def phased(step: int) -> Rollout:
+def phased(step: int, shape: tuple[int, ...] = SHAPE) -> Rollout:
     schedule = replace(ONE_EXPERT, few=few_steps(7.0, 4, S))
-    return drawn(schedule, SHAPE, TEXT, list(range(8 * step, 8 * step + 4)), step)
+    return drawn(schedule, shape, TEXT, list(range(8 * step, 8 * step + 4)), step)
 
 
 def test_samples_of_the_high_noise_expert_are_renoised_above_the_hand_over_alone() -> None:
@@ -213,6 +212,20 @@ def test_the_critic_s_target_is_the_derivative_of_the_path_in_t() -> None:
     t_B, h = batch.renoise.sigma_B.double(), 1e-6
     slope = (at(t_B + h).x_t_BCFHW - at(t_B - h).x_t_BCFHW) / (2 * h)
     torch.testing.assert_close(at(t_B).target_BCFHW, slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.5, -1.0])
+def test_a_critic_s_lag_is_its_share_of_what_it_differs_from_the_teacher_whatever_the_noise_of_its_target(
+    lag: float,
+) -> None:
+    """Samples are N(-0.2, 0.8), and the critic is where (1 - lag) critic + lag teacher is exact."""
+    batch = phased(0, (4, 1, 128, 128))
+    x0 = 0.8 * keyed_normal(batch.x_t_BCFHW.shape, "x0") - 0.2
+    at = renoised(batch, batch.x_t_BCFHW - x0)
+    exact, teacher = gaussian(-0.2, 0.8)(at), OF_TEACHER(at)
+    assert (at.target_BCFHW - exact).square().mean() > 100 * (exact - teacher).square().mean()
+    target = target_of_samples(Dmd2(), at, lambda _: (exact - lag * teacher) / (1 - lag))
+    assert target.numbers["critic_lag"].mean().item() == pytest.approx(lag, abs=0.1)
 
 
 def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:

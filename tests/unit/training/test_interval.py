@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from recipes import train
 
-from wandistiller.training.interval import Interval
+from wandistiller.training.interval import DRAWING, SAVING, Interval
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 def test_an_interval_is_over_when_its_minutes_have_passed_since_it_was_last_done() -> None:
     clock = Clock()
-    interval = Interval(2, clock)
+    interval = Interval(2, SAVING, clock)
     clock.seconds += 119
     assert not interval.over()
     clock.seconds += 1
@@ -28,15 +28,28 @@ def test_an_interval_is_over_when_its_minutes_have_passed_since_it_was_last_done
     assert not interval.over()
 
 
-def test_what_takes_long_is_done_in_at_most_a_tenth_of_the_time() -> None:
+@pytest.mark.parametrize(("parts", "between"), [(SAVING, 9 * 60), (DRAWING, 19 * 60)])
+def test_saving_takes_a_tenth_of_the_time_at_most_and_drawing_a_twentieth(parts: int, between: int) -> None:
     clock = Clock()
-    interval = Interval(1, clock)
+    interval = Interval(1, parts, clock)
     with interval.doing():
         clock.seconds += 60
-    clock.seconds += 9 * 60 - 1
+    clock.seconds += between - 1
     assert not interval.over()
     clock.seconds += 1
     assert interval.over()
+
+
+def test_what_took_long_once_and_is_quick_again_is_done_as_often_as_before() -> None:
+    clock = Clock()
+    interval = Interval(20, DRAWING, clock)
+    for took, minutes in ((540, 171), (6, 20)):
+        with interval.doing():
+            clock.seconds += took
+        clock.seconds += 60 * minutes - 1
+        assert not interval.over()
+        clock.seconds += 1
+        assert interval.over()
 
 
 @pytest.mark.slow

@@ -1,0 +1,34 @@
+"""The order of checkpoints, some of which are within a head start, before the first step."""
+
+from pathlib import Path
+
+from wandistiller.checkpoint.manifest import folder_name, rotate, set_aside_newer, steps
+
+IN_ORDER = [folder_name(*place) for place in ((0, 0), (0, 9), (0, 12), (1, 0), (10, 0))]
+
+
+def saved(folder: Path) -> Path:
+    for name in (*IN_ORDER, "step_x", "frozen", ".step_00000002.tmp"):
+        (folder / name).mkdir()
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return [one.name for one in reversed(steps(folder))]
+
+
+def test_those_of_a_head_start_come_between_step_0_and_step_1(tmp_path: Path) -> None:
+    assert names(saved(tmp_path)) == IN_ORDER
+    assert IN_ORDER[2] == "step_00000000_update_00000012"
+
+
+def test_the_newest_of_a_head_start_are_kept_as_others_are(tmp_path: Path) -> None:
+    rotate(saved(tmp_path) / IN_ORDER[2], keep=2)
+    assert names(tmp_path) == IN_ORDER[1:]
+    assert (tmp_path / "latest").read_text() == f"{IN_ORDER[2]}\n"
+
+
+def test_a_run_that_goes_on_within_a_head_start_sets_later_ones_aside(tmp_path: Path) -> None:
+    aside = [one.name for one in set_aside_newer(saved(tmp_path), 0, 9)]
+    assert names(tmp_path) == IN_ORDER[:2]
+    assert aside == [f"aside_{name}" for name in reversed(IN_ORDER[2:])]
