@@ -92,12 +92,14 @@ def transformer_problems(config: PartConfig) -> list[str]:
 
 
 def _image_state_problems(config: PartConfig) -> list[str]:
-    """List settings of the given frames' states, which a Wan has all or none of."""
+    """List the setting of given frames' states that does not fit the other; a Wan of text has neither."""
     values = config.values
+    image, added = (values.get(key) for key in ("image_dim", "added_kv_proj_dim"))
     width = values["num_attention_heads"] * values["attention_head_dim"]
-    if bool(values.get("image_dim")) == bool(added := values.get("added_kv_proj_dim")):
-        return [] if not added or added == width else [config.problem("added_kv_proj_dim", f"Write {width}.")]
-    return [config.problem("added_kv_proj_dim", f"Write {width if values.get('image_dim') else 'null'}.")]
+    if (image is None) == (added is None) and added in (None, width):
+        return []
+    remedy = f"`image_dim` is {image}. Write {width} and its width, or null for both: a text-to-video Wan."
+    return [config.problem("added_kv_proj_dim", remedy)]
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
