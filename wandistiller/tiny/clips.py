@@ -42,6 +42,8 @@ class Motion:
     """Turn clockwise."""
 
 
+BEGUN = 0.75
+"""Share of a motion in a clip that begins where other clips have their middle frame."""
 WAY_PX, GROWTH, TURN_DEGREES = 16.0, 0.8, 60.0
 MOTIONS = {
     "standing still": Motion(),
@@ -93,15 +95,24 @@ SEEN, HELD_OUT = divided(SPECS)
 """The 837 canonical prompts of training, and the 93 that are in no training stage."""
 
 
-def cover(shape: str, motion: str, *, speed: float = 1.0, moved: Sequence[float] = (0, 0, 0)) -> Tensor:
+def cover(
+    shape: str,
+    motion: str,
+    *,
+    speed: float = 1.0,
+    moved: Sequence[float] = (0, 0, 0),
+    begins: bool = False,
+) -> Tensor:
     """Draw how much of each pixel the shape covers: cover_FHW in [0, 1], antialiased.
 
     Args:
         speed: 1 is the motion's own.
         moved: jitter of x, y and size, each in [-1, 1].
+        begins: the first frame is the same for all motions, not the middle one.
     """
     way, (dx, dy, dsize) = MOTIONS[motion], moved
-    time_F11 = speed * torch.linspace(-0.5, 0.5, FRAMES)[:, None, None]
+    first, last = (0.0, BEGUN) if begins else (-0.5, 0.5)
+    time_F11 = speed * torch.linspace(first, last, FRAMES)[:, None, None]
     grid = (torch.arange(CLIP_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - CLIP_SIZE / 2
     radius_F11 = SHAPE_RADIUS_PX * (1 + SIZE_JITTER * dsize) * (1 + way.growth * time_F11)
     x_F1W = (grid - POSITION_JITTER_PX * dx - way.x_px * time_F11) / radius_F11
@@ -120,18 +131,20 @@ def colours(scene: ClipScene) -> tuple[Tensor, Tensor]:
     return shape, background
 
 
-def render(prompt: str, seed: int | None = None, *, speed: float = 1.0) -> Tensor:
+def render(prompt: str, seed: int | None = None, *, speed: float = 1.0, begins: bool = False) -> Tensor:
     """Draw one clip.
 
     Args:
         prompt: a canonical prompt, one of `SPECS`.
         seed: key of the jitter (position +-1.5 pixels, size +-8 %, uniform); None draws the canonical clip.
         speed: of the motion; 1 is the prompt's own.
+        begins: the first frame is the same for all motions, not the middle one.
 
     Returns:
         clip_CFHW, float32 in [0, 1].
     """
     scene = SPECS[prompt]
-    cover_FHW = cover(scene.shape, scene.motion, speed=speed, moved=jitter(prompt, seed))
+    moved = jitter(prompt, seed)
+    cover_FHW = cover(scene.shape, scene.motion, speed=speed, moved=moved, begins=begins)
     colour_C111, background_C111 = colours(scene)
     return cover_FHW * colour_C111 + (1 - cover_FHW) * background_C111

@@ -2,7 +2,8 @@
 
 Every judgement compares a clip with rendered ones. `fully_right` asks which of all 930 canonical clips is the
 nearest, so shape, both colours and motion must be right. `speeds` fits the speed of the prompt's own motion,
-and `flicker` is the change from frame to frame that this fitted clip does not have.
+and `flicker` is the change from frame to frame that this fitted clip does not have. With `begins` clips are
+of `first_frames`, whose motions begin in the first frame; prompts are then the names of scenes.
 
 Shape letters: B batch, K speeds, N all canonical scenes, M pairs of shape and motion, C channels, F frames,
 H height, W width, P all pixels of a clip.
@@ -20,19 +21,19 @@ SPEEDS = tuple(k / 20 for k in range(31))
 
 
 @cache
-def _forms() -> tuple[list[tuple[str, str]], Tensor]:
+def _forms(begins: bool) -> tuple[list[tuple[str, str]], Tensor]:
     """Draw the cover of each pair of shape and motion at canonical place and size: pairs and cover_MP."""
     pairs = list(dict.fromkeys((scene.shape, scene.motion) for scene in clips.SPECS.values()))
-    return pairs, torch.stack([clips.cover(*pair).flatten() for pair in pairs])
+    return pairs, torch.stack([clips.cover(*pair, begins=begins).flatten() for pair in pairs])
 
 
-def squared_distances(clip_BCFHW: Tensor) -> Tensor:
+def squared_distances(clip_BCFHW: Tensor, *, begins: bool = False) -> Tensor:
     """Compute the squared distance of clips in [0, 1] to all canonical clips: distance_BN, as in `SPECS`.
 
     A canonical clip is background b + cover m times (colour c - b), so |x - b - m (c - b)|^2 needs only the
     sums of x, x^2, m x, m and m^2 over the pixels, and no scene but its cover is ever rendered.
     """
-    pairs, cover_MP = _forms()
+    pairs, cover_MP = _forms(begins)
     clip_BCP = clip_BCFHW.detach().float().cpu().flatten(2).double()
     cover_MP = cover_MP.double()
     sum_BC, square_B1 = clip_BCP.sum(2), clip_BCP.square().sum((1, 2))[:, None]
@@ -50,31 +51,31 @@ def squared_distances(clip_BCFHW: Tensor) -> Tensor:
     return ground_BN - 2 * products_BN + cover_MP.square().sum(1)[form_N] * change_NC.square().sum(1)
 
 
-def nearest(clip_BCFHW: Tensor) -> list[str]:
+def nearest(clip_BCFHW: Tensor, *, begins: bool = False) -> list[str]:
     """Return the prompt of the canonical clip with the least squared distance to each clip in [0, 1]."""
     names = list(clips.SPECS)
-    return [names[n] for n in squared_distances(clip_BCFHW).argmin(1).tolist()]
+    return [names[n] for n in squared_distances(clip_BCFHW, begins=begins).argmin(1).tolist()]
 
 
-def fully_right(clip_BCFHW: Tensor, prompts: list[str]) -> list[bool]:
+def fully_right(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> list[bool]:
     """Return whether the nearest canonical clip of each clip in [0, 1] is its prompt's."""
-    return [found == own for found, own in zip(nearest(clip_BCFHW), prompts, strict=True)]
+    return [found == own for found, own in zip(nearest(clip_BCFHW, begins=begins), prompts, strict=True)]
 
 
-def mse_to_prompts(clip_BCFHW: Tensor, prompts: list[str]) -> Tensor:
+def mse_to_prompts(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> Tensor:
     """Return mse_B of each clip in [0, 1] to the canonical clip of its prompt."""
-    expected_BCFHW = torch.stack([clips.render(prompt) for prompt in prompts])
+    expected_BCFHW = torch.stack([clips.render(prompt, begins=begins) for prompt in prompts])
     return (clip_BCFHW.detach().float().cpu() - expected_BCFHW).square().flatten(1).mean(1)
 
 
-def _fitted(clip_CFHW: Tensor, prompt: str) -> tuple[float, Tensor]:
+def _fitted(clip_CFHW: Tensor, prompt: str, begins: bool) -> tuple[float, Tensor]:
     """Find the speed at which the prompt's canonical clip has the least squared distance, and that clip."""
-    tried_KCFHW = torch.stack([clips.render(prompt, speed=speed) for speed in SPEEDS])
+    tried_KCFHW = torch.stack([clips.render(prompt, speed=speed, begins=begins) for speed in SPEEDS])
     best = (tried_KCFHW - clip_CFHW).square().flatten(1).sum(1).argmin().item()
     return SPEEDS[best], tried_KCFHW[best]
 
 
-def speeds(clip_BCFHW: Tensor, prompts: list[str]) -> Tensor:
+def speeds(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> Tensor:
     """Fit the speed of each prompt's motion to its clip in [0, 1]: speed_B, as a share of the true one.
 
     It is the ratio of ways in pixels for a move, of changes of size for a growth, of angles for a turn. NaN
@@ -82,18 +83,18 @@ def speeds(clip_BCFHW: Tensor, prompts: list[str]) -> Tensor:
     """
     moves = [clips.SPECS[prompt].motion != clips.STILL for prompt in prompts]
     clip_BCFHW = clip_BCFHW.detach().float().cpu()
-    fitted = (_fitted(clip, prompt)[0] for clip, prompt in zip(clip_BCFHW, prompts, strict=True))
+    fitted = (_fitted(clip, prompt, begins)[0] for clip, prompt in zip(clip_BCFHW, prompts, strict=True))
     return torch.tensor(list(fitted)).where(torch.tensor(moves), torch.nan)
 
 
-def flicker(clip_BCFHW: Tensor, prompts: list[str]) -> Tensor:
+def flicker(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> Tensor:
     """Measure the change between neighbouring frames of clips in [0, 1] that no motion explains: flicker_B.
 
     It is the mean absolute value, over pixels, colours and pairs of frames, of the change of what is left of
     a clip after the prompt's clip at the fitted speed is subtracted. 0 for a rendered canonical clip.
     """
     left = [
-        clip - _fitted(clip, prompt)[1]
+        clip - _fitted(clip, prompt, begins)[1]
         for clip, prompt in zip(clip_BCFHW.detach().float().cpu(), prompts, strict=True)
     ]
     return torch.stack(left).diff(dim=2).abs().flatten(1).mean(1)

@@ -5,6 +5,8 @@
     python -m wandistiller.tiny.making --score wandistiller/tiny/pipeline
     python -m wandistiller.tiny.making --world video --output wandistiller/tiny/video_pipeline
     python -m wandistiller.tiny.making --world video --score wandistiller/tiny/video_pipeline --num 93
+    python -m wandistiller.tiny.making --world first_frame --output wandistiller/tiny/image_pipeline
+    python -m wandistiller.tiny.making --world first_frame --score wandistiller/tiny/image_pipeline --num 93
 
 With `--output` it makes everything; with `--score` it prints the table of the folder. Every stage has a fixed
 seed and writes one part into `--work` (default: OUTPUT.work). A stage whose part exists is skipped, so a
@@ -23,14 +25,21 @@ import shutil
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from transformers import T5TokenizerFast, UMT5EncoderModel
 
 from wandistiller.tiny.making.experts import FLOW_SHIFT, Cache, train_expert
+from wandistiller.tiny.making.pictures import write_rows
 from wandistiller.tiny.making.scores import megabytes, print_scores
 from wandistiller.tiny.making.text import train_text_encoder, train_tokenizer
 from wandistiller.tiny.making.vae import log, polish_decoder, train_vae
-from wandistiller.tiny.making.worlds import BOUNDARY, WORLDS, World
+from wandistiller.tiny.making.worlds import WORLDS, World
 from wandistiller.utils.files import write_json
 from wandistiller.wan.components import known_config
 
@@ -61,7 +70,7 @@ def assemble(world: World, work: Path, output: Path) -> None:
     bf16 = {"dtype": torch.bfloat16}
     experts = (work / stage.part for stage in world.stages[1:])
     high, low = (WanTransformer3DModel.from_pretrained(expert, **bf16) for expert in experts)
-    pipeline = WanPipeline(
+    pipeline = (WanImageToVideoPipeline if world.begins else WanPipeline)(
         tokenizer=T5TokenizerFast.from_pretrained(work / "tokenizer"),
         text_encoder=UMT5EncoderModel.from_pretrained(work / "text_encoder", **bf16),
         vae=AutoencoderKLWan.from_pretrained(work / "polished_vae", **bf16),
@@ -70,7 +79,7 @@ def assemble(world: World, work: Path, output: Path) -> None:
         ),
         transformer=high.to(torch.bfloat16),
         transformer_2=low.to(torch.bfloat16),
-        boundary_ratio=BOUNDARY,
+        boundary_ratio=world.boundary,
         expand_timesteps=False,
     )
     fresh, old = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
@@ -111,6 +120,8 @@ def main() -> None:
         make(world, work, only=args.only)
         if args.only is None:
             assemble(world, work, args.output)
+        if args.only is None and world.begins:
+            write_rows()
     if args.score is not None:
         print_scores(world, args.score, number=args.num, steps=args.steps, guidance=tuple(args.guidance))
 

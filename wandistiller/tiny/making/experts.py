@@ -24,6 +24,7 @@ from wandistiller.tiny.making.text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.making.vae import encoded, fit, latent_statistics
 from wandistiller.tiny.making.worlds import Stage, World
 from wandistiller.utils.keyed_random import keyed_generator
+from wandistiller.wan.given_frames import mask_of
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 
@@ -64,6 +65,8 @@ class Cache:
     """All that a step needs: normalised latents and text embeddings of the seen prompts."""
 
     latent_NVCFHW: Tensor
+    joined_NVCFHW: Tensor | None
+    """Mask and latents of the given frames, for a network that takes them."""
     text_NWLD: Tensor
     null_2LD: Tensor
 
@@ -74,16 +77,22 @@ class Cache:
         vae = AutoencoderKLWan.from_pretrained(folder / "vae").float()
         mean_1C111, std_1C111 = latent_statistics(vae)
         scenes = [(scene, seed) for scene in range(len(world.seen)) for seed in range(world.variants)]
-        z_BCFHW = encoded(vae, world, scenes)
+        z_BCFHW, joined_BCFHW = encoded(vae, world, scenes), None
+        if world.begins:
+            given_BCFHW = (encoded(vae, world, scenes, first_frames=True) - mean_1C111) / std_1C111
+            mask_CF = mask_of([0], world.frames, vae.config.scale_factor_temporal)
+            mask_BCFHW = mask_CF[None, ..., None, None].expand(len(scenes), -1, -1, *given_BCFHW.shape[3:])
+            joined_BCFHW = torch.cat([mask_BCFHW, given_BCFHW], dim=1).unflatten(0, (-1, world.variants))
         text_BLD = embedded(folder, all_wordings(world) + list(NULL_PROMPTS))
         return cls(
             ((z_BCFHW - mean_1C111) / std_1C111).unflatten(0, (-1, world.variants)),
+            joined_BCFHW,
             text_BLD[:-2].unflatten(0, (-1, len(world.templates))),
             text_BLD[-2:],
         )
 
-    def draw(self, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A batch of `size` samples: latent_BCFHW and text_BLD, some of whose prompts are dropped."""
+    def draw(self, size: int, rng: torch.Generator) -> tuple[Tensor, Conditioning]:
+        """A batch of `size` samples: latent_BCFHW and conditioning, some of whose prompts are dropped."""
         scene_B = torch.randint(len(self.latent_NVCFHW), (size,), generator=rng)
         variant_B = torch.randint(self.latent_NVCFHW.shape[1], (size,), generator=rng)
         wording_B = torch.randint(1, self.text_NWLD.shape[1], (size,), generator=rng)
@@ -92,7 +101,9 @@ class Cache:
         dropped_B = torch.rand(size, generator=rng) < DROPPED_PROMPTS
         null_B = torch.randint(len(NULL_PROMPTS), (size,), generator=rng)
         text_BLD = torch.where(dropped_B[:, None, None], self.null_2LD[null_B], text_BLD)
-        return self.latent_NVCFHW[scene_B, variant_B], text_BLD
+        joined_NVCFHW = self.joined_NVCFHW
+        joined_BCFHW = None if joined_NVCFHW is None else joined_NVCFHW[scene_B, variant_B]
+        return self.latent_NVCFHW[scene_B, variant_B], Conditioning(text_BLD, joined_BCFHW)
 
 
 def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> Tensor:
@@ -109,12 +120,12 @@ def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> 
 def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step: int) -> Tensor:
     """Mean squared error of the predicted velocity noise - x_0 on the batch of `step`, which is keyed."""
     rng = keyed_generator(stage.part, step)
-    latent_BCFHW, text_BLD = cache.draw(stage.run.batch, rng)
+    latent_BCFHW, conditioning = cache.draw(stage.run.batch, rng)
     noise_BCFHW = torch.randn(latent_BCFHW.shape, generator=rng)
     sigma_B = draw_sigma(stage.run.batch, stage.sigmas, rng)
     sigma_B1111 = sigma_B.view(-1, 1, 1, 1, 1)
     noisy_BCFHW = (1 - sigma_B1111) * latent_BCFHW + sigma_B1111 * noise_BCFHW
-    conditioning, expert = Conditioning(text_BLD), Expert.HIGH_NOISE
+    expert = Expert.HIGH_NOISE
     state = State(x_t_BCFHW=noisy_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
     velocity_BCFHW = velocity(model, state)
     return F.mse_loss(velocity_BCFHW, noise_BCFHW - latent_BCFHW)
@@ -123,7 +134,7 @@ def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step
 def train_expert(world: World, folder: Path, cache: Cache, stage: Stage) -> None:
     """Run one stage and write its model in bfloat16 to `folder/<part>`."""
     torch.manual_seed(3)
-    model = WanTransformer3DModel(**EXPERT_CONFIG, **world.expert)
+    model = WanTransformer3DModel(**EXPERT_CONFIG | world.expert)
     if stage.start is not None:
         start = WanTransformer3DModel.from_pretrained(folder / stage.start).float()
         model.load_state_dict(start.state_dict())

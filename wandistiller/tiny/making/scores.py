@@ -7,10 +7,12 @@ import hashlib
 from pathlib import Path
 
 import torch
-from diffusers import WanPipeline
+from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import Tensor
 
 from wandistiller.tiny import shapes, video_scores
+from wandistiller.tiny.first_frames import FOLDER
 from wandistiller.tiny.making.vae import reproduced, vae_psnr
 from wandistiller.tiny.making.worlds import World
 
@@ -25,16 +27,16 @@ def megabytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
-def open_pipeline(folder: Path) -> WanPipeline:
+def open_pipeline(folder: Path) -> DiffusionPipeline:
     """Open the pipeline in `folder` without progress bars, its bfloat16 weights in float32."""
-    pipeline = WanPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def sample(
     world: World,
-    pipeline: WanPipeline,
+    pipeline: DiffusionPipeline,
     prompts: list[str],
     *,
     steps: int,
@@ -51,11 +53,14 @@ def sample(
         clip_BCFHW in [0, 1].
     """
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    clip_BFCHW = []
-    for start in range(0, len(prompts), SCORED_BATCH):
-        part = slice(start, start + SCORED_BATCH)
+    clip_BFCHW, number = [], 1 if world.begins else SCORED_BATCH  # which takes one image a call
+    for start in range(0, len(prompts), number):
+        part, given = slice(start, start + number), {}
+        if world.begins:
+            given["image"] = Image.open(FOLDER / world.scenes[prompts[start]].picture)
         drawn = pipeline(
-            prompts[part],
+            **given,
+            prompt=[world.scenes[name].worded(0) for name in prompts[part]],
             negative_prompt=negative_prompt,
             num_inference_steps=steps,
             generator=generators[part],
@@ -76,23 +81,24 @@ def chosen(prompts: list[str], number: int) -> list[str]:
     return [by_hash[i % len(by_hash)] for i in range(number)]
 
 
-def judged(clip_BCFHW: Tensor, prompts: list[str]) -> dict[str, str]:
+def judged(world: World, clip_BCFHW: Tensor, prompts: list[str]) -> dict[str, str]:
     """Judge clips in [0, 1] of their world's frames: the cells of a row of the table by column."""
+    how = {"begins": world.begins}
     if clip_BCFHW.shape[2] == 1:
         image_BCHW = clip_BCFHW[:, :, 0]
         right_B = shapes.fully_right(image_BCHW, prompts)
         mse_B = shapes.mse_to_prompts(image_BCHW, prompts)
         return {"fully right": f"{100 * sum(right_B) / len(prompts):.1f} %", "MSE": f"{mse_B.mean():.5f}"}
-    right_B = video_scores.fully_right(clip_BCFHW, prompts)
-    mse_B = video_scores.mse_to_prompts(clip_BCFHW, prompts)
-    speed_B = video_scores.speeds(clip_BCFHW, prompts)
+    right_B = video_scores.fully_right(clip_BCFHW, prompts, **how)
+    mse_B = video_scores.mse_to_prompts(clip_BCFHW, prompts, **how)
+    speed_B = video_scores.speeds(clip_BCFHW, prompts, **how)
     speed_B = speed_B[~speed_B.isnan()]
     return {
         "fully right": f"{100 * sum(right_B) / len(prompts):.1f} %",
         "MSE": f"{mse_B.mean():.5f}",
         "speed": f"{speed_B.mean():.3f}",
         "speed's standard deviation": f"{speed_B.std():.3f}",
-        "flicker": f"{video_scores.flicker(clip_BCFHW, prompts).mean():.5f}",
+        "flicker": f"{video_scores.flicker(clip_BCFHW, prompts, **how).mean():.5f}",
     }
 
 
@@ -113,13 +119,14 @@ def print_scores(
     print(f"{steps} steps, {number} prompts per row")
     held_out = chosen(world.held_out, number)
     rendered_BCFHW = torch.stack([world.render(prompt, VAE_SEED) for prompt in held_out])
-    true = judged(rendered_BCFHW, held_out)
+    true = judged(world, rendered_BCFHW, held_out)
     print(f"| prompts | guidance | {' | '.join(true)} |\n{'|---' * (2 + len(true))}|")
     for name, prompts in (("seen", world.seen), ("held out", world.held_out)):
         scored = chosen(prompts, number)
         for scales in (guidance, (1.0, 1.0)):
-            cells = judged(sample(world, pipeline, scored, steps=steps, guidance=scales), scored)
+            clip_BCFHW = sample(world, pipeline, scored, steps=steps, guidance=scales)
+            cells = judged(world, clip_BCFHW, scored)
             print(f"| {name} | {scales[0]:g}, {scales[1]:g} | {' | '.join(cells.values())} |", flush=True)
     coded_BCFHW = (reproduced(pipeline.vae, rendered_BCFHW * 2 - 1) + 1) / 2
-    print(f"| held out | after the VAE | {' | '.join(judged(coded_BCFHW, held_out).values())} |")
+    print(f"| held out | after the VAE | {' | '.join(judged(world, coded_BCFHW, held_out).values())} |")
     print(f"| held out | rendered | {' | '.join(true.values())} |")

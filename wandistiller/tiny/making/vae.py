@@ -8,6 +8,7 @@ Shape letters: B batch, C channels, F frames, H height, W width.
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -106,6 +107,9 @@ def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
 def train_vae(world: World, folder: Path) -> None:
     """Train the VAE (8x in space, 4x in time, 16 channels) on clips of seen prompts; write `folder/vae`."""
     torch.manual_seed(1)
+    if world.vae is None:
+        shutil.copytree(world.vae_start, folder / "vae")
+        return
     if world.vae_start is None:
         vae = AutoencoderKLWan(base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
     else:
@@ -137,6 +141,9 @@ def polish_decoder(world: World, folder: Path) -> None:
     The decoder sees latents sampled from the posterior, not their means: an expert's latents are not exact
     either.
     """
+    if world.polish is None:
+        shutil.copytree(folder / "vae", folder / "polished_vae")
+        return
     vae = AutoencoderKLWan.from_pretrained(folder / "vae").float().requires_grad_(False)
     vae.decoder.requires_grad_(True)
 
@@ -172,11 +179,23 @@ def treat_videos_as_stills(vae: AutoencoderKLWan) -> None:
 
 
 @torch.no_grad()
-def encoded(vae: AutoencoderKLWan, world: World, scenes: list[tuple[int, int]]) -> Tensor:
-    """Encode clips, given the index of a seen prompt and the seed of each: the posterior's mean, z_BCFHW."""
+def encoded(
+    vae: AutoencoderKLWan, world: World, scenes: list[tuple[int, int]], *, first_frames: bool = False
+) -> Tensor:
+    """Encode clips, given the index of a seen prompt and the seed of each: the posterior's mean, z_BCFHW.
+
+    Args:
+        first_frames: of each clip the first frame alone, followed by grey ones.
+    """
     parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
+    parts = map(first_alone, parts) if first_frames else parts
     with fast_convolutions(world, vae):
         return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
+
+
+def first_alone(clip_BCFHW: Tensor) -> Tensor:
+    """Return clips in [-1, 1] whose frames are grey after the first."""
+    return torch.cat([clip_BCFHW[:, :, :1], torch.zeros_like(clip_BCFHW[:, :, 1:])], dim=2)
 
 
 def write_latent_statistics(vae: AutoencoderKLWan, world: World) -> None:

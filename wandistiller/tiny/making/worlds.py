@@ -1,4 +1,7 @@
-"""The two worlds that a teacher is made for, pictures and clips, with the sizes and steps of its training."""
+"""The worlds that a teacher is made for, with the sizes and steps of its training.
+
+They are pictures, clips, and clips that begin with a given picture.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wandistiller.tiny import clips, shapes
+from wandistiller.tiny import clips, first_frames, shapes
 
 TINY = Path(__file__).parent.parent
-BOUNDARY = 0.875
-"""Sigma from which the high-noise expert serves (Wan2.2-A14B's boundary_ratio)."""
+BOUNDARY, IMAGE_BOUNDARY = 0.875, 0.9
+"""Sigma from which the high-noise expert serves: boundary_ratio of Wan2.2 T2V and I2V A14B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +60,18 @@ class World:
     """The folder that ships."""
     vae_start: Path | None
     """VAE to start from; None for a fresh one."""
-    vae: Run
-    polish: Run
+    vae: Run | None
+    """None: the VAE to start from is taken as it is."""
+    polish: Run | None
     variants: int
     """Jittered clips per seen prompt, in training."""
     expert: dict[str, int]
     """Sizes of a transformer."""
     stages: tuple[Stage, Stage, Stage]
     """The transformer for every sigma, then the high-noise and the low-noise expert."""
+    boundary: float = BOUNDARY
+    begins: bool = False
+    """The networks are given the first frame of a clip, and prompts say the rest."""
 
     def batch(self, size: int, rng: torch.Generator) -> Tensor:
         """Draw `size` jittered clips of seen prompts: clip_BCFHW in [-1, 1]."""
@@ -77,12 +84,12 @@ def rendered(world: World, scenes: list[tuple[int, int]]) -> Tensor:
     return torch.stack([world.render(world.seen[scene], seed) for scene, seed in scenes]) * 2 - 1
 
 
-def _stages(base: Run, high: Run, low: Run) -> tuple[Stage, Stage, Stage]:
+def _stages(base: Run, high: Run, low: Run, boundary: float = BOUNDARY) -> tuple[Stage, Stage, Stage]:
     """A transformer for every sigma, and from it one for each range."""
     return (
         Stage(part="base", start=None, sigmas=(0.0, 1.0), run=base),
-        Stage(part="transformer", start="base", sigmas=(BOUNDARY, 1.0), run=high),
-        Stage(part="transformer_2", start="base", sigmas=(0.0, BOUNDARY), run=low),
+        Stage(part="transformer", start="base", sigmas=(boundary, 1.0), run=high),
+        Stage(part="transformer_2", start="base", sigmas=(0.0, boundary), run=low),
     )
 
 
@@ -133,5 +140,29 @@ WORLDS = {
             Run(steps=2000, batch=64, lr=6e-4),
             Run(steps=3000, batch=64, lr=8e-4),
         ),
+    ),
+    "first_frame": World(
+        scenes=first_frames.SPECS,
+        attributes=first_frames.ATTRIBUTES,
+        templates=first_frames.TEMPLATES,
+        seen=first_frames.SEEN,
+        held_out=first_frames.HELD_OUT,
+        frames=clips.FRAMES,
+        size=clips.CLIP_SIZE,
+        render=first_frames.render,
+        pipeline=TINY / "image_pipeline",
+        vae_start=TINY / "video_pipeline" / "vae",
+        vae=None,
+        polish=None,
+        variants=4,
+        expert={"num_layers": 6, "ffn_dim": 640, "in_channels": 36},
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+            IMAGE_BOUNDARY,
+        ),
+        boundary=IMAGE_BOUNDARY,
+        begins=True,
     ),
 }
