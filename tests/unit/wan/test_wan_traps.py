@@ -15,6 +15,7 @@ from small_wan import FORMS, make_wan
 from states import state
 
 from wandistiller.batch import Batch, Conditioning
+from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.experts import Expert
@@ -85,7 +86,9 @@ def test_the_vae_of_48_channels_encodes_to_normalised_latents(five: Path, pipe: 
 
 def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
     sampling = Sampling(height=32, width=32, steps=2, **settings)
-    files = sample(read_candidate(str(folder)), ["a red circle"], output, sampling, 0, torch.float32)
+    files = sample(
+        read_candidate(str(folder)), [PromptItem("a red circle")], output, sampling, 0, torch.float32
+    )
     return np.asarray(Image.open(files[0]))
 
 
@@ -94,7 +97,8 @@ def test_the_bar_of_sample_counts_the_steps_of_all_prompts(
 ) -> None:
     caplog.set_level(logging.INFO)
     sampling = Sampling(height=32, width=32, steps=2)
-    sample(read_candidate(str(wan1)), ["a red circle", "a blue one"], tmp_path, sampling, 0, torch.float32)
+    items = [PromptItem("a red circle"), PromptItem("a blue one")]
+    sample(read_candidate(str(wan1)), items, tmp_path, sampling, 0, torch.float32)
     assert [line.partition(",")[0] for line in caplog.messages if "samples: " in line][-1] == "samples: 4/4"
 
 
