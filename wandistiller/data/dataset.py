@@ -27,6 +27,7 @@ from wandistiller.data.lines import (
     is_data,
 )
 from wandistiller.tiny import clips, shapes
+from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
 from wandistiller.utils.files import PARTIAL
 
@@ -161,7 +162,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
     Raises:
         ConfigError: no such file, not UTF-8, a bad line, a missing media file, or no prompt at all.
     """
-    path = Path(data_path)
+    path = FIRST_FRAMES.get(data_path, Path(data_path))
     if data_path in EMBEDDED:
         prompts = EMBEDDED[data_path]
         kinds, hashes = [MediaType.PROMPT] * len(prompts), [_hash(p) for p in prompts]

@@ -26,7 +26,7 @@ from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, Pla
 from wandistiller.evaluation.quantization_error import SAMPLES
 from wandistiller.evaluation.sigma_bands import Band, bands, states_in
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.tiny import clips, shapes
+from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
@@ -62,7 +62,7 @@ class Evaluation:
     def computable(self, metrics: list[M]) -> list[M]:
         """Return those of METRICS or FEATURES that this evaluation has the inputs for."""
         s = self.student_sampling
-        size, known = (s.num_frames, s.height, s.width), {p: None for p in self.prompts}.keys()
+        size, known = (s.num_frames, s.height, s.width), {name: None for name in self.scenes}.keys()
         # prompts of the embedded teachers, whose pictures and clips a program can score
         has = {
             "": True,
@@ -79,6 +79,14 @@ class Evaluation:
     def prompts(self) -> list[str]:
         """The items' prompts."""
         return [item.prompt for item in self.items]
+
+    @property
+    def scenes(self) -> list[str]:
+        """Names of the embedded teachers' scenes: of text the prompts; of others empty."""
+        if not self.teacher.config.takes_image:
+            return self.prompts
+        files = ((item.prompt, item.image.name if item.image else "") for item in self.items)
+        return [first_frames.NAMES.get(file, "") for file in files]
 
     @property
     def samples(self) -> list[Sample]:
@@ -145,6 +153,7 @@ class Evaluator:
         self._conditions.text.fill([*settings.prompts, negative])
         if unusable := self._conditions.fill_frames(self._samples):
             raise ConfigError(*sorted(unusable.values()))
+        self._scenes = settings.scenes
         self._null_LD = self._conditions.text[negative]
         self._vae = Vae(settings.teacher, self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None
@@ -241,7 +250,8 @@ class Evaluator:
             first_x0.append(x0[0])
             for one, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
                 given = int(s.teacher.config.takes_image)
-                batch = DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip, given)
+                scenes = [self._scenes[i] for i in chunk]
+                batch = DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip, given, scenes)
                 scored = self._score(chunk, batch)
                 (drawn.second_draw if one else drawn.samples).update(scored)
         return drawn, first_x0

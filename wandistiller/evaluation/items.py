@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from wandistiller.data.dataset import EMBEDDED, PromptItem, read_dataset
+from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.pipeline import WanFolder
@@ -18,7 +18,7 @@ def read_items(words: list[str], images: Sequence[str] = ()) -> list[PromptItem]
         images: the first frame of each clip, or of all.
     """
     first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
-    if len(words) == 1 and (first in EMBEDDED or _names_a_file(first)):
+    if len(words) == 1 and (first in {*EMBEDDED, *FIRST_FRAMES} or _names_a_file(first)):
         items = list(read_dataset(first, first_frames=True))
     elif problems := prompt_problems("command line", "prompts", words):
         raise ConfigError(*problems)

@@ -73,6 +73,7 @@ class DrawnBatch:
         other_BCFHW: Tensor,
         clip: Clip | None,
         given: int = 0,
+        scenes: list[str] | None = None,
     ):
         """Keep samples.
 
@@ -81,12 +82,19 @@ class DrawnBatch:
             x0_BCFHW: normalised VAE latents.
             other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
             given: latent frames at the start that the models are given, which count for no motion.
+            scenes: names of the embedded teachers' scenes; None: they are the prompts.
         """
+        self.scenes, self.given = scenes or prompts, given
         self.moving_BCFHW = after_given(x0_BCFHW, given)
         self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
         self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
         """The middle frame."""
         self.x0_BCFHW, self.other_BCFHW = x0_BCFHW, other_BCFHW
+
+    @property
+    def begins(self) -> bool:
+        """True if motions begin in the first frame."""
+        return self.given > 0
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
@@ -194,20 +202,20 @@ METRICS = [
         needs="moving shapes",
         summary=_share,
         compute=lambda drawn: torch.tensor(
-            video_scores.fully_right(drawn.pixels_BCFHW, drawn.prompts)
+            video_scores.fully_right(drawn.pixels_BCFHW, drawn.scenes, begins=drawn.begins)
         ).float(),
     ),
     Metric(
         name="speed",
         label="speed, 1 is the prompt's",
         needs="moving shapes",
-        compute=lambda drawn: video_scores.speeds(drawn.pixels_BCFHW, drawn.prompts),
+        compute=lambda drawn: video_scores.speeds(drawn.pixels_BCFHW, drawn.scenes, begins=drawn.begins),
     ),
     Metric(
         name="flicker",
         label="flicker: change that no motion explains",
         needs="moving shapes",
-        compute=lambda drawn: video_scores.flicker(drawn.pixels_BCFHW, drawn.prompts),
+        compute=lambda drawn: video_scores.flicker(drawn.pixels_BCFHW, drawn.scenes, begins=drawn.begins),
     ),
     Metric(
         name=MOTION,
