@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from diffusers import WanTransformer3DModel
 from PIL import Image
 from torch import Tensor
 
 from tests.helpers.small_wan import IMAGE_FORMS, make_wan
-from wandistiller.batch import Conditioning
+from wandistiller.batch import Batch, Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
@@ -78,6 +80,45 @@ def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> N
         max_sequence_length=512,
     ).frames
     assert (x0_BCFHW - theirs).norm() / theirs.norm() < 1e-5
+
+
+def by_hand(network: WanTransformer3DModel, batch: Batch, first_frame_given: bool) -> Tensor:
+    """Return diffusers' output for one sample, called as `WanImageToVideoPipeline.__call__` does."""
+    given, t = batch.conditioning, 1000 * batch.sigma_B
+    text = F.pad(given.text_BLD, (0, 0, 0, 512 - given.text_BLD.shape[1]))
+    if first_frame_given:
+        mask = torch.ones(1, 1, *batch.x_t_BCFHW.shape[2:])
+        mask[:, :, 0] = 0
+        hidden = (1 - mask) * given.first_BCFHW + mask * batch.x_t_BCFHW
+        t = (mask[0][0][:, ::2, ::2] * t).flatten()[None]
+    else:
+        hidden = torch.cat([batch.x_t_BCFHW, given.joined_BCFHW], dim=1)
+    image = given.image_BLD
+    if image is not None and network.config.pos_embed_seq_len:
+        image = image.view(2, -1, image.shape[-1])
+    return network(hidden, t, text, encoder_hidden_states_image=image, return_dict=False)[0]
+
+
+def test_a_training_step_has_the_loss_and_gradients_of_diffusers_own_call(image_wan: Path) -> None:
+    wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
+    network, expands = load_pipeline(wan, torch.float32).transformer, wan.config.expands_time
+    x0 = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
+    batch = with_noise(x0, conditioning, Expert.HIGH_NOISE, [0.7], [(0, "noise")])
+    found = {}
+    for name in ("ours", "theirs"):
+        if name == "ours":
+            error = velocity(network, batch) - batch.v_BCFHW
+        else:
+            error = by_hand(network, batch, expands) - (batch.noise_BCFHW - batch.x0_BCFHW)
+            error = torch.cat([0 * error[:, :, :1], error[:, :, 1:]], dim=2) if expands else error
+        loss = error.square().mean()
+        loss.backward()
+        found[name] = loss.detach(), {n: p.grad.clone() for n, p in network.named_parameters()}
+        network.zero_grad()
+    (loss, grads), (their_loss, their_grads) = found.values()
+    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
+    for name, gradient in grads.items():
+        assert (gradient - their_grads[name]).norm() <= 1e-5 * their_grads[name].norm() + 1e-9, name
 
 
 def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
