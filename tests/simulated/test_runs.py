@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 from gpu_runs import FLOAT32, on_both
+from image_data import image_data
 from ranks import has_async_io
 from recipes import student_engine
 from simulated import simulated_gpu
-from small_wan import make_wan
+from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.utils.files import read_json
 
@@ -69,4 +70,19 @@ def test_two_gpus_that_share_each_sample_have_the_losses_of_two_cpus_bitwise(
 ) -> None:
     wan = make_wan(tmp_path / "wan", heads=4)
     found = on_both(tmp_path, wan, 2, context_parallel=2, num_frames=5, objective=objective)
+    assert found.gpu == found.cpu and found.reports == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", IMAGE_FORMS)
+def test_an_image_to_video_run_on_gpus_has_the_losses_of_one_on_cpus_bitwise(
+    form: str, ranks: int, tmp_path: Path
+) -> None:
+    data, wan = image_data(tmp_path / "data"), make_wan(tmp_path / "wan", **IMAGE_FORMS[form])
+    rows = data.read_text().splitlines()  # the last is a clip, which has a last frame too
+    data.write_text("\n".join(rows[-1:] if IMAGE_FORMS[form]["image"] == "both ends" else rows))
+    given = {"data_path": str(data), "sample_prompts": ["left"], "rollout_steps": 2}
+    given |= {"height": 32, "width": 64, "num_frames": 5, "teacher_deepspeed_config": STREAMED}
+    objective = ["velocity", DMD2 | {"gan": 0.03}]
+    found = on_both(tmp_path, wan, ranks, objective=objective, **given)
     assert found.gpu == found.cpu and found.reports == ""
