@@ -167,7 +167,8 @@ def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form:
     more = {"objective": "velocity", "deepspeed_config": ENGINE}
     one = losses(wans.train(form, f"{form} alone", 1, **more))
     two = losses(wans.train(form, f"{form} shared", 2, context_parallel=2, **more))
-    assert two == pytest.approx(one, rel=1e-5)
+    # the gradients of a time for each patch are summed in another order
+    assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
