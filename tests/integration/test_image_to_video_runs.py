@@ -10,6 +10,7 @@ import torch
 from diffusers import WanImageToVideoPipeline
 from image_data import PROMPTS, image_data
 from on_ranks.placements import differences
+from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe, recipe_file, student_engine, train
 from slow_cases import slow_but
@@ -126,6 +127,13 @@ def test_sample_writes_a_clip_that_begins_with_the_image(wans: Wans, run: tuple[
     video = wans.folder / f"drawn {form}" / "0000.mp4"
     about = next(imageio_ffmpeg.read_frames(str(video)))
     assert about["size"] == (SIZE["width"], SIZE["height"])
+
+
+def test_pictures_of_training_begin_with_the_given_frames(wans: Wans, run: tuple[str, Path]) -> None:
+    _, output = run
+    _, height = Image.open(output / "samples" / "step_00000003.png").size
+    tile, gap, captions = 2 * SIZE["height"], 6, 28
+    assert (height - captions) / (tile + gap) == 7  # given; teacher and student in three frames
 
 
 def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(

@@ -91,3 +91,9 @@ def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tens
     if sample.item.image:
         return reader.read(sample.item.image, replace(sample.size, num_frames=1))
     return reader.read(sample.item.media, sample.size, sample.clip)[:, given_places(folder.config)]
+
+
+def still(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tensor:
+    """Return a clip that shows the first given frame throughout: clip_CFHW in [0, 1]."""
+    first_C1HW = given_frames(folder, reader, sample)[:, :1] / 2 + 0.5
+    return first_C1HW.expand(-1, sample.size.num_frames, -1, -1)

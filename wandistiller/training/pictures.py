@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from wandistiller.batch import State
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.conditions import Conditions
+from wandistiller.data.conditions import Conditions, still
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
@@ -37,6 +37,8 @@ from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.sampling import denoise
 
+GIVEN = "given"
+"""The row of what clips begin with."""
 Rows = dict[str, list[Tensor]]
 """image_CHW of each prompt, in [0, 1], by name."""
 Stats = dict[str, SampleStats]
@@ -92,8 +94,17 @@ class PictureDrawer:
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
-            self._write(job.picture(done), rows)
+            self._write(job.picture(done), self._given() | rows)
         return {name: row.middle for name, row in rows.items()}, of_rows
+
+    def _given(self) -> dict[str, Row]:
+        """Return the row of the frames that an image-to-video Wan is given, if it is one."""
+        job = self.job
+        if not job.folder.config.takes_image:
+            return {}
+        samples = [Sample(item, job.size) for item in self._items]
+        looks = [self._look(still(job.folder, job.reader, sample)) for sample in samples]
+        return {GIVEN: Row(*map(torch.stack, zip(*looks, strict=True)))}
 
     def _write(self, file: Path, rows: dict[str, Row]) -> None:
         """Write the grid, and of clips their MP4 before it, where its libraries are installed."""
@@ -111,6 +122,7 @@ class PictureDrawer:
             f"{name}\nframe {k + 1}": [still_CFHW[:, place] for still_CFHW in row.stills]
             for place, k in enumerate(evenly(frames, STILLS))
             for name, row in rows.items()
+            if name != GIVEN or k == 0
         }
         save_grid(file, stills, prompts)
 
