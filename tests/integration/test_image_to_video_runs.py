@@ -13,6 +13,7 @@ from on_ranks.placements import differences
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe, recipe_file, student_engine, train
+from safetensors import safe_open
 from slow_cases import slow_but
 from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
@@ -216,6 +217,27 @@ def test_a_prompt_without_a_first_frame_is_refused(wans: Wans, tmp_path: Path) -
 def test_an_image_alone_is_refused_where_the_last_frame_is_given_too(wans: Wans) -> None:
     message = refused(wans, BOTH_ENDS, data_path=str(wans.data), sample_prompts=None)
     assert "is given the first and the last frame" in message and "0.png is one image" in message
+
+
+def test_buckets_are_refused_where_samples_are_drawn_at_one_size(wans: Wans) -> None:
+    message = refused(wans, A14B, objective=DMD2, buckets=[[32, 32], [32, 64]])
+    assert "`buckets` is [[32, 32], [32, 64]]. The objective draws samples of one size" in message
+
+
+@pytest.mark.slow
+def test_clips_are_made_at_the_bucket_of_the_image_that_they_begin_with(wans: Wans, tmp_path: Path) -> None:
+    data = image_data(tmp_path / "data", pictures=4)
+    for i in (1, 3):
+        with Image.open(data.parent / f"{i}.png") as image:
+            image.resize((160, 70)).save(data.parent / f"{i}.png")
+    cache = tmp_path / "cache"
+    more = {"data_path": str(data), "cache_dir": str(cache), "buckets": [[32, 32], [32, 64]], "max_steps": 4}
+    run = wans.train(A14B, "buckets", **more, rollout_steps=1)
+    sizes = set()
+    for file in (cache / "latents").rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            sizes |= {tuple(opened.get_slice(k).get_shape()[-2:]) for k in opened.keys() if k.endswith(".x0")}
+    assert len(losses(run)) == 4 and sizes == {(4, 4), (4, 8)}
 
 
 def test_clips_of_one_frame_are_refused(wans: Wans) -> None:

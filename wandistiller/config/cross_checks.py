@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields
 
-from wandistiller.batch import PATH
+from wandistiller.batch import PATH, STUDENT
 from wandistiller.checkpoint.resume import CHANGEABLE
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
@@ -265,6 +265,9 @@ def _frame_problems(job: Job) -> list[str]:
             "Its attention divides text from image by the 512 rows of text (diffusers 0.42.1). Write false."
         )
         problems.append(problem("recipe", "merge_text_padding", True, remedy))
+    if run.buckets and job.objective.rolls_out(STUDENT):
+        remedy = "The objective draws samples of one size, and each begins with its image. Leave it out."
+        problems.append(problem("recipe", "buckets", run.buckets, remedy))
     rows = {item.prompt for item in job.sample_items}
     if missing := [prompt for prompt in run.sample_prompts if prompt not in rows]:
         remedy = (

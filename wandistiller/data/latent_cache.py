@@ -11,11 +11,11 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.data.media import MediaReader
-from wandistiller.data.media_cache import Encode, MediaCache, Sample
+from wandistiller.data.media_cache import Encode, MediaCache, Sample, of_one_size
 from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
+from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.keyed_random import keyed_normal
@@ -127,7 +127,7 @@ class LatentCache:
     ) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
         missing = self._made.missing_keys(samples)
-        files = batched(missing, self._samples_per_file)
+        files = of_one_size(missing, samples, self._samples_per_file)
         name, calls = "latents from the teacher", number_of_rounds(files, ranks) * self._rollouts.steps
         progress = Progress(name, calls, "call")
         for _, keys, counts in round_robin(files, ranks):

@@ -31,6 +31,14 @@ Encode = Callable[[Sample], dict[str, Tensor]]
 """Returns the tensors of a sample by name. Raises MediaError with the reason if its medium cannot be used."""
 
 
+def of_one_size(keys: list[str], samples: dict[str, Sample], number: int) -> list[list[str]]:
+    """Split keys into lists of at most that many, each of samples of one size."""
+    by_size: dict[Size, list[str]] = {}
+    for key in keys:
+        by_size.setdefault(samples[key].size, []).append(key)
+    return [part for of_size in by_size.values() for part in batched(of_size, number)]
+
+
 class MediaCache(TensorCache):
     """Tensors of samples with media, under keys that the owner makes."""
 
@@ -58,10 +66,7 @@ class MediaCache(TensorCache):
         """
         known = collectives.broadcast_object(self._known_unusable())
         missing = self.missing_keys(key for key in samples if key not in known)
-        by_size: dict[Size, list[str]] = {}
-        for key in missing:
-            by_size.setdefault(samples[key].size, []).append(key)
-        files = own_batches([f for keys in by_size.values() for f in batched(keys, self._samples_per_file)])
+        files = own_batches(of_one_size(missing, samples, self._samples_per_file))
         unusable: dict[str, str] = {}
         with collectives.raise_on_all_ranks():
             if files:

@@ -32,6 +32,7 @@ from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan.context_parallel import whole_sequences
+from wandistiller.wan.given_frames import encoder_folders
 from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.sampling import denoise
 
@@ -260,7 +261,9 @@ def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     added = job.folder.added_identities  # nothing in caches of other teachers, as `quantized`
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
     quantized = quantized_facts(job.teacher).values()
-    return digest(weights, text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added)
+    images = [fingerprint(encoder_folders(job.folder))] if job.folder.config.takes_image else []
+    parts = text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added, *images
+    return digest(weights, *parts)
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
