@@ -59,7 +59,8 @@ def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
     """A network of twice the width and feed-forward with the outputs of `small`.
 
     Each channel of the residual stream and of given frames is there twice, so LayerNorm has the same mean
-    and variance; only the first copy is read. Heads, units and other streams get some channels without inputs and outputs.
+    and variance; only the first copy is read. Heads, units and other streams get some channels without inputs
+    and outputs.
     """
     keys = ("in_channels", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
     sizes = {key: small.config[key] for key in keys} | {"num_attention_heads": 2 * HEADS, "ffn_dim": 2 * FFN}
