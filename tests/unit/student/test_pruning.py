@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from small_wan import small_transformer
 from torch import Tensor
@@ -18,7 +19,7 @@ from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope
 from wandistiller.student.slicing import Subspace, WidthSlicer
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
-from wandistiller.wan.structure import NORMED
+from wandistiller.wan.structure import IMAGE_MAPS, IMAGE_NORM, NORMED
 from wandistiller.wan.transformer_config import TransformerConfig
 
 WIDTH, HEADS, HEAD_DIM, FFN = 64, 2, 32, 96  # of the small network
@@ -99,6 +100,29 @@ def test_cutting_what_is_not_used_keeps_the_output(small: WanTransformer3DModel)
     measured.stream_DD[WIDTH:] = 0  # the second copies, which nothing reads
     student, _ = cut_of(wide, measured, num_attention_heads=HEADS, ffn_dim=FFN)
     assert close(predict(student), predict(small))
+
+
+def test_channels_of_given_frames_that_nothing_reads_are_cut_and_their_part_of_the_norm_is_kept() -> None:
+    """Channels of 1 and -1 stay, of 0.1 and -0.1 go: LayerNorm has another rms, which the gain undoes."""
+    teacher, kept = small_transformer(1, 2, **IMAGE).eval(), WIDTH // 2
+    last = teacher.condition_embedder.image_embedder.ff.net[2]
+    h_D = torch.tensor([1.0, -1.0]).repeat(kept) * torch.tensor([1.0, 0.1]).repeat_interleave(kept)
+    with torch.no_grad():
+        last.weight.zero_()
+        last.bias.copy_(h_D)
+        for block in teacher.blocks:
+            for name in IMAGE_MAPS:
+                getattr(block.attn2, name).weight[:, kept:] = 0
+    _, cuts = cut_of(teacher, num_attention_heads=HEADS // 2)
+    image = WidthSlicer({"image": cuts.axes["image"]}, cuts.means)
+    assert cuts.axes["image"].basis.tolist() == list(range(kept))
+
+    def keys(slicer: WidthSlicer, h_D: Tensor) -> Tensor:
+        names = IMAGE_NORM, f"blocks.1.attn2.{IMAGE_MAPS[0]}"
+        norm, read = (slicer.cut(n, dict(teacher.get_submodule(n).named_parameters())) for n in names)
+        return F.linear(F.layer_norm(h_D, h_D.shape, **norm), **read)
+
+    assert close(keys(image, h_D[:kept]), keys(WidthSlicer(), h_D))
 
 
 @pytest.mark.parametrize("why", ["they write nothing", "they never change"])
