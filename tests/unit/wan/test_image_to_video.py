@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
 
-from tests.helpers.small_wan import IMAGE_FORMS, make_wan
 from wandistiller.batch import Batch, Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
