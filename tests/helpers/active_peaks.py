@@ -24,6 +24,6 @@ device.held_memory = in_use
 
 if __name__ == "__main__":
     if "MOST_GPU_BYTES" in os.environ:
-        whole = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(int(os.environ["MOST_GPU_BYTES"]) / whole)
+        share = int(os.environ["MOST_GPU_BYTES"]) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     command()
