@@ -79,6 +79,23 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
     assert devices.reports() == ""
 
 
+@pytest.mark.parametrize("gan", [0, 0.03], ids=["without heads", "with heads"])
+def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_are_most(
+    gan: float, wan: Path, tmp_path: Path
+) -> None:
+    """The three roles' passes come one after the other: at samples, nothing is recomputed yet."""
+    few = {"name": "dmd2", "steps": 2, "critic_updates": 1, "gan": gan}
+    given = planned.recipe(tmp_path, wan, 0, "", "", rollout_steps=1, sample_prompts=[])
+    given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 256, "width": 512}
+    engine = in_float32("student", "lora_wan") | {"train_micro_batch_size_per_gpu": 4}
+    given |= {"deepspeed_config": engine, "teacher_deepspeed_config": in_float32("teacher", "streamed")}
+    (plan,) = call(planned.predicted, given, 1, ranks=1, start=partial(program, gpus=Simulated(tmp_path)))
+    devices = Simulated(tmp_path, mib=8192)
+    taken = peaks(given, devices)["train"]
+    print(f"| one base, dmd2 | streamed | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |")
+    assert plan["train"] / 1.1 <= taken <= 1.1 * plan["train"] and devices.reports() == ""
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four blocks of Wan 14B's sizes."""

@@ -1,5 +1,6 @@
 """Peak memory of a run on each rank, phase by phase, from its settings alone: nothing is loaded."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,7 +26,13 @@ from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
-from wandistiller.wan.activation_memory import activation_bytes, call_bytes, checkpoint_bytes, compared_bytes
+from wandistiller.wan.activation_memory import (
+    activation_bytes,
+    call_bytes,
+    checkpoint_bytes,
+    compared_bytes,
+    sampled_bytes,
+)
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
@@ -50,7 +57,7 @@ NCCL = 700 * MIB
 (issues 964 and 1685 of NVIDIA/nccl); not measured by us."""
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
-CAST = "student's gradients in float32"
+CAST, ACTIVATIONS = "student's gradients in float32", "student's activations"
 FREED = "freed by the teacher, kept by the C library"
 """CPU memory that a teacher's call has left in the heap while the student computes."""
 
@@ -110,12 +117,24 @@ class _Planner:
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
-    def saved(self, config: TransformerConfig, engine: EngineConfig, samples: int) -> Bytes:
-        """Memory of the activations of a learning network."""
+    def saved(
+        self,
+        config: TransformerConfig,
+        engine: EngineConfig,
+        samples: int,
+        counted: Callable[..., int] = activation_bytes,
+    ) -> Bytes:
+        """Memory of the activations of a learning network, by default as its backward pass begins."""
         given = config, engine, self.latent, samples
         how = {"accelerator": self.gpu, "sharers": self.sharers}
         away = checkpoint_bytes(*given, **how)
-        return Bytes(transient=activation_bytes(*given, **how) - away, host=away)
+        return Bytes(transient=counted(*given, **how) - away, host=away)
+
+    def _sampled(self, passes: Parts) -> Parts:
+        """The same parts of a student's passes between its forward and its backward pass."""
+        j = self.job
+        held = self.saved(j.student_transformer, j.student_engine, self.samples, sampled_bytes)
+        return passes | {ACTIVATIONS: held}
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
@@ -123,11 +142,12 @@ class _Planner:
         kept, call = self._teachers()
         student, gathered, steps = self._student(cast)
         again, starts = self._read_again(), {}
+        sampled = self._sampled(steps["student"])
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
-            steps |= its_steps | {"teacher and critic at samples": steps["student"] | call}
+            steps |= its_steps | {"teacher and critic at samples": sampled | call}
             if slope:
-                steps["gradient through the critic"] = steps["student"] | slope
+                steps["gradient through the critic"] = sampled | slope
             student |= kept_of_it
             numel = other_network(j, other.role).trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
@@ -216,7 +236,7 @@ class _Planner:
             numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
-        passes = step | {"student's activations": saved} | self._compared() | self._unpacked(engine)
+        passes = step | {ACTIVATIONS: saved} | self._compared() | self._unpacked(engine)
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
             spread = spread_bytes(self.network, engine, ranks)
@@ -307,7 +327,7 @@ class _Planner:
             held | vae,
             {
                 "teacher": call,
-                "student": gathered | {"student's activations": Bytes(transient=work)},
+                "student": gathered | {ACTIVATIONS: Bytes(transient=work)},
                 "decode": decode,
             },
         )
