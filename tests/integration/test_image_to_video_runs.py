@@ -144,11 +144,13 @@ def test_velocities_of_every_placement_on_two_ranks_are_bitwise_diffusers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [A14B, TI2V])
-def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form: str) -> None:
-    more = {"objective": "velocity", "deepspeed_config": ENGINE}
-    one = losses(wans.train(form, f"{form} alone", 1, **more))
-    two = losses(wans.train(form, f"{form} shared", 2, context_parallel=2, **more))
+@pytest.mark.parametrize(
+    ("form", "objective"), [(A14B, "velocity"), (TI2V, "velocity"), (TI2V, "dmd2 with heads")]
+)
+def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form: str, objective: str) -> None:
+    more = {"objective": OBJECTIVES[objective], "deepspeed_config": ENGINE}
+    one = losses(wans.train(form, f"{form} {objective} alone", 1, **more))
+    two = losses(wans.train(form, f"{form} {objective} shared", 2, context_parallel=2, **more))
     # the gradients of a time for each patch are summed in another order
     assert two == pytest.approx(one, rel=1e-4)
 
