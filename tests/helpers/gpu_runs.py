@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from image_data import image_data
+from image_data import image_data, with_last_images
 from ranks import has_async_io, metrics
 from recipes import student_engine, train
 from simulated import Simulated
@@ -98,8 +98,7 @@ def on_both(folder: Path, wan: Path, ranks: int = 1, **more: Any) -> Checked:
 def image_run(form: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Make a small image-to-video Wan of this form and its data; return it and a run's keys."""
     data, wan = image_data(folder / "data"), make_wan(folder / "wan", **IMAGE_FORMS[form])
-    rows = data.read_text().splitlines()  # the last is a clip, which has a last frame too
-    data.write_text("\n".join(rows[-1:] if IMAGE_FORMS[form]["image"] == "both ends" else rows))
+    data = with_last_images(data) if IMAGE_FORMS[form]["image"] == "both ends" else data
     given = {"data_path": str(data), "sample_prompts": ["left"], "rollout_steps": 2}
     given |= {"height": 32, "width": 64, "num_frames": 5, "teacher_deepspeed_config": STREAMED}
     return wan, given | {"objective": ["velocity", DMD2 | {"gan": 0.03}]}

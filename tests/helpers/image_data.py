@@ -1,4 +1,4 @@
-"""Prompts with first frames: pictures and a clip, of noise from fixed seeds."""
+"""Prompts with given frames: pictures and a clip, of noise from fixed seeds."""
 
 import json
 from pathlib import Path
@@ -26,4 +26,15 @@ def image_data(folder: Path, *, pictures: int = 6) -> Path:
     rows.append({"prompt": "left", "video": "clip.gif"})
     file = folder / "first_frames.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def with_last_images(data: Path) -> Path:
+    """Write `both_ends.jsonl` beside such a file: each picture's clip ends with the next picture."""
+    *pictures, clip = map(json.loads, data.read_text().splitlines())
+    names = [row["image"] for row in pictures]
+    lasts = names[1:] + names[:1]
+    rows = [row | {"last_image": last} for row, last in zip(pictures, lasts, strict=True)]
+    file = data.with_name("both_ends.jsonl")
+    file.write_text("\n".join(map(json.dumps, [*rows, clip])))
     return file

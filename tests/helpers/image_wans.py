@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from image_data import image_data
+from image_data import image_data, with_last_images
 from recipes import student_engine, train
 from small_wan import IMAGE_FORMS, make_wan
 
@@ -25,10 +25,7 @@ class Wans(dict[str, Path]):
 
     def settings(self, form: str, **more: Any) -> dict[str, Any]:
         """A recipe's keys for a run of three steps."""
-        data = self.data
-        if form == BOTH_ENDS:  # a picture alone has no last frame
-            data = data.with_name("clips.jsonl")
-            data.write_text(self.data.read_text().splitlines()[-1])
+        data = with_last_images(self.data) if form == BOTH_ENDS else self.data
         given = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
         given |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
         return given | more

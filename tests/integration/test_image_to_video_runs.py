@@ -8,7 +8,7 @@ import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
-from image_data import PROMPTS, image_data
+from image_data import PROMPTS, image_data, with_last_images
 from image_wans import A14B, BOTH_ENDS, ENGINE, SIZE, TI2V, WAN21, Wans
 from on_ranks.placements import differences
 from PIL import Image
@@ -24,6 +24,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.media import Size, load_media
+from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.errors import ConfigError
@@ -93,10 +94,9 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
 @pytest.mark.slow
 def test_sample_writes_a_clip_that_begins_with_the_image(wans: Wans, run: tuple[str, Path]) -> None:
     form, output = run
-    if form == BOTH_ENDS:
-        pytest.skip("`sample` takes one image")
     size = [word for key, value in SIZE.items() for word in (f"--{key}", str(value))]
     given = ["--prompts", PROMPTS[0], "--image", wans.data.parent / "0.png", *size]
+    given += ["--last_image", wans.data.parent / "1.png"] if form == BOTH_ENDS else []
     wandistiller("sample", "--model", output / "student", *given, "--output", wans.folder / f"drawn {form}")
     video = wans.folder / f"drawn {form}" / "0000.mp4"
     about = next(imageio_ffmpeg.read_frames(str(video)))
@@ -144,11 +144,13 @@ def test_velocities_of_every_placement_on_two_ranks_are_bitwise_diffusers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [A14B, TI2V])
-def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form: str) -> None:
-    more = {"objective": "velocity", "deepspeed_config": ENGINE}
-    one = losses(wans.train(form, f"{form} alone", 1, **more))
-    two = losses(wans.train(form, f"{form} shared", 2, context_parallel=2, **more))
+@pytest.mark.parametrize(
+    ("form", "objective"), [(A14B, "velocity"), (TI2V, "velocity"), (TI2V, "dmd2 with heads")]
+)
+def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form: str, objective: str) -> None:
+    more = {"objective": OBJECTIVES[objective], "deepspeed_config": ENGINE}
+    one = losses(wans.train(form, f"{form} {objective} alone", 1, **more))
+    two = losses(wans.train(form, f"{form} {objective} shared", 2, context_parallel=2, **more))
     # the gradients of a time for each patch are summed in another order
     assert two == pytest.approx(one, rel=1e-4)
 
@@ -189,7 +191,19 @@ def test_a_prompt_without_a_first_frame_is_refused(wans: Wans, tmp_path: Path) -
 
 def test_an_image_alone_is_refused_where_the_last_frame_is_given_too(wans: Wans) -> None:
     message = refused(wans, BOTH_ENDS, data_path=str(wans.data), sample_prompts=None)
-    assert "is given the first and the last frame" in message and "0.png is one image" in message
+    assert "is given the first and the last frame" in message
+    assert "0.png is one image. Write `last_image` too, or `video`, which has both." in message
+
+
+@pytest.mark.parametrize("form", [A14B, TI2V])
+def test_a_last_image_is_refused_where_the_first_frame_alone_is_given(wans: Wans, form: str) -> None:
+    rows = with_last_images(wans.data)
+    message = refused(wans, form, data_path=str(rows), sample_prompts=None)
+    assert "is given the first frame alone" in message
+    assert "1.png is a last one. Leave `last_image` out." in message
+    for words, images in (([str(rows)], []), (["a"], [[str(wans.data.parent / "0.png")]] * 2)):
+        (problem,) = image_problems(open_wan(str(wans[form])), read_items(words, *images))
+        assert "is given the first frame alone" in problem
 
 
 def test_buckets_are_refused_where_samples_are_drawn_at_one_size(wans: Wans) -> None:

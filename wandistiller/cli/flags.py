@@ -103,6 +103,9 @@ class SampleFlags:
         "first frame of clips, for image-to-video: one of each prompt, or of all",
         metavar="FILE",
     )
+    last_image: list[str] | None = _flag(
+        None, "the same of their last frame, where that is given too", metavar="FILE"
+    )
     output: Path = _flag(MISSING, "folder for the pictures")
     height: int | None = _flag(None, "pixels; default what the pipeline was made for")
     width: int | None = _flag(None, "pixels; default what the pipeline was made for")

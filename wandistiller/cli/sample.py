@@ -44,7 +44,7 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
     """
     problems, items = number_problems("sample", vars(flags)) + folder_problems("output", flags.output), []
     with collecting(problems):
-        items = read_items(flags.prompts, flags.image or [])
+        items = read_items(flags.prompts, flags.image or [], flags.last_image or [])
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder

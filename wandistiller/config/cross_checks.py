@@ -8,7 +8,8 @@ from wandistiller.checkpoint.resume import CHANGEABLE
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.data.colours import background_problems
-from wandistiller.data.dataset import MediaType
+from wandistiller.data.conditions import ends_problems
+from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
@@ -255,11 +256,7 @@ def _frame_problems(job: Job) -> list[str]:
             f"{name} makes clips that begin with a given image, but {json.dumps(without.prompt)} has none. "
             + remedy
         )
-    if config.pos_embed_seq_len and (first := items.first(MediaType.FIRST_FRAME)):
-        remedy = "Give videos, which have both."
-        problems.append(
-            f"{name} is given the first and the last frame, but {first.image} is one image. {remedy}"
-        )
+    problems += ends_problems(job.folder, filter(None, map(items.first, GIVEN)))
     if config.image_dim and run.merge_text_padding:
         remedy = (
             "Its attention divides text from image by the 512 rows of text (diffusers 0.42.1). Write false."

@@ -8,7 +8,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, start_after
 from wandistiller.data.colours import WHITE
-from wandistiller.data.dataset import MediaType
+from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
 from wandistiller.student.full_start import full_starts
@@ -19,7 +19,7 @@ from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.full_models import content, is_full_model
 from wandistiller.wan.lora_files import IN_A_FOLDER
 
-STILLS = (MediaType.IMAGE, MediaType.FIRST_FRAME)
+STILLS = (MediaType.IMAGE, *GIVEN)
 
 
 def recorded(job: Job) -> dict[str, Any]:

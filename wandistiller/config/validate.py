@@ -11,7 +11,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.config.start import Start, read_start
-from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
+from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.engine_config import EngineConfig
@@ -117,7 +117,7 @@ def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | No
     if not folder or not (folder.config.takes_image or folder.expands_time and run.num_frames > 1):
         return folder, items()
     found = items(first_frames=True)
-    if folder.config.takes_image or found.first(MediaType.FIRST_FRAME):
+    if folder.config.takes_image or found.first(*GIVEN):
         return folder.with_first_frames(), found
     return folder, found
 

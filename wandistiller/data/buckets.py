@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from wandistiller.data.dataset import VIDEOS
+from wandistiller.data.lines import VIDEOS
 from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, media_frames, opened
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress

@@ -1,5 +1,6 @@
 """Cached inputs of the networks beside latents: text, and of image-to-video Wans the given frames."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning
-from wandistiller.data.media import MediaReader
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import MediaError, MediaReader
 from wandistiller.data.media_cache import Encode, MediaCache, Sample
 from wandistiller.data.text_cache import TextCache
 from wandistiller.utils.files import digest, fingerprint
@@ -47,6 +49,8 @@ class Conditions:
         frames = None
         if self._folder.config.takes_image:
             frames = self._reader.key(sample.item.begins_with, sample.size, sample.clip)
+            if last := sample.item.last_image:
+                frames = digest(frames, self._reader.key(last, sample.size))
         return ConditionKey(self.text.key(sample.item.prompt), frames)
 
     def fill_frames(self, samples: list[Sample]) -> dict[str, str]:
@@ -88,9 +92,31 @@ def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tens
     Raises:
         MediaError: its medium cannot be used.
     """
-    if sample.item.image:
-        return reader.read(sample.item.image, replace(sample.size, num_frames=1))
+    if images := sample.item.images:
+        return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
     return reader.read(sample.item.media, sample.size, sample.clip)[:, given_places(folder.config)]
+
+
+def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
+    """Return pixels_C1HW of an image of a sample's; MediaError of the last one has its name."""
+    try:
+        return reader.read(image, replace(sample.size, num_frames=1))
+    except MediaError as error:
+        which = f"its last image {image} " if image == sample.item.last_image else ""
+        raise MediaError(f"{which}{error}") from None
+
+
+def ends_problems(folder: WanFolder, items: Iterable[PromptItem]) -> list[str]:
+    """List the problem of the first item whose images are not those of the frames that a Wan is given."""
+    takes_both = len(given_places(folder.config)) == 2
+    wrong = next((item for item in items if item.image and takes_both != bool(item.last_image)), None)
+    if not wrong:
+        return []
+    given, found = "first frame alone", f"{wrong.last_image} is a last one. Leave `last_image` out."
+    if takes_both:
+        remedy = "Write `last_image` too, or `video`, which has both."
+        given, found = "first and the last frame", f"{wrong.image} is one image. {remedy}"
+    return [f"{folder.name} is given the {given}, but {found}"]
 
 
 def still(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tensor:

@@ -15,27 +15,29 @@ import numpy as np
 
 from wandistiller.data.lines import (
     DIALECTS,
+    LAST_IMAGE,
     LINES,
     LISTS,
     LONGEST_LINE,
+    MEDIA,
     NO_MEDIA,
+    VIDEOS,
     Table,
     beside,
     clean,
     has_prompt,
     in_any_form,
     is_data,
+    is_video,
+    kind_of,
+    require_images,
+    tables_in,
 )
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
 from wandistiller.utils.files import PARTIAL
 
-IMAGES = set(
-    ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
-)
-VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
-MEDIA = IMAGES | VIDEOS
 EMBEDDED = {
     "tiny": shapes.SEEN,
     "tiny:held_out": shapes.HELD_OUT,
@@ -60,9 +62,13 @@ class MediaType(IntEnum):
     """A video that Pillow reads."""
     FIRST_FRAME = 4
     """An image that a clip begins with, which the teacher makes."""
+    BOTH_ENDS = 5
+    """The same with the image that it ends with."""
 
 
-MADE = (MediaType.PROMPT, MediaType.FIRST_FRAME)
+GIVEN = (MediaType.FIRST_FRAME, MediaType.BOTH_ENDS)
+"""Types of items with images that a clip begins, and may end, with."""
+MADE = (MediaType.PROMPT, *GIVEN)
 """Types of items whose latents the teacher makes."""
 
 
@@ -75,11 +81,18 @@ class PromptItem:
     """What it is a caption of, to learn from."""
     image: Path | None = None
     """The image that a clip begins with, which the teacher makes."""
+    last_image: Path | None = None
+    """The one that it ends with."""
+
+    @property
+    def images(self) -> list[Path]:
+        """The images that the clip begins and ends with, if they are given."""
+        return [image for image in (self.image, self.last_image) if image]
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Key of random numbers: the prompt and, of an image, its name."""
-        return (self.prompt, self.image.name) if self.image else (self.prompt,)
+        """Key of random numbers: the prompt and the names of the given images."""
+        return self.prompt, *(image.name for image in self.images)
 
     @property
     def begins_with(self) -> Path | None:
@@ -192,7 +205,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
             f"with a prompt beside them. Known endings: {known}."
         )
     if not index.hashes:
-        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line{_tables_in(path)}.")
+        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}.")
     return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 
@@ -223,12 +236,12 @@ class _Index:
         lines = self._tables.get(number) or LINES[_ending(path.name)]
         with path.open("rb") as stream:
             _, _, record = next(lines.records(stream, self._offset[row]))
-        prompt, medium, _ = lines.item(record)
-        return self._item(row, clean(prompt), in_any_form(path.parent / medium) if medium else None)
+        prompt, names, _ = lines.item(record)
+        return self._item(row, clean(prompt), *(in_any_form(path.parent / name) for name in names))
 
-    def _item(self, row: int, prompt: str, medium: Path | None) -> PromptItem:
-        is_first = self.kinds[row] == MediaType.FIRST_FRAME
-        return PromptItem(prompt, image=medium) if is_first else PromptItem(prompt, medium)
+    def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
+        given = (None, *media) if self.kinds[row] in GIVEN else media[:1]
+        return PromptItem(prompt, *given)
 
     def add_folder(self) -> None:
         """Add every medium with its .txt, and every line of the other .txt files."""
@@ -297,7 +310,7 @@ class _Index:
         """Add the items of one list of prompts."""
         path, line = self._root / name, 1
         if not path.is_file():
-            return self._add_problem(f"{path}: {_kind_of(path)}. Take it out, or mend it.")
+            return self._add_problem(f"{path}: {kind_of(path)}. Take it out, or mend it.")
         self._add_file(name)
         with path.open("rb") as stream:
             try:
@@ -318,20 +331,24 @@ class _Index:
                 self._add_problem(f"{path}, line {line}: {error}")
 
     def _add_checked(
-        self, offset: int, prompt: str, medium: str | None, others: list[tuple[str, str]], path: Path
+        self, offset: int, prompt: str, media: list[str], others: list[tuple[str, str]], path: Path
     ) -> None:
         """Add an item of a list. Raises ValueError with the reason.
 
         Args:
             others: texts of the row that are not used, with their columns.
         """
-        if medium and not in_any_form(path.parent / medium).is_file():
-            raise ValueError(f"no such file: {path.parent / medium}. Fix the name.")
+        if self._of_image is MediaType.IMAGE:
+            media, others = media[:1], others + [(LAST_IMAGE, last) for last in media[1:]]
+        if len(media) == 2:
+            require_images(*media)
+        if missing := [path.parent / name for name in media if not in_any_form(path.parent / name).is_file()]:
+            raise ValueError(f"no such file: {missing[0]}. Fix the name.")
         for column, text in others:
             if "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
                 self._require_no_file(column, text, path)
-        self._add(offset, prompt, medium)
+        self._add(offset, prompt, *media)
 
     def _require_no_file(self, column: str, text: str, path: Path) -> None:
         """Raise ValueError if a text that is not used names a file beside the table."""
@@ -348,13 +365,18 @@ class _Index:
         self._names += os.fsencode(name)
         self._ends.append(len(self._names))
 
-    def _add(self, offset: int, prompt: str, medium: str | None) -> None:
+    def _add(self, offset: int, prompt: str, *media: str) -> None:
         """Add one item of the file that was added last."""
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
-        kind = _media_type(medium) if medium else MediaType.PROMPT
-        self.kinds.append(self._of_image if kind is MediaType.IMAGE else kind)
-        self.hashes.append(_hash(prompt, medium or ""))
+        self.kinds.append(self._type_of(*media))
+        self.hashes.append(_hash(prompt, *media))
+
+    def _type_of(self, medium: str = "", *last: str) -> MediaType:
+        if is_video(medium):
+            return MediaType.GIF if _ending(medium) == ".gif" else MediaType.VIDEO
+        of_image = MediaType.BOTH_ENDS if last else self._of_image
+        return of_image if medium else MediaType.PROMPT
 
     def _add_problem(self, problem: str) -> None:
         self.wrong += 1
@@ -368,25 +390,10 @@ def _has(names: list[str], stem: str, endings: list[str]) -> bool:
     return any(place < len(names) and names[place] == name for name, place in places)
 
 
-def _tables_in(path: Path) -> str:
-    """Return a remedy that names the first table in a folder, if there is one; tables are given by name."""
-    tables = sorted(t for t in path.iterdir() if t.suffix.lower() in LISTS[1:]) if path.is_dir() else []
-    return f", or give --data_path {tables[0]}" if tables else ""
-
-
-def _kind_of(path: Path) -> str:
-    return "is no regular file" if path.exists() else "is a link to a file that is not there"
-
-
 def _ending(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _media_type(medium: str) -> MediaType:
-    ending = _ending(medium)
-    return MediaType.GIF if ending == ".gif" else MediaType.VIDEO if ending in VIDEOS else MediaType.IMAGE
-
-
-def _hash(prompt: str, medium: str = "") -> int:
-    text = f"{prompt}\0{medium}".encode("utf-8", "surrogatepass")
+def _hash(prompt: str, medium: str = "", *last: str) -> int:
+    text = "\0".join([prompt, medium, *last]).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

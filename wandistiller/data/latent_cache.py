@@ -76,8 +76,8 @@ class LatentCache:
         item, size = sample.item, str(sample.size)
         if item.media:
             return self._reader.key(item.media, sample.size, sample.clip)
-        image = [self._reader.key(item.image, sample.size)] if item.image else []
-        return digest(item.prompt, sample.rollout_index, size, *image)
+        images = [self._reader.key(image, sample.size) for image in item.images]
+        return digest(item.prompt, sample.rollout_index, size, *images)
 
     def __contains__(self, key: str) -> bool:
         return key in self._made or key in self._media

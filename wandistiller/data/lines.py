@@ -18,6 +18,11 @@ LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
 DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
 LISTS = (".txt", ".jsonl", *DIALECTS)
+IMAGES = set(
+    ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
+)
+VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
+MEDIA = IMAGES | VIDEOS
 NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .sh .bak .npz .pt".split()}
 """Endings of files that may lie beside a list of prompts of the same name."""
 PROMPT_COLUMNS = ("prompt", "caption", "text", "description")
@@ -31,7 +36,9 @@ MEDIA_COLUMNS = (
     ),
 )
 """The same for media, of which a row has one."""
-USED_COLUMNS = {*PROMPT_COLUMNS, *MEDIA_COLUMNS}
+LAST_IMAGE = "last_image"
+"""The column of the image that a clip ends with, beside that of the one that it begins with."""
+USED_COLUMNS = {*PROMPT_COLUMNS, *MEDIA_COLUMNS, LAST_IMAGE}
 LEFT_OUT = set(
     """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
     Thumbs.db ehthumbs.db desktop.ini""".lower().split()
@@ -64,8 +71,8 @@ def is_data(name: str) -> bool:
     return not (name.startswith((".", "~$")) or small in LEFT_OUT or small.endswith(PARTIAL))
 
 
-Item = tuple[str, str | None, list[tuple[str, str]]]
-"""Prompt, medium's name if there is one, and other texts of a record, with their columns or keys."""
+Item = tuple[str, list[str], list[tuple[str, str]]]
+"""Prompt, names of medium and last image if there are, and other texts of a record, with columns or keys."""
 
 
 class TextLines:
@@ -92,7 +99,7 @@ class TextLines:
 
     def item(self, line: str) -> Item | None:
         """Return what a record says; None if that is nothing. Raises ValueError with the reason."""
-        return (line, None, []) if has_prompt(line) else None
+        return (line, [], []) if has_prompt(line) else None
 
 
 class JsonLines(TextLines):
@@ -178,13 +185,31 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
         raise ValueError(without_prompt)
     media = [(key, name) for key, name in values.items() if key in MEDIA_COLUMNS and name not in (None, "")]
     media.sort(key=lambda named: MEDIA_COLUMNS.index(named[0]))
-    if wrong := [key for key, name in media if not isinstance(name, str)]:
+    last = [(LAST_IMAGE, values[LAST_IMAGE])] if values.get(LAST_IMAGE) else []
+    if wrong := [key for key, name in media + last if not isinstance(name, str)]:
         raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
     if another := next((named for named in media if named[1] != media[0][1]), None):
         (one, first), (other, second) = media[0], another
         raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
     others = [(key, text) for key, value in row if key not in USED_COLUMNS for text in _texts(value)]
-    return prompt.strip(), media[0][1] if media else None, others
+    if last and not media:
+        raise ValueError(f"`{LAST_IMAGE}` is {last[0][1]}, and there is no first one. Write `image` too.")
+    return prompt.strip(), [name for _, name in media[:1] + last], others
+
+
+def require_images(first: str, last: str) -> None:
+    """Raise ValueError with the reason if the names of a clip's first and last image are a video's."""
+    if is_video(first):
+        raise ValueError(
+            f"`{LAST_IMAGE}` is {last}, but {first} is a video, which has a last frame. Take one out."
+        )
+    if is_video(last):
+        raise ValueError(f"`{LAST_IMAGE}` is {last}, a video. Write the name of an image.")
+
+
+def is_video(name: str) -> bool:
+    """Return whether a file's ending is that of a video."""
+    return Path(name).suffix.lower() in VIDEOS
 
 
 def _texts(value: Any) -> list[str]:
@@ -200,6 +225,12 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(entry) < len(pairs):
         raise ValueError("a key is given twice")
     return entry
+
+
+def tables_in(path: Path) -> str:
+    """Return a remedy that names the first table in a folder, if there is one; tables are given by name."""
+    tables = sorted(t for t in path.iterdir() if t.suffix.lower() in LISTS[1:]) if path.is_dir() else []
+    return f", or give --data_path {tables[0]}" if tables else ""
 
 
 LINES = {".txt": TextLines(), ".jsonl": JsonLines()}
@@ -227,6 +258,11 @@ def in_any_form(path: Path) -> Path:
         if found is None:
             return path
     return found
+
+
+def kind_of(path: Path) -> str:
+    """Say what a path is that is no file."""
+    return "is no regular file" if path.exists() else "is a link to a file that is not there"
 
 
 def caption(media: Path) -> str:

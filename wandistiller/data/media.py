@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, ImageSequence, features
 from torch import Tensor
 
 from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
-from wandistiller.data.dataset import VIDEOS
+from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
 from wandistiller.utils.files import digest, file_fingerprint
 

@@ -5,17 +5,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from wandistiller.data.conditions import ends_problems
 from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.pipeline import WanFolder
 
 
-def read_items(words: list[str], images: Sequence[str] = ()) -> list[PromptItem]:
+def read_items(
+    words: list[str], images: Sequence[str] = (), last_images: Sequence[str] = ()
+) -> list[PromptItem]:
     """Return texts as they are, or the rows of one file, folder or embedded set.
 
     Args:
         images: the first frame of each clip, or of all.
+        last_images: the same of the last frame.
     """
     first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
     if len(words) == 1 and (first in {*EMBEDDED, *FIRST_FRAMES} or _names_a_file(first)):
@@ -24,14 +28,24 @@ def read_items(words: list[str], images: Sequence[str] = ()) -> list[PromptItem]
         raise ConfigError(*problems)
     else:
         items = [PromptItem(word) for word in words]
+    given = {"image": images, "last_image": last_images}
+    first, last = (_of_each(key, files, len(items)) for key, files in given.items())
+    if any(last) and not any(first):
+        raise ConfigError(problem("command line", "last_image", last_images[0], "Give `image` too."))
+    if not any(first):
+        return items
+    return [PromptItem(i.prompt, None, *ends) for i, *ends in zip(items, first, last, strict=True)]
+
+
+def _of_each(key: str, images: Sequence[str], number: int) -> list[Path | None]:
+    """Return the files of a flag for a number of prompts; None for each if there are none."""
     files = [Path(image).expanduser() for image in images]
     if missing := [file for file in files if not file.is_file()]:
-        raise ConfigError(f"command line: `image`: no such file: {missing[0]}. Fix the name.")
-    if files and len(files) not in (1, len(items)):
-        found = f"{len(files)} images for {len(items)} prompts"
-        raise ConfigError(problem("command line", "image", found, "Give one of each, or one of all."))
-    files = files * len(items) if len(files) == 1 else files
-    return [PromptItem(i.prompt, image=f) for i, f in zip(items, files, strict=True)] if files else items
+        raise ConfigError(f"command line: `{key}`: no such file: {missing[0]}. Fix the name.")
+    if files and len(files) not in (1, number):
+        found = f"{len(files)} images for {number} prompts"
+        raise ConfigError(problem("command line", key, found, "Give one of each, or one of all."))
+    return files if len(files) == number else (files or [None]) * number
 
 
 def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = False) -> list[str]:
@@ -45,10 +59,7 @@ def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = 
             f"{folder.name} makes clips that begin with a given image, but {json.dumps(without)} has none. "
             + remedy
         ]
-    if folder.config.pos_embed_seq_len and (first := next((i.image for i in items if i.image), None)):
-        remedy = "Give videos, which have both."
-        return [f"{folder.name} is given the first and the last frame, but {first} is one image. {remedy}"]
-    return []
+    return ends_problems(folder, items)
 
 
 def _names_a_file(word: str) -> bool:

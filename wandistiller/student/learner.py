@@ -32,6 +32,7 @@ from wandistiller.engine.workarounds import (
 from wandistiller.experts import Expert
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.ema import Ema
+from wandistiller.student.projections_and_heads import of_made_patches
 from wandistiller.student.shared_base import whole_network
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
@@ -73,6 +74,7 @@ class Learner:
         if policy:  # global to the process
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
         rates, self._frozen, self.ranks = learning_rates or {}, frozen or {}, ranks
+        self._has_heads = role != STUDENT  # whose blocks have projections
         self.networks = {expert: whole_network(model) for expert, model in models.items()}
         for model in self.all_networks:
             if merges_padding:
@@ -199,14 +201,11 @@ class Learner:
         """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
         x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
         expert = self._trained_for(batch.expert)
-        blocks = self._blocks[expert]
-        with torch.enable_grad(), blocks.stored():
+        with torch.enable_grad(), self._blocks[expert].stored():
             given, call = replace(batch, x_t_BCFHW=x_t_BCFHW), self.engines[expert].module
             v_BCFHW = transformer.velocity(self.networks[expert], given, call)
-            features, blocks.features = blocks.features, {}
-            slope_BCFHW, *_ = torch.autograd.grad(
-                value(Prediction(v_BCFHW, features, self.ranks.mean)), x_t_BCFHW
-            )
+            prediction = self._prediction(v_BCFHW, batch, expert)
+            slope_BCFHW, *_ = torch.autograd.grad(value(prediction), x_t_BCFHW)
         return self.ranks.mean(slope_BCFHW)
 
     def forward(self, batch: State) -> Prediction:
@@ -215,11 +214,18 @@ class Learner:
             with torch.no_grad():
                 return Prediction(transformer.velocity(self._frozen[batch.expert], batch))
         expert = self._trained_for(batch.expert)
-        engine, blocks = self.engines[expert], self._blocks[expert]
+        engine = self.engines[expert]
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
         call = engine if torch.is_grad_enabled() else engine.module
         v_BCFHW = transformer.velocity(self.networks[expert], batch, call)
+        return self._prediction(v_BCFHW, batch, expert)
+
+    def _prediction(self, v_BCFHW: Tensor, batch: State, expert: Expert) -> Prediction:
+        """Return the prediction of the expert's last forward pass, with what its blocks kept in it."""
+        blocks = self._blocks[expert]
         features, blocks.features = blocks.features, {}
+        if self._has_heads:
+            features = of_made_patches(features, batch, self.ranks)
         return Prediction(v_BCFHW, features, self.ranks.mean)
 
 

@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from wandistiller.batch import State
+from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.wan.transformer_config import TransformerConfig
 
 PROJECTIONS = "feature_projections"
@@ -36,3 +39,25 @@ def add_heads(model: nn.Module) -> None:
     for p in heads.parameters():
         nn.init.zeros_(p)
     setattr(model, PROJECTIONS, heads)
+
+
+def of_made_patches(logits: dict[int, Tensor], batch: State, ranks: Ranks) -> dict[int, Tensor]:
+    """Weight the outputs of heads so that their mean is that of the patches which a network makes.
+
+    Those of a given first frame, which is the same in a student's sample and in cached latents, count 0, and
+    those of the F - 1 others F / (F - 1): the ranks that share a sample average equal numbers of patches.
+
+    Args:
+        logits: logit_BS1 of this rank's patches, by block number.
+    """
+    if batch.conditioning.first_BCFHW is None:
+        return logits
+    frames = batch.x_t_BCFHW.shape[2]
+
+    def weighted(logit_BS1: Tensor) -> Tensor:
+        weight_F = torch.full((frames,), frames / (frames - 1), device=logit_BS1.device)
+        weight_F[0] = 0
+        weight_S = weight_F.repeat_interleave(logit_BS1.shape[1] * ranks.degree // frames)
+        return logit_BS1 * ranks.part(weight_S[None, :, None])
+
+    return {k: weighted(logit_BS1) for k, logit_BS1 in logits.items()}

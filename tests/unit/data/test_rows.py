@@ -53,6 +53,39 @@ def test_a_row_may_have_an_image_or_a_video(tmp_path: Path, ending: str) -> None
     assert [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))] == files
 
 
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_row_may_have_the_images_that_its_clip_begins_and_ends_with(tmp_path: Path, ending: str) -> None:
+    first, last, *_ = touched(tmp_path, "a.png", "b.png", "c.mp4")
+    rows = [{"prompt": "a", "image": "a.png", "last_image": name} for name in ("b.png", "a.png", "")]
+    rows.append({"prompt": "a", "image": "c.mp4", "last_image": ""})
+    data = read_dataset(str(table(tmp_path / f"t{ending}", rows)), first_frames=True)
+    assert [item.images for item in data] == [[first, last], [first, first], [first], []]
+    assert data.made.tolist() == [True, True, True, False]
+
+
+NO_ENDS = {
+    "a.png c.mp4": "`last_image` is c.mp4, a video. Write the name of an image.",
+    "c.mp4 b.png": "`last_image` is b.png, but c.mp4 is a video, which has a last frame. Take one out.",
+    "a.png d.png": "no such file: {here}/d.png. Fix the name.",
+}
+
+
+@pytest.mark.parametrize("names", NO_ENDS)
+def test_a_row_without_two_images_of_a_clip_s_ends_is_refused(tmp_path: Path, names: str) -> None:
+    touched(tmp_path, "a.png", "b.png", "c.mp4")
+    row = dict(zip(("prompt", "image", "last_image"), ["a", *names.split()], strict=True))
+    file = table(tmp_path / "t.jsonl", [row])
+    with pytest.raises(ConfigError) as raised:
+        read_dataset(str(file), first_frames=True)
+    assert str(raised.value) == f"{file}, line 1: {NO_ENDS[names]}".replace("{here}", str(tmp_path))
+
+
+def test_images_of_the_ends_of_clips_may_be_given_with_prompts(tmp_path: Path) -> None:
+    first, last, other = map(str, touched(tmp_path, "a.png", "b.png", "c.png"))
+    items = read_items(["one", "two"], [first], [last, other])
+    assert [list(map(str, item.images)) for item in items] == [[first, last], [first, other]]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_of_a_table_has_its_medium_or_the_table_is_refused(tmp_path: Path, seed: int) -> None:
     """Columns in any order and number, some of them filled, with files that are there."""
