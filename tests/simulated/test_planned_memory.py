@@ -30,11 +30,18 @@ ROOMY = {"zero2": 1.35}
 
 At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
 """
-LATE = {"zero3_offload_64": 1.4, "zero3_offload_all": 1.3, "zero3": 1.15, "zero_inference_nvme": 1.2}
+LATE = {
+    "lora_wan_clips": 1.5,
+    "zero3_offload_64": 1.4,
+    "zero3_offload_all": 1.3,
+    "zero3": 1.15,
+    "zero_inference_nvme": 1.2,
+}
 """Student or teacher JSON, or its beginning -> the most by which a run may exceed its plan; else a tenth.
 
-At stage 3 blocks, gradients and activations that the GPU has yet to finish with are not planned; the device
-here is infinitely slow.
+At stage 3 blocks, gradients and activations that the GPU has yet to finish with are not planned, nor are
+checkpoints on their way to the CPU (deepspeed 0.19.8, `_ActivationOffloadEngine`); the device here is
+infinitely slow.
 """
 
 
@@ -79,21 +86,24 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
     assert devices.reports() == ""
 
 
-@pytest.mark.parametrize("gan", [0, 0.03], ids=["without heads", "with heads"])
+@pytest.mark.parametrize(("student", "gan"), [("lora_wan", 0), ("lora_wan", 0.03), ("lora_wan_clips", 0)])
 def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_are_most(
-    gan: float, wan: Path, tmp_path: Path
+    student: str, gan: float, wan: Path, tmp_path: Path
 ) -> None:
     """The three roles' passes come one after the other: at samples, nothing is recomputed yet."""
     few = {"name": "dmd2", "steps": 2, "critic_updates": 1, "gan": gan}
     given = planned.recipe(tmp_path, wan, 0, "", "", rollout_steps=1, sample_prompts=[])
-    given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 256, "width": 512}
-    engine = in_float32("student", "lora_wan") | {"train_micro_batch_size_per_gpu": 4}
+    given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 192, "width": 256}
+    engine = in_float32("student", student) | {"train_micro_batch_size_per_gpu": 4}
     given |= {"deepspeed_config": engine, "teacher_deepspeed_config": in_float32("teacher", "streamed")}
     (plan,) = call(planned.predicted, given, 1, ranks=1, start=partial(program, gpus=Simulated(tmp_path)))
     devices = Simulated(tmp_path, mib=8192)
     taken = peaks(given, devices)["train"]
-    print(f"| one base, dmd2 | streamed | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |")
-    assert plan["train"] / 1.1 <= taken <= 1.1 * plan["train"] and devices.reports() == ""
+    print(
+        f"| {student}, gan {gan} | one base | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |"
+    )
+    assert plan["train"] / 1.1 <= taken <= LATE.get(student, 1.1) * plan["train"]
+    assert devices.reports() == ""
 
 
 @pytest.fixture(scope="module")

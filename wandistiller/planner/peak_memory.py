@@ -260,9 +260,11 @@ class _Planner:
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
         passes = step | {f"{name}'s activations": saved} | self._unpacked(engine)
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
-        if has_heads:  # a gradient of their input, without checkpointing
-            whole = self.saved(other.transformer, engine.without_recompute, j.batch.micro)
-            slope = {f"{name}'s activations, all kept": whole} | self._unpacked(engine.without_recompute)
+        if has_heads:  # a gradient of their input; checkpoints only of blocks whose weights are replaced
+            swept = j.shares_base and j.teacher.sweeps
+            held = engine.replaced(**{SECTION: {}}) if swept else engine.without_recompute
+            whole = self.saved(other.transformer, held, j.batch.micro)
+            slope = {f"{name}'s activations, of a slope": whole} | self._unpacked(held)
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
