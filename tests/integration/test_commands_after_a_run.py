@@ -35,6 +35,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("quarter", "two_steps", "few_step", "video", "few_step_video"):
         (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
     wandistiller("train", *flags.replace("quickstart.json", "lora.json").split(), cwd=made)
+    (made / "runs" / "lora_video").symlink_to(made / "runs" / "lora")
     data, wan = image_data(made), make_wan(made / "i2v", **IMAGE_FORMS["Wan2.2-I2V-A14B"])
     (made / "0.png").rename(made / "portrait.png")
     data.write_text(data.read_text().replace('"0.png"', '"portrait.png"'))
