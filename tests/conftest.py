@@ -152,3 +152,13 @@ def quiet_logging() -> Iterator[None]:
     yield
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
+
+
+@pytest.fixture
+def said_by_diffusers(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """What diffusers has logged."""
+    import diffusers
+
+    diffusers.utils.logging.enable_propagation()
+    yield lambda: "".join(r.getMessage() for r in caplog.records if r.name.startswith("diffusers"))
+    diffusers.utils.logging.disable_propagation()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
 from image_data import PROMPTS, image_data
+from image_wans import A14B, BOTH_ENDS, ENGINE, SIZE, TI2V, WAN21, Wans
 from on_ranks.placements import differences
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
-from recipes import recipe, recipe_file, student_engine, train
+from recipes import recipe, recipe_file
 from safetensors import safe_open
 from slow_cases import slow_but
 from small_wan import IMAGE_FORMS, make_wan
@@ -35,40 +36,12 @@ from wandistiller.wan.sampling import denoise, few_steps
 
 CPU = torch.device("cpu")
 
-A14B, WAN21, BOTH_ENDS, TI2V = "Wan2.2-I2V-A14B", "Wan2.1-I2V-14B", "Wan2.1-FLF2V-14B", "Wan2.2-TI2V-5B"
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
-SIZE = {"height": 32, "width": 64, "num_frames": 5}
-ENGINE = student_engine(2) | {"train_batch_size": 4}
-del ENGINE["train_micro_batch_size_per_gpu"]
 OBJECTIVES = {
     "velocity": "velocity",
     "consistency": {"name": "consistency", "intervals": 8},
     "dmd2 with heads": DMD2 | {"gan": 0.03},
 }
-
-
-class Wans(dict[str, Path]):
-    """Small teachers by form, made when they are asked for, with their data."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.data = folder, image_data(folder / "data")
-
-    def __missing__(self, form: str) -> Path:
-        self[form] = make_wan(self.folder / form, **IMAGE_FORMS[form])
-        return self[form]
-
-    def settings(self, form: str, **more: Any) -> dict[str, Any]:
-        """A recipe's keys for a run of three steps."""
-        data = self.data
-        if form == BOTH_ENDS:  # a picture alone has no last frame
-            data = data.with_name("clips.jsonl")
-            data.write_text(self.data.read_text().splitlines()[-1])
-        given = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
-        given |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
-        return given | more
-
-    def train(self, form: str, name: str, ranks: int = 1, **more: Any) -> Path:
-        return train(self.folder, self[form], name, ranks=ranks, **self.settings(form, **more))
 
 
 @pytest.fixture(scope="module")

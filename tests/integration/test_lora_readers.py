@@ -1,9 +1,8 @@
 """The LoRA files of a run, by the rules of names of diffusers, ComfyUI and musubi-tuner: no key is left."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
@@ -39,13 +38,6 @@ def files(request: pytest.FixtureRequest, run: Path) -> tuple[Expert, Path, Path
     """Expert, the file that the run ended with, and the one for diffusers."""
     expert, comfy, folder = request.param
     return expert, run / comfy, run / "lora" / folder
-
-
-@pytest.fixture
-def said_by_diffusers(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    diffusers.utils.logging.enable_propagation()
-    yield lambda: "".join(r.getMessage() for r in caplog.records if r.name.startswith("diffusers"))
-    diffusers.utils.logging.disable_propagation()
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:

@@ -126,6 +126,15 @@ def test_the_layers_without_a_scale_are_the_six_that_the_text_calls_harmless() -
     assert without == six | {"time_projection.1.weight", "head.head.weight"}
 
 
+def test_maps_of_the_states_of_given_frames_are_in_eight_bits_within_the_blocks_alone() -> None:
+    model = small_transformer(0, 1, in_channels=36, image_dim=24, added_kv_proj_dim=64)
+    state = original_state(model.state_dict(), True)
+    stored = {name: value.dtype for name, value in state.items() if "img" in name and value.dim() == 2}
+    small, whole = torch.float8_e4m3fn, torch.float32
+    blocks = {f"blocks.0.cross_attn.{name}_img.weight": small for name in "kv"}
+    assert stored == blocks | {f"img_emb.proj.{n}.weight": whole for n in (1, 3)}
+
+
 def test_what_comfyui_cannot_open_is_reported() -> None:
     assert unlike_published(usual_config(**FIXED)) == []
     message = unlike_published(usual_config(**FIXED | {"attention_head_dim": 12}))[0]

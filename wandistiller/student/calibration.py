@@ -22,7 +22,7 @@ from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat
-from wandistiller.wan.structure import NORMED, STREAM_NORMS, TEXT_READER
+from wandistiller.wan.structure import CONDITION, IMAGE_NORM, NORMED, STREAM_NORMS, TEXT_READER
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
 CALLS = "calls"
@@ -56,7 +56,8 @@ class _Sums:
         products = {name: total_DD.cpu() / n.cpu() for name, (n, total_DD) in self.matrices.items()}
         mean_D = moments[TEXT_READER].mean_D.double()
         text_DD = products["text"] - torch.outer(mean_D, mean_D)
-        return CalibrationStats(moments, products["stream"].float(), text_DD.float())
+        image_DD = products["image"].float() if "image" in products else None
+        return CalibrationStats(moments, products["stream"].float(), text_DD.float(), image_DD)
 
     def tensors(self, calls: int) -> dict[str, Tensor]:
         """Return the sums after a number of calls, by names for a file."""
@@ -130,8 +131,10 @@ def measure(
 def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None] | None:
     """Return what adds the inputs x_TD of a module to the sums; None if they are not needed."""
     leaf = name.split(".")[-1]
-    if leaf in STREAM_NORMS and not isinstance(module, nn.Identity):
-        return lambda x_TD: sums.add_products("stream", F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
+    reads_stream = leaf in STREAM_NORMS and not name.startswith(CONDITION)
+    if (reads_stream or name == IMAGE_NORM) and not isinstance(module, nn.Identity):
+        of = "stream" if reads_stream else "image"
+        return lambda x_TD: sums.add_products(of, F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
     if name == TEXT_READER:
 
         def add_both(x_TD: Tensor) -> None:

@@ -83,6 +83,8 @@ def read_student_config(
         if isinstance(student.keep_layers, list):
             given["num_layers"] = len(student.keep_layers)
         values = folder.config.raw | given
+        if folder.config.image_dim:
+            values["added_kv_proj_dim"] = values["num_attention_heads"] * values["attention_head_dim"]
     source = f"{where}: {student.init}" if own_folder else where
     problems = transformer_problems(PartConfig(source, values))
     if problems:
@@ -141,9 +143,6 @@ def _shape_problems(
                 problems.append(problem(where, key, own, remedy))
         problems = problems or _rope_problems(where, config, teacher)
         heads_of = attrgetter("num_attention_heads", "attention_head_dim")
-        if heads_of(config) != heads_of(teacher) and teacher.image_dim:
-            remedy = "Its heads also read states of images, which are not cut. Leave the heads alone."
-            problems.append(problem(where, "num_attention_heads", heads, remedy))
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))

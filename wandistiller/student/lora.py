@@ -19,7 +19,7 @@ from wandistiller.utils.validation import Count, Positive, Text, check, types_of
 from wandistiller.wan import transformer
 from wandistiller.wan.full_models import is_full_model
 from wandistiller.wan.lora_files import left_out_words, read_lora
-from wandistiller.wan.structure import ATTENTION_MAPS
+from wandistiller.wan.structure import ATTENTION_MAPS, IMAGE_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -67,6 +67,10 @@ def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: Trans
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), targets or layers)
+    named = {layer.rpartition(".")[2] for layer in targets} & {*IMAGE_MAPS}
+    if named and len(named) < len(IMAGE_MAPS):
+        remedy = f"diffusers reads files with adapters of both {' and '.join(IMAGE_MAPS)}, or of neither."
+        problems.append(problem("recipe", "lora.targets", lora.targets, remedy))
     return problems + _start_problems(lora, config, targets)
 
 

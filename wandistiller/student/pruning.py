@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from wandistiller.student.slicing import Subspace, WidthSlicer
-from wandistiller.wan.structure import ATTENTIONS, FEED_FORWARD, NORMED, VALUES, in_block, reader_of
+from wandistiller.wan.structure import (
+    ATTENTIONS,
+    FEED_FORWARD,
+    IMAGE_MAPS,
+    NORMED,
+    VALUES,
+    in_block,
+    reader_of,
+)
 from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
@@ -37,6 +45,8 @@ class CalibrationStats:
     """Second moment of LayerNorm(h) over all norms that read the residual stream."""
     text_DD: Tensor
     """Covariance of the text stream, which every cross-attention reads."""
+    image_DD: Tensor | None = None
+    """Second moment of LayerNorm of what is made of the states of given frames; None without these."""
 
 
 def plan(
@@ -55,8 +65,12 @@ def plan(
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
     if (heads, head_dim) != (teacher.num_attention_heads, teacher.attention_head_dim):
         width = heads * head_dim
-        axes["stream"] = _stream(stats.stream_DD, width)
+        axes["stream"] = _of_norm(stats.stream_DD, _strongest(stats.stream_DD.diagonal(), width))
         axes["text"] = Subspace(_principal(stats.text_DD, width))
+        if stats.image_DD is not None:
+            readers = [in_block(i, f"{ATTENTIONS[1]}.{name}") for i in blocks for name in IMAGE_MAPS]
+            score_D = torch.stack([_scores_of(stats, read, name) for name in readers]).sum(0)
+            axes["image"] = _of_norm(stats.image_DD, _strongest(score_D, width))
         for axis in ("time", "words"):
             axes[axis] = Subspace(_strongest(_scores(stats, read, axis), width))
         axes["temb"] = axes["stream"]
@@ -72,7 +86,11 @@ def plan(
 
 def _scores(stats: CalibrationStats, read: Read, axis: str) -> Tensor:
     """Importance of each unit of an axis: the squared norm of what reads it, times its mean square."""
-    name = reader_of(axis)
+    return _scores_of(stats, read, reader_of(axis))
+
+
+def _scores_of(stats: CalibrationStats, read: Read, name: str) -> Tensor:
+    """The same of each input of a linear map."""
     return read(f"{name}.weight").square().sum(0) * stats.moments[name].square_D
 
 
@@ -88,9 +106,8 @@ def _principal(moment_DD: Tensor, keep: int) -> Tensor:
     return (directions_DD * signs_d).float()
 
 
-def _stream(moment_DD: Tensor, width: int) -> Subspace:
-    """The residual stream's axis, from the second moment of LayerNorm(h)."""
-    units_d = _strongest(moment_DD.diagonal(), width)
+def _of_norm(moment_DD: Tensor, units_d: Tensor) -> Subspace:
+    """An axis that LayerNorms read, from the second moment of LayerNorm(h) and the units that stay."""
     kept_dd = moment_DD[units_d][:, units_d]
     # the student's LayerNorm subtracts the mean of the kept channels, and divides by the rest's rms
     return Subspace(units_d, (kept_dd.diagonal().mean() - kept_dd.mean()).sqrt().item())
@@ -108,7 +125,9 @@ def _attention(
     units_I = (kept_H[:, None] * old + within_E).flatten()
     axes = {f"{name}.{VALUES}": Subspace(torch.cat(values))}
     for norm, axis in NORMED.items():
-        square_I = stats.moments[f"{name}.{norm}"].square_D
+        if not (moments := stats.moments.get(f"{name}.{norm}")):
+            continue  # it reads no given frames
+        square_I = moments.square_D
         # the norm now divides by the rms of the kept units, and attention by the root of the new head's width
         gain = (square_I[units_I].mean() / square_I.mean()).sqrt().item() * (head_dim / old) ** 0.25
         axes[f"{name}.{axis}"] = Subspace(units_I, gain)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wandistiller.wan.structure import (
     AFFINE_NORM,
+    IMAGE_NORM,
     MODULATION,
     NORMED,
     SHIFT_ROWS,
@@ -89,11 +90,20 @@ class WidthSlicer:
         if leaf in NORMED:
             axis = self.axes.get(name.removesuffix(leaf) + NORMED[leaf])
             return {"weight": axis.along(values["weight"], 0) * axis.gain} if axis else values
+        if name == IMAGE_NORM:
+            return self._image_norm(values)
         if leaf == AFFINE_NORM and (axis := self.axes.get("stream")):
             weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
             return {"weight": weight, "bias": bias / axis.gain}
         axes = axes_of(name)
         return self._linear(name, values, *axes) if any(axes) else values
+
+    def _image_norm(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cut the norm's weights, which take the gain: of all its outputs' readers they are the first."""
+        if not (axis := self.axes.get("image")):
+            return values
+        weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
+        return {"weight": weight * axis.gain, "bias": bias}
 
     def _linear(
         self, name: str, values: dict[str, Tensor], written: str | None, read: str | None

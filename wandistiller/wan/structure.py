@@ -8,8 +8,10 @@ PARTS = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)
 ATTENTIONS, (FEED_FORWARD,) = PARTS["attention"], PARTS["feed_forward"]
 ATTENTION_MAPS = ["to_q", "to_k", "to_v", "to_out"]
 """Linear maps of an attention."""
+IMAGE_MAPS = ["add_k_proj", "add_v_proj"]
+"""Those of cross-attention to states of given frames."""
 VALUES = "to_v"
-NORMED = {"norm_q": "to_q", "norm_k": "to_k"}
+NORMED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_k": "add_k_proj"}
 """Norms within an attention, and the maps whose outputs they take."""
 
 TABLE = "scale_shift_table"
@@ -22,6 +24,10 @@ STREAM_NORMS = ("norm1", "norm2", "norm3", "norm_out")
 """Norms that read the residual stream."""
 AFFINE_NORM = "norm2"
 """The one of them that has weights."""
+CONDITION = "condition_embedder"
+"""The module that makes what blocks read beside the stream; its norms read nothing of that."""
+IMAGE_NORM = f"{CONDITION}.image_embedder.norm2"
+"""The norm, with weights, whose output is the stream of given frames, which cross-attentions read."""
 TEXT_READER, TEMB_READER = "blocks.0.attn2.to_k", "condition_embedder.act_fn"
 """Modules whose inputs are the text stream, which every cross-attention reads, and the time's embedding."""
 
@@ -31,6 +37,7 @@ AXES = {
     "condition_embedder.time_embedder.linear_2": ("temb", "time"),
     "condition_embedder.text_embedder.linear_1": ("words", None),
     "condition_embedder.text_embedder.linear_2": ("text", "words"),
+    "condition_embedder.image_embedder.ff.net.2": ("image", None),
     "attn1.to_q": (".attn1.to_q", "stream"),
     "attn1.to_k": (".attn1.to_k", "stream"),
     "attn1.to_v": (".attn1.to_v", "stream"),
@@ -38,6 +45,8 @@ AXES = {
     "attn2.to_q": (".attn2.to_q", "stream"),
     "attn2.to_k": (".attn2.to_k", "text"),
     "attn2.to_v": (".attn2.to_v", "text"),
+    "attn2.add_k_proj": (".attn2.add_k_proj", "image"),
+    "attn2.add_v_proj": (".attn2.to_v", "image"),
     "attn2.to_out.0": ("stream", ".attn2.to_v"),
     "ffn.net.0.proj": (".ffn", "stream"),
     "ffn.net.2": ("stream", ".ffn"),

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from small_wan import small_transformer
-from states import state
 from torch import Tensor
 
-from wandistiller.batch import Batch
 from wandistiller.data.measured import Measured
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
@@ -20,23 +19,22 @@ from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope
 from wandistiller.student.slicing import Subspace, WidthSlicer
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
+from wandistiller.wan.structure import IMAGE_MAPS, IMAGE_NORM, NORMED
 from wandistiller.wan.transformer_config import TransformerConfig
 
 WIDTH, HEADS, HEAD_DIM, FFN = 64, 2, 32, 96  # of the small network
-TWICE = "norm2 to_out ffn.net.2 patch_embedding time_embedder.linear_2".split()
-"""Parts whose outputs are channels of the residual stream."""
-
-
-def batch(n: int = 6) -> Batch:
-    x_BCFHW = keyed_normal((n, 16, 1, 8, 8), "x")
-    sigma_B = torch.linspace(0.1, 0.9, n)
-    return state(x_BCFHW, sigma_B, keyed_normal((n, 12, 32), "text"))
+TWICE = "norm2 to_out net.2 patch_embedding time_embedder.linear_2".split()
+"""Parts whose outputs are channels of the residual stream, or of that of given frames."""
+IMAGE = {"in_channels": 36, "image_dim": 24, "added_kv_proj_dim": WIDTH}
+FORMS = {"text": {}, "joined": {"in_channels": 36}, "states": IMAGE}
+FORMS["both ends"] = IMAGE | {"pos_embed_seq_len": 10}
 
 
 @torch.no_grad()
 def predict(model: WanTransformer3DModel) -> Tensor:
-    b = batch()
-    return transformer.velocity(model, b)
+    blank = transformer.blank_state(TransformerConfig.of(model.config), (16, 1, 8, 8), 6, text_tokens=12)
+    x_t_BCFHW, _, *given = (keyed_normal(t.shape, number) for number, t in enumerate(blank.tensors()))
+    return transformer.velocity(model, blank.with_tensors([x_t_BCFHW, torch.linspace(0.1, 0.9, 6), *given]))
 
 
 def cut_of(
@@ -45,6 +43,8 @@ def cut_of(
     """A student of all the teacher's layers, made as `start_model` makes it but from a network in memory."""
     whole = TransformerConfig.of(teacher.config)
     state, config = teacher.state_dict(), whole.replaced(**sizes)
+    if config.image_dim:
+        config = config.replaced(added_kv_proj_dim=config.width)
     measured = measured or measure([teacher], [lambda: predict(teacher)])
     cuts = plan(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
     student = transformer.meta_transformer(config)
@@ -59,10 +59,14 @@ def cut_of(
 def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
     """A network of twice the width and feed-forward with the outputs of `small`.
 
-    Each channel of the residual stream is there twice, so LayerNorm has the same mean and variance; only
-    the first copy is read. Heads, units and other streams get some channels without inputs and outputs.
+    Each channel of the residual stream and of given frames is there twice, so LayerNorm has the same mean
+    and variance; only the first copy is read. Heads, units and other streams get some channels without inputs
+    and outputs.
     """
-    wide = small_transformer(1, len(small.blocks), num_attention_heads=2 * HEADS, ffn_dim=2 * FFN)
+    keys = ("in_channels", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+    sizes = {key: small.config[key] for key in keys} | {"num_attention_heads": 2 * HEADS, "ffn_dim": 2 * FFN}
+    sizes |= {"added_kv_proj_dim": 2 * WIDTH} if small.config.image_dim else {}
+    wide = small_transformer(1, len(small.blocks), **sizes)
     weights = small.state_dict()
     for name, p in wide.named_parameters():
         value, new = weights[name], torch.zeros(p.shape)
@@ -71,7 +75,7 @@ def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
         elif "time_proj" in name:
             rows = torch.cat([value.unflatten(0, (6, -1))] * 2, dim=1).flatten(0, 1)
             new.narrow(new.dim() - 1, 0, rows.shape[-1]).copy_(rows)
-        elif "norm_q" in name or "norm_k" in name:
+        elif any(part in name for part in NORMED):
             new = torch.cat([value, value]) / math.sqrt(2)  # half of the channels are zero: a smaller rms
         else:
             value = torch.cat([value, value]) if any(part in name for part in TWICE) else value
@@ -80,9 +84,9 @@ def widened(small: WanTransformer3DModel) -> WanTransformer3DModel:
     return wide
 
 
-@pytest.fixture(scope="module")
-def small() -> WanTransformer3DModel:
-    return small_transformer(1, 2).eval()
+@pytest.fixture(scope="module", params=FORMS)
+def small(request: pytest.FixtureRequest) -> WanTransformer3DModel:
+    return small_transformer(1, 2, **FORMS[request.param]).eval()
 
 
 def close(v_BCFHW: Tensor, expected_BCFHW: Tensor) -> bool:
@@ -96,6 +100,29 @@ def test_cutting_what_is_not_used_keeps_the_output(small: WanTransformer3DModel)
     measured.stream_DD[WIDTH:] = 0  # the second copies, which nothing reads
     student, _ = cut_of(wide, measured, num_attention_heads=HEADS, ffn_dim=FFN)
     assert close(predict(student), predict(small))
+
+
+def test_channels_of_given_frames_that_nothing_reads_are_cut_and_their_part_of_the_norm_is_kept() -> None:
+    """Channels of 1 and -1 stay, of 0.1 and -0.1 go: LayerNorm has another rms, which the gain undoes."""
+    teacher, kept = small_transformer(1, 2, **IMAGE).eval(), WIDTH // 2
+    last = teacher.condition_embedder.image_embedder.ff.net[2]
+    h_D = torch.tensor([1.0, -1.0]).repeat(kept) * torch.tensor([1.0, 0.1]).repeat_interleave(kept)
+    with torch.no_grad():
+        last.weight.zero_()
+        last.bias.copy_(h_D)
+        for block in teacher.blocks:
+            for name in IMAGE_MAPS:
+                getattr(block.attn2, name).weight[:, kept:] = 0
+    _, cuts = cut_of(teacher, num_attention_heads=HEADS // 2)
+    image = WidthSlicer({"image": cuts.axes["image"]}, cuts.means)
+    assert cuts.axes["image"].basis.tolist() == list(range(kept))
+
+    def keys(slicer: WidthSlicer, h_D: Tensor) -> Tensor:
+        names = IMAGE_NORM, f"blocks.1.attn2.{IMAGE_MAPS[0]}"
+        norm, read = (slicer.cut(n, dict(teacher.get_submodule(n).named_parameters())) for n in names)
+        return F.linear(F.layer_norm(h_D, h_D.shape, **norm), **read)
+
+    assert close(keys(image, h_D[:kept]), keys(WidthSlicer(), h_D))
 
 
 @pytest.mark.parametrize("why", ["they write nothing", "they never change"])
@@ -120,6 +147,7 @@ def test_every_cut_has_the_shapes_of_its_config_and_a_finite_output(
 ) -> None:
     student, _ = cut_of(small, **sizes)
     assert predict(student).isfinite().all()
+    assert student.patch_embedding.in_channels == small.config.in_channels
 
 
 def test_a_cut_of_nothing_gives_the_teacher_s_own_tensors(small: WanTransformer3DModel) -> None:

@@ -16,6 +16,8 @@ RANK, ALPHA = 4, 2.0
 LAYERS = {
     "blocks.0.attn1.to_q": ("blocks.0.self_attn.q", (8, 8)),
     "blocks.0.attn2.to_out.0": ("blocks.0.cross_attn.o", (8, 8)),
+    "blocks.0.attn2.add_k_proj": ("blocks.0.cross_attn.k_img", (8, 8)),
+    "blocks.0.attn2.add_v_proj": ("blocks.0.cross_attn.v_img", (8, 8)),
     "blocks.1.ffn.net.0.proj": ("blocks.1.ffn.0", (12, 8)),
     "blocks.1.ffn.net.2": ("blocks.1.ffn.2", (8, 12)),
 }

@@ -17,7 +17,7 @@ from wandistiller.export.source import Source
 from wandistiller.wan import transformer
 from wandistiller.wan.original_names import original_name, unlike_published
 
-QUANTIZED = re.compile(r"^blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02])\.weight$")
+QUANTIZED = re.compile(r"^blocks\.\d+\.(?:(?:self|cross)_attn\.(?:[qkvo]|[kv]_img)|ffn\.[02])\.weight$")
 """Weights stored in eight bits: the matrices of the blocks."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARKER = "scaled_fp8"
@@ -41,13 +41,18 @@ diffusers reads such a file too{here}. Without `config` it takes that of a publi
 a student of another shape:
 
 ```python
-from diffusers import WanTransformer3DModel
+from diffusers import WanTransformer3DModel{load}
 {calls}
 ```
 
 They open in float32; `torch_dtype=torch.bfloat16` takes half the memory, and rounds the few weights \
 too that are kept in float32.
 """
+OPENED = '{expert} = WanTransformer3DModel.from_single_file("{address}{file}", config="{config}")'
+OPENED_RENAMED = """weights = load_file("{file}")
+weights["condition_embedder.image_embedder.pos_embed"] = weights.pop("img_emb.emb_pos")
+{expert} = WanTransformer3DModel.from_single_file(weights, config="{config}")"""
+"""Where the first and the last frame are given: diffusers 0.42.1 does not know this original name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +111,15 @@ def write_original_card(
         name: of the folder once it is in its place, beside the files.
     """
     transformer.meta_transformer(source.facts.config).save_config(folder)
-    address = f"{HUB}/{repository}/blob/main/" if repository else ""
+    facts, here = source.published, "" if repository else f", in the folder that holds it and `{name}`"
+    places = {"address": f"{HUB}/{repository}/blob/main/" if repository else "", "config": repository or name}
+    both_ends = facts.config.pos_embed_seq_len
+    call, load = (OPENED_RENAMED, "\nfrom safetensors.torch import load_file") if both_ends else (OPENED, "")
     calls = "\n".join(
-        f'{expert} = WanTransformer3DModel.from_single_file("{address}{file}", config="{repository or name}")'
+        call.format(expert=expert, file=file, **places)
         for expert, file in zip(source.experts, files, strict=True)
     )
-    facts, here = source.published, "" if repository else f", in the folder that holds it and `{name}`"
     nodes = comfy_nodes(facts, "Load Diffusion Model")
     text = CARD.format(made=student_sentence(facts), names=joined(files), nodes=nodes)
-    text += EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls=calls, here=here)
+    text += EIGHT_BITS if eight_bits else SINGLE_FILE.format(calls=calls, here=here, load=load)
     write_card(folder, source, "finetune", text)
