@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, parser
+from image_data import image_data
 from published_wan import write_wans
 
 HOST = {"1": 192, "4": 512, "8": 1000}
@@ -225,12 +226,14 @@ def plans(checkout: Path, folder: Path) -> dict[str, str]:
     (folder / "published").mkdir()
     write_wans(folder / "published")
     (folder / "prompts.txt").write_text("a red circle\n")
+    image_data(folder)
     found = {}
     for recipe in sorted((checkout / "ds_configs" / "machines").glob("*.json")):
         gpus, each = recipe.stem.split("_")[0].split("x")
-        teacher = folder / "published" / json.loads(recipe.read_text())["teacher_path"]
+        given = json.loads(recipe.read_text())
+        teacher = folder / "published" / given["teacher_path"]
         words = ["--recipe", str(recipe), "--teacher_path", str(teacher)]
-        words += ["--data_path", str(folder / "prompts.txt"), "--output_dir", str(folder / "planned")]
+        words += ["--data_path", str(folder / given["data_path"]), "--output_dir", str(folder / "planned")]
         words += f"--gpus {gpus} --gpu_memory {each} --host_memory {HOST[gpus]} --disk 1800".split()
         text = run(checkout, ["plan", *words], ranks=1, code=None)
         found[f"plan {recipe.stem}"] = text.replace(str(folder), "FOLDER").replace(str(checkout), "CHECKOUT")

@@ -84,7 +84,7 @@ def main() -> None:
     step_seconds = seconds(step)
     fastest = max(before, between, rate())
     policy = CheckpointPolicy()
-    ideal = forward_flops(config, latent), step_flops(meta_transformer(config), latent, policy)
+    ideal = forward_flops(config, latent), step_flops(meta_transformer(config), config, latent, policy)
     print(f"{height}x{width}, {LAYERS} layers, {fastest / 1e9:.0f} GFLOP a CPU second in a large product\n")
     head("", "CPU s", "times its operations at that rate")
     for name, took, operations in zip(

@@ -9,7 +9,7 @@
 # Logs are in FOLDER, by default runs/first_hour.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-folder=${FOLDER:-runs/first_hour} python=${PYTHON:-python3}
+folder=${FOLDER:-runs/first_hour} python=${PYTHON:-python3} workers=${WORKERS:-2}
 mkdir -p "$folder"
 if [ -n "${WHEELS-}" ]; then "$python" -m pip install -q --no-index --no-deps "$WHEELS"/*.whl || exit; fi
 export HF_HUB_OFFLINE=1 REHEARSAL=${REHEARSAL-} PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -29,20 +29,23 @@ streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" $small 
 measured() { "$python" tests/gpu/measure.py "$@" $small; }
 
 doctor() { "$python" -m wandistiller doctor --measure; }
-numbers() { tests tests/gpu/test_numbers.py -k in_float32; }
+numbers() { tests -n $workers -rP tests/gpu/test_numbers.py -k in_float32; }
 stream() { streamed $((layers > 4 ? 4 : 1)) --batches $batches; }
 overlap() { measured overlap; }
 stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches $batches; }
 training() { "$python" tests/gpu/train_14b.py --folder "$folder/stream" $small --layers "$layers" --batches $few_batches; }
+loras() { "$python" tests/gpu/lora_14b.py --folder "$folder/stream" $small --layers "$layers"; }
 students() { measured students; }
 kernels() { measured kernels; }
 coders() { measured coders; }
 layouts() { tests tests/gpu/test_numbers.py -k "bf16 or deterministic"; }
 memory() { tests tests/gpu/test_memory.py; }
 placements() { "$python" tests/bench/placements.py --ranks 1 $few; }
-quickstart() { "$python" -m wandistiller train --recipe ds_configs/recipes/quickstart.json --output_dir "$folder/quickstart"; }
+recipe() { "$python" -m wandistiller train --recipe "ds_configs/recipes/$1.json" --output_dir "$folder/$1"; }
+quickstart() { recipe quickstart; }
+few_step() { recipe few_step; }
 
-ALL=(doctor numbers stream_whole training overlap kernels coders memory layouts quickstart stream students placements)
+ALL=(doctor numbers stream_whole loras training overlap kernels coders memory layouts quickstart few_step stream students placements)
 figure() { # of a log: the lines that begin with =>, or the last one
   grep '^=>' "$1" | cut -c4- | paste -sd ';' | grep . || tail -n 1 "$1" | cut -c1-160
 }
@@ -50,7 +53,7 @@ run_step() {
   log=$folder/$1.log start=$SECONDS
   (
     export -f $(compgen -A function)
-    export folder python layers small few batches few_batches
+    export folder python workers layers small few batches few_batches
     exec timeout -k 10 600 bash -uc "$1"
   ) >"$log" 2>&1
   code=$?

@@ -35,9 +35,11 @@ def student_engine(dtype: str, **block: Any) -> EngineConfig:
     return engine.replaced(activation_checkpointing=section, wandistiller=block) if block else engine
 
 
-def network(layers: int, engine: EngineConfig, matched_width: int | None = None) -> tuple[Any, Any]:
+def network(
+    layers: int, engine: EngineConfig, matched_width: int | None = None, **more: int
+) -> tuple[Any, Any]:
     """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
-    model = small_transformer(0, layers, **SIZES)
+    model = small_transformer(0, layers, **SIZES, **more)
     if matched_width:
         add_projections(model, range(layers), matched_width)
     model = model.to(engine.dtype)
@@ -63,8 +65,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
-def config(layers: int) -> TransformerConfig:
-    return TransformerConfig.of(small_transformer(0, 1, **SIZES).config).replaced(num_layers=layers)
+def config(layers: int, **more: int) -> TransformerConfig:
+    return TransformerConfig.of(small_transformer(0, 1, **SIZES, **more).config).replaced(num_layers=layers)
 
 
 def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:

@@ -1,7 +1,10 @@
 """The command line, with peaks of memory in use in memory.json, not of what torch's allocator holds.
 
 On a GPU that is as good as full the two are the same, as the allocator then gives back what is not in use.
+With MOST_GPU_BYTES in the environment, torch's allocator may hold no more of the GPU.
 """
+
+import os
 
 import torch
 
@@ -20,4 +23,7 @@ def in_use() -> device.DeviceMemory:
 device.held_memory = in_use
 
 if __name__ == "__main__":
+    if "MOST_GPU_BYTES" in os.environ:
+        share = int(os.environ["MOST_GPU_BYTES"]) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     command()

@@ -19,7 +19,6 @@ from small_wan import make_wan, small_transformer
 
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import RunConfig
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.distributed.collectives import device
@@ -126,13 +125,15 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
     return {phase: round(1024 * max(kinds[counted])) for phase, kinds in found.items() if counted in kinds}
 
 
+def job_here(given: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
+    """A recipe's run on this machine, and that machine with so many ranks."""
+    machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
+    return read_job(merged(given, {}, None, ranks), ranks), machine
+
+
 def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:
     """Planned MiB of a rank by phase."""
-    job = read_job(RunConfig(**given), ranks)
-    peaks = {
-        phase: p.peak()
-        for phase, p in plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks)).items()
-    }
+    peaks = {phase: p.peak() for phase, p in plan(*job_here(given, ranks)).items()}
     if device().type == "cuda":
         left_out = CONTEXT + (CUBLAS if "SIMULATED_GPUS" in os.environ else 0)
         return {phase: round((b.device + b.transient - left_out) / 2**20) for phase, b in peaks.items()}

@@ -49,6 +49,7 @@ MISSING_HERE = re.compile(
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
 LEAST = table_rows("docs/memory.md", r"\d+ x \d+ GB, least")
 ADAPTERS = table_rows("docs/few_steps.md", r"\d+ x \d+ GB, \d+ GiB")
+FIRST_FRAMES = table_rows("docs/image_to_video.md", r"\d+ x \d+ GB, \d+ GiB")
 FEW_STEPS = table_rows("ds_configs/recipes/README.md", r"`\d+x\d+_")
 
 
@@ -102,7 +103,10 @@ def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
     recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
     few = {f"{cells[0].strip('`')}_few_step" for cells in FEW_STEPS}
     adapters = {name for name in recipes if name.endswith("_lora")}  # in docs/few_steps.md
-    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - few - adapters - {*VIDEOS}) and few < recipes
+    images = {cells[1].strip("`") for cells in FIRST_FRAMES}
+    others = few | adapters | images | {*VIDEOS}
+    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - others) and few < recipes
+    assert images == {name for name in recipes if "_i2v_" in name}
 
 
 def machine_of(gpus: str, each: str, host: str) -> list[str]:
@@ -216,6 +220,24 @@ def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.Ca
     assert "NOT fit" not in printed
     assert [f"{max(fits[kind::3]):.0f}" for kind in (0, 1)] == [device, host]
     assert max(fits[2::3]) == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
+    assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, hours.split(", "))], abs=0.6)
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize("row", slow_but([FIRST_FRAMES[0]], FIRST_FRAMES), ids=lambda row: "_".join(row[1:3]))
+def test_a_row_of_image_to_video_recipes_is_what_plan_prints(
+    row: list[str], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    machine, recipe, frames, *expected, prepare, hours, flags = row
+    rows = ({"prompt": SIXTY_WORDS.format(i), "image": f"{i % 6}.png"} for i in range(10_000))
+    (folder / "first_frames.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [*machine_of(*re.findall(r"\d+", machine)), *flags.strip("`").split()]
+    printed = planned(f"ds_configs/machines/{recipe.strip('`')}.json", words, capsys)
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
+    assert "NOT fit" not in printed and f"480x832, {frames} frame(s)" in printed
+    assert [max(fits[kind::3]) for kind in (0, 1, 2)] == pytest.approx([*map(int, expected)], abs=0.6)
+    made = in_hours(printed, "for the teacher's rollouts")[:1] or [0]
+    assert made == pytest.approx([float(prepare)], abs=0.6)
     assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, hours.split(", "))], abs=0.6)
 
 

@@ -121,7 +121,7 @@ class Job:
 
     @cached_property
     def sample_items(self) -> list[PromptItem]:
-        """What pictures are of: prompts; for an image-to-video Wan each with the image of its row."""
+        """Items that pictures are of: prompts; for an image-to-video Wan each with the image of its row."""
         prompts = self.run.sample_prompts
         if not self.folder.config.takes_image:
             return [PromptItem(prompt) for prompt in prompts]

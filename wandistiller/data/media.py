@@ -74,7 +74,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class MediaReader:
-    """How a run reads media."""
+    """Settings by which a run reads media."""
 
     fps: float
     """Frames a second that videos are read at."""

@@ -1,4 +1,4 @@
-"""What `sample` and `evaluate` are asked to draw: prompts and, for image-to-video, first frames."""
+"""Items that `sample` and `evaluate` are asked to draw: prompts and, for image-to-video, first frames."""
 
 import json
 import os

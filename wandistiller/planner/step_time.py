@@ -124,7 +124,8 @@ def _step_flops(shape: list[Any], latent: Latent, policy: dict[str, Any] | None)
     patch = model.config.patch_size
     tokens = prod(n // p for n, p in zip(latent[1:], patch, strict=True))
     projected = sum(p.numel() for name, p in model.named_parameters() if name.startswith(PROJECTIONS))
-    return step_flops(model, latent, policy and CheckpointPolicy(**policy)) + 3 * 2 * tokens * projected
+    recomputed = policy and CheckpointPolicy(**policy)
+    return step_flops(model, shape[0], latent, recomputed) + 3 * 2 * tokens * projected
 
 
 def _attention_anew(policy: CheckpointPolicy | None) -> float:

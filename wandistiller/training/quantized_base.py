@@ -1,4 +1,4 @@
-"""What a quantised base costs adapters that learned on it, and that others use on the unquantised one."""
+"""Errors of a quantised base, for adapters that learned on it and are used on the unquantised one."""
 
 from dataclasses import replace
 from functools import partial

@@ -27,7 +27,7 @@ from wandistiller.wan.transformer import (
 )
 from wandistiller.wan.transformer_config import TransformerConfig
 
-BLOCK = "block"
+BLOCK, TIME = "block", "time"
 Latent = tuple[int, int, int, int]
 """(C, F, H, W) of one sample, as in `WanFolder.latent_shape`."""
 
@@ -82,7 +82,7 @@ def activation_bytes(
     All weights are counted as trained. A checkpoint saves its inputs instead of its activations; those that
     all blocks share count once, unless checkpoints copy them.
     The peak is at the start of the backward pass: the first recomputation comes on top, if nothing was freed
-    before.
+    before; where blocks are recomputed, gradients of the time too, which is large if each patch has its own.
 
     Args:
         config: the student's transformer config.
@@ -101,7 +101,8 @@ def activation_bytes(
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
     # attention is recomputed after the feed-forward of the last block was freed
     first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
-    return kept - -(-layers // policy.checkpoint_every) * (part - inputs) + first
+    of_time = 2 * saved[TIME] if policy.checkpoint == "blocks" else 0  # the sum, and what a block adds
+    return kept - -(-layers // policy.checkpoint_every) * (part - inputs) + first + of_time
 
 
 def checkpoint_bytes(
@@ -222,7 +223,9 @@ def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: 
 
         def enter(name: str, args: tuple) -> None:
             inside.append(name)
-            shared.update(storages(args[1:]) if name == BLOCK else ())  # text, time, rope: for all blocks
+            if name == BLOCK:
+                shared.update(storages(args[1:]))  # text, time, rope: for all blocks
+                inputs[TIME] = args[2].nbytes
             given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             inputs[f"{name} inputs"] = sum(t.nbytes for t in given)
             own = (t.nbytes for t in given if t.untyped_storage() not in shared)

@@ -98,7 +98,7 @@ def _image_state_problems(config: PartConfig) -> list[str]:
     width = values["num_attention_heads"] * values["attention_head_dim"]
     if (image is None) == (added is None) and added in (None, width):
         return []
-    remedy = f"`image_dim` is {image}. Write {width} and its width, or null for both: a text-to-video Wan."
+    remedy = f"`image_dim` is {image}. Write {width}, the network's width, or null for both: a Wan of text."
     return [config.problem("added_kv_proj_dim", remedy)]
 
 
@@ -257,7 +257,7 @@ def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
         return error.problems
     begins = "vision_model." if all(name.startswith("vision_model.") for name in stored) else ""
     renamed = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
-    return WeightReader(folder, "model").problems(renamed, ["position_ids"])
+    return WeightReader(folder, "model").problems(renamed, None)
 
 
 def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:

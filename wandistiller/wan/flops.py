@@ -37,11 +37,13 @@ def forward_flops(config: TransformerConfig, latent: Latent) -> int:
         latent: the sample's (C, F, H, W).
     """
     model = meta_transformer(config.replaced(num_layers=1)).requires_grad_(False)
-    one = _pass(model, latent, model.blocks[0], reached=False)
+    one = _pass(model, config, latent, model.blocks[0], reached=False)
     return one.forward + (config.num_layers - 1) * one.parts["blocks"]
 
 
-def step_flops(model: nn.Module, latent: Latent, policy: CheckpointPolicy | None) -> int:
+def step_flops(
+    model: nn.Module, config: TransformerConfig, latent: Latent, policy: CheckpointPolicy | None
+) -> int:
     """Count the operations of a student's forward and backward pass over one sample.
 
     One block of each kind is traced: kinds differ in which weights are trained, and in whether gradients go
@@ -49,16 +51,17 @@ def step_flops(model: nn.Module, latent: Latent, policy: CheckpointPolicy | None
 
     Args:
         model: on the meta device, with adapters and `requires_grad` as it is trained.
+        config: the transformer's; that of `model` does not know whether its first frame is given.
         latent: the sample's (C, F, H, W).
         policy: what backward recomputes.
     """
     blocks, reached = model.blocks, _trains(model.patch_embedding) or _trains(model.condition_embedder)
-    without = _pass(model, latent, _Through(), reached or _trains(blocks))
+    without = _pass(model, config, latent, _Through(), reached or _trains(blocks))
     total, known = without.forward + without.backward, {}
     for number, block in enumerate(blocks):
         kind = (reached, *(name for name, p in block.named_parameters() if p.requires_grad))
         if kind not in known:
-            known[kind] = _pass(model, latent, block, reached)
+            known[kind] = _pass(model, config, latent, block, reached)
         one, reached = known[kind], reached or _trains(block)
         total += one.forward - without.forward
         if reached:
@@ -80,7 +83,9 @@ def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> _Pass:
+def _pass(
+    model: nn.Module, config: TransformerConfig, latent: Latent, block: nn.Module, reached: bool
+) -> _Pass:
     """Trace `model` with this block alone.
 
     Args:
@@ -94,7 +99,7 @@ def _pass(model: nn.Module, latent: Latent, block: nn.Module, reached: bool) -> 
             inputs[0].requires_grad_()
 
     hook = block.register_forward_pre_hook(enter)
-    state = blank_state(TransformerConfig.of(model.config), latent, device="meta")
+    state = blank_state(config, latent, device="meta")
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         v_BCFHW = velocity(model, state)

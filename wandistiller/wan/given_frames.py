@@ -1,4 +1,4 @@
-"""What an image-to-video Wan is given of a clip: its first frame, of some Wans also its last one."""
+"""The frames of a clip that an image-to-video Wan is given: the first, of some Wans also the last."""
 
 from pathlib import Path
 

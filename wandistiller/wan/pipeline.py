@@ -66,7 +66,8 @@ class WanFolder:
 
     @property
     def config(self) -> TransformerConfig:
-        return self.configs[Expert.HIGH_NOISE]
+        """Of its first expert; of a part of it, as where one expert trains, this may be the low-noise one."""
+        return next(iter(self.configs.values()))
 
     def with_first_frames(self) -> "WanFolder":
         """Return the pipeline as it makes clips that begin with a given image, if it makes both kinds."""

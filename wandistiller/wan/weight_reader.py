@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ DTYPES = {
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
 NAMED = 5  # tensors named in one message
+POSITIONS = "position_ids"
+"""Numbers 0, 1, ... that transformers before 4.31 stored with CLIP; they are no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,9 @@ def _header(file: Path) -> dict[str, Stored]:
         begin = 8 + int.from_bytes(opened.read(8), "little")
     stored: dict[str, Stored] = {}
     for name, (dtype, shape) in entries.items():
+        if dtype == "I64" and name.endswith(POSITIONS):
+            begin += 8 * prod(shape)
+            continue
         if dtype not in DTYPES:
             raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
         stored[name] = Stored(file, DTYPES[dtype], torch.Size(shape), begin)

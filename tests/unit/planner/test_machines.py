@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from image_data import image_data
 from markdown_pages import VIDEOS
 from planned import EIGHT_80, gpus, published_job
-from published_wan import PUBLISHED
+from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
 from slow_cases import slow_but
 
@@ -43,8 +44,17 @@ CPU_MEMORY = {
     "8x80_wan2.2_a14b_lora": 1000,
     "8x80_wan2.1_14b_video": 1000,
     "8x80_wan2.2_a14b_video": 1000,
+    "1x24_wan2.2_i2v_5b_lora": 64,
+    "1x24_wan2.2_i2v_a14b_lora": 64,
+    "8x80_wan2.2_i2v_a14b": 1000,
+    "8x80_wan2.2_i2v_a14b_lora": 1000,
 }
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
+
+
+def data_of(name: str, published: Path, folder: Path) -> Path:
+    """Prompts, or, written into `folder`, prompts with first frames."""
+    return image_data(folder) if "_i2v_" in name else published / "prompts.txt"
 
 
 @pytest.mark.parametrize("name", slow_but(["8x80_wan2.1_14b_few_step", "4x24_wan2.1_14b"], CPU_MEMORY))
@@ -54,8 +64,8 @@ def test_a_shipped_recipe_fits_its_machine(
 ) -> None:
     recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
     teacher = read_json(recipe)["teacher_path"]
-    assert teacher in PUBLISHED and len(recipe.read_text().splitlines()) <= 24
-    paths = f"--teacher_path {published / teacher} --data_path {published}/prompts.txt"
+    assert teacher in PUBLISHED | IMAGE_TO_VIDEO and len(recipe.read_text().splitlines()) <= 24
+    paths = f"--teacher_path {published / teacher} --data_path {data_of(name, published, tmp_path)}"
     flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
     assert main(["plan", *flags, *machine.split()]) == 0
@@ -66,11 +76,13 @@ def test_a_shipped_recipe_fits_its_machine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CPU_MEMORY)
-def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_fit(published: Path, name: str) -> None:
+def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_fit(
+    published: Path, tmp_path: Path, name: str
+) -> None:
     """Each of its stages by 3 % at most, on the recipe's machine."""
     count, each = map(int, name.split("_")[0].split("x"))
     machine, given = gpus(count, each, CPU_MEMORY[name]), read_json(FOLDER / f"{name}.json")
-    places = {"data_path": f"{published}/prompts.txt", "output_dir": f"{published}/out"}
+    places = {"data_path": str(data_of(name, published, tmp_path)), "output_dir": f"{published}/out"}
     places["teacher_path"] = f"{published}/{given['teacher_path']}"
     rates = default_rates(machine.device_free)
     for run in read_jobs(runs_of(given | places, {}, name), count):

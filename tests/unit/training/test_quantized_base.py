@@ -76,3 +76,16 @@ def test_both_errors_are_those_of_plain_modules_and_the_student_is_then_on_unqua
     assert 1e-6 < found[0]["0.75-0.875"] != found[1]["0.75-0.875"] > 1e-6
     with torch.no_grad():
         assert all(torch.equal(student.velocity(states[band]), v) for band, v in adapted[1].items())
+
+
+def test_the_base_of_the_low_noise_expert_alone_is_measured_where_it_serves(
+    wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    more = {"student_config": {"experts": "two"}, "objective": {"name": "dmd2", "expert": "low_noise"}}
+    more["teacher_deepspeed_config"] = {"wandistiller": {"placement": "streamed", "weights": "nf4"}}
+    given = recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), lora={"rank": 4}, **more)
+    data, conditions, _ = parts = parts_of(job_of(given))
+    trainer = trainer_of(given, parts)
+    alone, adapted = base_errors(trainer.job, conditions, data.sample_items, trainer.student)
+    assert alone.keys() == adapted.keys() == {"0-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.875"}
+    assert all(0 < error < 1 for error in [*alone.values(), *adapted.values()])

@@ -50,7 +50,7 @@ def test_flops_of_a_step_are_torch_s_count_of_all_blocks(
     x_t_BCFHW, text_BLD = torch.randn(1, *LATENT), torch.randn(1, TEXT_TOKENS, c.text_dim)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         velocity(model, state(x_t_BCFHW, torch.tensor([0.5]), text_BLD)).sum().backward()
-    traced = step_flops(student_model(c, frozen, lora, (), 256), LATENT, None)
+    traced = step_flops(student_model(c, frozen, lora, (), 256), c, LATENT, None)
     assert traced == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
@@ -63,12 +63,13 @@ def test_a_block_is_recomputed_where_gradients_go_through_it(
     c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
     model = student_model(c, frozen, None, (), 256)
     block = (forward_flops(c, LATENT) - forward_flops(c.replaced(num_layers=1), LATENT)) / 3
-    with_recomputation, without = (step_flops(model, LATENT, p) for p in (CheckpointPolicy(), None))
+    with_recomputation, without = (step_flops(model, c, LATENT, p) for p in (CheckpointPolicy(), None))
     assert with_recomputation - without == recomputed * block
 
 
 def test_a_traced_network_keeps_its_blocks() -> None:
-    model = student_model(TransformerConfig.of(small_transformer(0, 4, **SIZES).config), None, None, (), 256)
+    c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
+    model = student_model(c, None, None, (), 256)
     names = [name for name, _ in model.named_parameters()]
-    step_flops(model, LATENT, None)
+    step_flops(model, c, LATENT, None)
     assert [name for name, _ in model.named_parameters()] == names

@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
 
-from tests.helpers.small_wan import IMAGE_FORMS, make_wan
 from wandistiller.batch import Batch, Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan.given_frames import GivenFramesEncoder, given_places, mask_of
-from wandistiller.wan.loaded_components import Encoder, load_pipeline
-from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.loaded_components import Encoder, load_image_encoder, load_pipeline
+from wandistiller.wan.pipeline import open_wan, require_weights
 from wandistiller.wan.sampling import denoise
 from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
 
@@ -158,6 +159,17 @@ def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
         noisy = replace(batch, x_t_BCFHW=batch.x_t_BCFHW + torch.eye(3)[0].view(1, 1, 3, 1, 1))
         again = velocity(load_pipeline(wan, torch.float32).transformer, noisy)
     assert not v_BCFHW[:, :, :1].any() and v_BCFHW[:, :, 1:].any() and torch.equal(v_BCFHW, again)
+
+
+def test_an_image_encoder_with_the_names_of_transformers_4_is_read_whole(tmp_path: Path) -> None:
+    folder = make_wan(tmp_path, **IMAGE_FORMS["Wan2.1-I2V-14B"])
+    file, state = folder / "image_encoder" / "model.safetensors", load_image_encoder(folder / "image_encoder")
+    before = {name: p.clone() for name, p in state.named_parameters()}
+    old = {f"vision_model.{name}": p for name, p in load_file(file).items()}
+    save_file(old | {"vision_model.embeddings.position_ids": torch.arange(5)[None]}, file, {"format": "pt"})
+    require_weights(open_wan(str(folder)))
+    after = dict(load_image_encoder(folder / "image_encoder").named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in before.items())
 
 
 def test_mask_is_1_at_given_frames_of_each_latent_frame() -> None:

@@ -5,13 +5,14 @@ from torch import nn
 
 from wandistiller.wan import structure
 
-MODEL = small_transformer(0, 2)
+MODEL = small_transformer(0, 2, image_dim=24, added_kv_proj_dim=64)  # as Wan2.1 I2V: with all there is
 MODULES = dict(MODEL.named_modules())
 
 
 def test_every_linear_map_of_the_network_has_its_axes() -> None:
     maps = {structure.split_name(n)[1] for n, m in MODULES.items() if isinstance(m, nn.Linear | nn.Conv3d)}
-    assert maps == structure.AXES.keys() | {f"condition_embedder.{structure.MODULATION}"}
+    without = {"time_proj", "image_embedder.ff.net.0.proj"}  # six of a width; of the width of CLIP's states
+    assert maps == structure.AXES.keys() | {f"condition_embedder.{name}" for name in without}
 
 
 def test_every_other_name_is_in_the_network() -> None:
@@ -19,7 +20,8 @@ def test_every_other_name_is_in_the_network() -> None:
     assert type(block).__name__ == structure.BLOCK_CLASS
     assert all(block.get_submodule(name) for names in structure.PARTS.values() for name in names)
     for attention in map(block.get_submodule, structure.ATTENTIONS):
-        assert all(hasattr(attention, name) for name in [*structure.NORMED, *structure.ATTENTION_MAPS])
+        assert all(hasattr(attention, name) for name in structure.ATTENTION_MAPS)
+    assert all(hasattr(block.attn2, name) for name in structure.NORMED)
     assert {structure.TEXT_READER, structure.TEMB_READER} <= MODULES.keys()
     assert {structure.TABLE, structure.in_block(1, structure.TABLE)} <= dict(MODEL.named_parameters()).keys()
     assert {name.split(".")[-1] for name in MODULES} >= {*structure.STREAM_NORMS, structure.AFFINE_NORM}
