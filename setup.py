@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 CODE = find_packages(include=["wandistiller", "wandistiller.*"], exclude=["wandistiller.tiny.making"])
-TEACHERS = ("pipeline", "video_pipeline")
+TEACHERS = ("pipeline", "video_pipeline", "image_pipeline", "first_frames")
 
 setup(
     name="wandistiller",

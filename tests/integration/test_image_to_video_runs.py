@@ -183,6 +183,16 @@ def refused(wans: Wans, form: str, **more: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
+def test_the_expanded_time_form_trains_and_is_judged_on_the_embedded_first_frames(wans: Wans) -> None:
+    more = {"data_path": "tiny-i2v", "sample_prompts": [], "height": 64, "num_frames": 9}
+    output = wans.train(TI2V, "embedded", **more)
+    words = ["--prompts", "tiny-i2v:held_out", "--num_prompts", "2"]
+    wandistiller("evaluate", "--student_path", output, *words, "--quick", "--steps", "2")
+    assert len(losses(output)) == 3
+    assert read_json(output / "evaluation.json")["ratio"]["motion"]["value"] > 0
+
+
 def test_a_prompt_without_a_first_frame_is_refused(wans: Wans, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a red circle\n")
     message = refused(wans, A14B, data_path=str(tmp_path / "prompts.txt"), sample_prompts=None)

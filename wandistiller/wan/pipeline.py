@@ -41,7 +41,8 @@ from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
-TINY = {"tiny": _EMBEDDED / "pipeline", "tiny-video": _EMBEDDED / "video_pipeline"}
+FOLDERS = {"tiny": "pipeline", "tiny-video": "video_pipeline", "tiny-i2v": "image_pipeline"}
+TINY = {name: _EMBEDDED / folder for name, folder in FOLDERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
