@@ -36,6 +36,8 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
     wandistiller("train", *flags.replace("quickstart.json", "lora.json").split(), cwd=made)
     (made / "runs" / "lora_video").symlink_to(made / "runs" / "lora")
+    of_first_frames = flags.replace("quickstart.json", "lora_i2v.json").replace("--data_path three.txt", "")
+    wandistiller("train", *of_first_frames.split(), cwd=made)
     data, wan = image_data(made), make_wan(made / "i2v", **IMAGE_FORMS["Wan2.2-I2V-A14B"])
     (made / "0.png").rename(made / "portrait.png")
     data.write_text(data.read_text().replace('"0.png"', '"portrait.png"'))
