@@ -5,9 +5,9 @@
 # Safe to run again: it goes on where it stopped. To start anew: rm -r runs/quickstart
 source "$(dirname "$0")/env.sh"
 launch=(deepspeed -q "${here[@]}" --module wandistiller)
-recipe=${1:-quickstart} prompts=tiny:held_out steps=()
+recipe=${1:-quickstart} prompts=tiny:held_out more=()
 case $recipe in *video) prompts=tiny-video:held_out ;; *i2v) prompts=tiny-i2v:held_out ;; esac
-case $recipe in few_step*) steps=(--steps 1 2 4) ;; lora* | i2v) steps=(--steps 2 4) ;; esac
+case $recipe in few_step*) more=(--steps 1 2 4) ;; lora*) more=(--steps 2 4) ;; i2v) more=(--steps 2 4 --num_prompts 32) ;; esac
 
 "${launch[@]}" train --recipe "ds_configs/recipes/$recipe.json"
-"${launch[@]}" evaluate --student_path "runs/$recipe" --prompts "$prompts" "${steps[@]}"
+"${launch[@]}" evaluate --student_path "runs/$recipe" --prompts "$prompts" "${more[@]}"
