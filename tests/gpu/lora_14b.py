@@ -4,7 +4,7 @@
     python tests/gpu/lora_14b.py --layers 2 --small  # tiny sizes, to see that it runs
 
 Training may take no more of the GPU than a row's GB. Seconds are the median of steps after the first; memory
-is that in use at the highest, beside its plan. A step of images is 4 samples of 480x832, of clips one.
+is that in use at the highest, beside its plan. A step is 4 samples of 480x832, of clips in 4 micro-steps.
 """
 
 import argparse

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu import KIND, on_gpu
-from gpu_runs import RUNS, image_run, on_cpu_and
+from gpu_runs import RUNS, Pair, image_run, on_cpu_and
 from ranks import STUDENTS, TEACHERS, has_async_io, losses, metrics
 from recipes import student_engine, train
 from small_wan import IMAGE_FORMS
@@ -20,23 +20,26 @@ def test_gpu_and_cpu_give_the_same_losses_in_float32(stage: int, tmp_path: Path,
     assert losses(cuda) == pytest.approx(losses(cpu), rel=1e-3)
 
 
-def shown(found: list[float], expected: list[float]) -> bool:
-    """Whether losses are equal to 1e-2, and print how far they are."""
-    print("=>", max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)))
-    return found == pytest.approx(expected, rel=1e-2)
+def has_losses_of_the_cpu(found: Pair, rel: float = 1e-3) -> bool:
+    """Whether the losses on both are equal, and print how far they are from it."""
+    gpu, cpu = ([loss for loss, *_ in lines] for lines in found)
+    print("=>", max(abs(a / b - 1) for a, b in zip(gpu, cpu, strict=True)))
+    return gpu == pytest.approx(cpu, rel=rel)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_run_has_the_losses_of_a_cpu_in_float32(name: str, tmp_path: Path, wan2: Path) -> None:
     found = on_cpu_and(KIND, tmp_path, wan2, **RUNS[name])
-    assert shown([loss for loss, *_ in found.gpu], [loss for loss, *_ in found.cpu])
+    assert has_losses_of_the_cpu(
+        found, 1e-2 if "8 bits" in name else 1e-3
+    )  # a rounding more is a level of 8 bits
 
 
 @pytest.mark.parametrize("form", IMAGE_FORMS)
 def test_image_to_video_has_the_losses_of_a_cpu_in_float32(form: str, tmp_path: Path) -> None:
     wan, given = image_run(form, tmp_path)
     found = on_cpu_and(KIND, tmp_path, wan, **given)
-    assert shown([loss for loss, *_ in found.gpu], [loss for loss, *_ in found.cpu])
+    assert has_losses_of_the_cpu(found)
 
 
 @pytest.mark.skipif(KIND == "cuda" and torch.cuda.device_count() < 2, reason="one GPU")

@@ -1,6 +1,5 @@
 """Peak memory of a run on each rank, phase by phase, from its settings alone: nothing is loaded."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,7 +30,6 @@ from wandistiller.wan.activation_memory import (
     call_bytes,
     checkpoint_bytes,
     compared_bytes,
-    sampled_bytes,
 )
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
@@ -118,22 +116,18 @@ class _Planner:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
     def saved(
-        self,
-        config: TransformerConfig,
-        engine: EngineConfig,
-        samples: int,
-        counted: Callable[..., int] = activation_bytes,
+        self, config: TransformerConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
     ) -> Bytes:
-        """Memory of the activations of a learning network, by default as its backward pass begins."""
+        """Memory of the activations of a learning network, as in `activation_bytes`."""
         given = config, engine, self.latent, samples
         how = {"accelerator": self.gpu, "sharers": self.sharers}
         away = checkpoint_bytes(*given, **how)
-        return Bytes(transient=counted(*given, **how) - away, host=away)
+        return Bytes(transient=activation_bytes(*given, **how, recomputes=recomputes) - away, host=away)
 
     def _sampled(self, passes: Parts) -> Parts:
         """The same parts of a student's passes between its forward and its backward pass."""
         j = self.job
-        held = self.saved(j.student_transformer, j.student_engine, self.samples, sampled_bytes)
+        held = self.saved(j.student_transformer, j.student_engine, self.samples, recomputes=False)
         return passes | {ACTIVATIONS: held}
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:

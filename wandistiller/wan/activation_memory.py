@@ -76,6 +76,7 @@ def activation_bytes(
     *,
     accelerator: bool,
     sharers: int = 1,
+    recomputes: bool = True,
 ) -> int:
     """Count the bytes that autograd saves for a micro-step's backward pass, with its first recomputation.
 
@@ -90,31 +91,8 @@ def activation_bytes(
         latent: shape of one sample.
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
+        recomputes: False for what is saved between forward and backward pass.
     """
-    policy = engine.recompute
-    kept = sampled_bytes(config, engine, latent, micro, accelerator=accelerator, sharers=sharers)
-    if policy is None:
-        return kept
-    saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
-    part = sum(saved[name] for name in PARTS[policy.checkpoint] or (BLOCK,))
-    # attention is recomputed after the feed-forward of the last block was freed
-    first = (
-        0 if policy.checkpoint == "attention" or (config.num_layers - 1) % policy.checkpoint_every else part
-    )
-    of_time = 2 * saved[TIME] if policy.checkpoint == "blocks" else 0  # the sum, and what a block adds
-    return kept + first + of_time
-
-
-def sampled_bytes(
-    config: TransformerConfig,
-    engine: EngineConfig,
-    latent: Latent,
-    micro: int,
-    *,
-    accelerator: bool,
-    sharers: int = 1,
-) -> int:
-    """Count the bytes that autograd has saved between forward and backward pass; as `activation_bytes`."""
     layers, policy = config.num_layers, engine.recompute
     saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
     kept = saved["ends"] + layers * saved[BLOCK]
@@ -123,7 +101,13 @@ def sampled_bytes(
     names = PARTS[policy.checkpoint] or (BLOCK,)
     kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
-    return kept - -(-layers // policy.checkpoint_every) * (part - inputs)
+    kept -= -(-layers // policy.checkpoint_every) * (part - inputs)
+    if not recomputes:
+        return kept
+    # attention is recomputed after the feed-forward of the last block was freed
+    first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
+    of_time = 2 * saved[TIME] if policy.checkpoint == "blocks" else 0  # the sum, and what a block adds
+    return kept + first + of_time
 
 
 def checkpoint_bytes(
