@@ -20,13 +20,13 @@ from wandistiller.wan.components import (
     image_encoder_of,
     load_tokenizer,
     refused_keys,
-    scheduler_class,
     text_config,
     text_encoder_of,
     tokenize,
     vae_of,
 )
 from wandistiller.wan.damaged import cure, unfinished
+from wandistiller.wan.schedulers import flow_problem, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
@@ -214,9 +214,10 @@ def scheduler_problems(config: PartConfig) -> list[str]:
         scheduler.set_timesteps(3)
         for t in scheduler.timesteps:  # some settings are used from the second step on
             scheduler.step(nothing, t, nothing)
+        wrong = flow_problem(config.values)
     except UNFIT as error:
         return [_unfit(config.where, error)]
-    return []
+    return [config.problem(*wrong)] if wrong else []
 
 
 def _unfit(where: str, error: Exception) -> str:

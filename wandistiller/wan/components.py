@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import AutoencoderKLWan, SchedulerMixin, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from transformers import (
     BatchEncoding,
@@ -28,6 +27,7 @@ from transformers import (
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import value_problems
+from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
 TOKENIZERS = {
@@ -157,13 +157,6 @@ def _remedy(part: str, given: Any, *, here: bool, scheduler: Any) -> str | None:
 def unused(component: Any) -> bool:
     """Tell whether an entry of model_index.json says that there is no such component."""
     return component is None or component == UNUSED
-
-
-def scheduler_class(name: Any) -> type[SchedulerMixin] | None:
-    """Return diffusers' scheduler of this name, if it has one."""
-    kind = getattr(diffusers.schedulers, name, None) if isinstance(name, str) else None
-    is_one = isinstance(kind, type) and issubclass(kind, SchedulerMixin) and kind is not SchedulerMixin
-    return kind if is_one else None
 
 
 def tokenizer_problems(where: str, folder: Path) -> list[str]:

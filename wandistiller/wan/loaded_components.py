@@ -20,7 +20,6 @@ from wandistiller.wan.components import (
     decoded,
     encoded,
     load_tokenizer,
-    scheduler_class,
     states,
     text_encoder_of,
     tokenize,
@@ -28,6 +27,7 @@ from wandistiller.wan.components import (
     unused,
 )
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae
 from wandistiller.wan.weight_reader import require_sound

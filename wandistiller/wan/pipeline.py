@@ -36,6 +36,7 @@ from wandistiller.wan.components import (
 from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, WAN22_IMAGE, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
+from wandistiller.wan.schedulers import own_settings, shift_key
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
@@ -242,7 +243,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         problems = text_problems(encoder, configs[Expert.HIGH_NOISE].values["text_dim"])
     if problems:
         raise ConfigError(*problems)
-    shift = scheduler.values.get("flow_shift", scheduler.values.get("shift")) or 1.0
+    shift = own_settings(scheduler.values)[shift_key(scheduler.values)]
     expands = bool(index.values.get("expand_timesteps"))
     transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
     more = {"revision": commit, "expands_time": expands}

@@ -12,10 +12,10 @@ from wandistiller.batch import Conditioning, State
 from wandistiller.distributed import collectives
 from wandistiller.experts import expert_at
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps
-from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import heartbeat
-from wandistiller.wan.components import scheduler_class
+from wandistiller.wan.components import known_config
 from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.schedulers import scheduler_class, with_shift
 
 AT_BOUNDARY = 0.003
 """A noise level as near to the boundary belongs to the low-noise expert: rounding moves levels by 0.002."""
@@ -23,8 +23,7 @@ AT_BOUNDARY = 0.003
 
 def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
     """Return the pipeline's own scheduler_config.json with another shift."""
-    config = read_json(folder.path / "scheduler" / "scheduler_config.json")
-    return config | {"shift" if "shift" in config else "flow_shift": shift}
+    return with_shift(known_config(folder.path / "scheduler" / "scheduler_config.json"), shift)
 
 
 def pipeline_scheduler(folder: WanFolder, shift: float) -> SchedulerMixin:

@@ -89,17 +89,6 @@ def test_a_missing_part_is_named(wan1: Path, copy_of: Callable[..., Path], part:
         pipeline.open_wan(str(folder))
 
 
-@pytest.mark.parametrize(("key", "shift"), [("flow_shift", 5.0), ("shift", 7.0)])
-def test_the_shift_is_the_scheduler_s(
-    wan1: Path, copy_of: Callable[..., Path], key: str, shift: float
-) -> None:
-    folder = copy_of(wan1)
-    file = folder / "scheduler" / "scheduler_config.json"
-    others = {k: v for k, v in json.loads(file.read_text()).items() if k != "flow_shift"}
-    write_json(file, others | {key: shift})
-    assert pipeline.open_wan(str(folder)).shift == shift
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("expert", list(Expert))
 def test_load_whole_is_bitwise_diffusers_from_pretrained(

@@ -18,7 +18,7 @@ from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
-from wandistiller.wan.sampling import few_step_config
+from wandistiller.wan.sampling import few_step_config, pipeline_config
 
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
 CARD = """# A Wan student distilled with wandistiller
@@ -86,9 +86,7 @@ def _scheduler(teacher: WanFolder, facts: Facts) -> dict[str, Any]:
     """The scheduler's config: for few steps with the noise levels that are trained, else the teacher's."""
     if facts.few_steps:
         return few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
-    config = known_config(teacher.path / "scheduler" / "scheduler_config.json")
-    config["shift" if "shift" in config else "flow_shift"] = facts.shift
-    return config
+    return pipeline_config(teacher, facts.shift)
 
 
 def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
