@@ -106,7 +106,6 @@ class SampleSelection:
         return [numbers[i] for i in order.tolist()]
 
     def used(self) -> list[int]:
-        """Return the numbers of the samples that are used."""
         return [n for n in self.numbers if n not in self._bad]
 
 
@@ -179,7 +178,6 @@ class CachedData:
         return to_device(t, self._latents.device)
 
     def has_rollouts(self, items: list[PromptItem]) -> bool:
-        """Return whether the teacher's first rollout of each item is cached."""
         return self._rollout is not None and all(self._rollout_key(i) in self._latents for i in items)
 
     def x0_of(self, items: list[PromptItem]) -> Tensor:

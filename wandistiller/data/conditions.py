@@ -45,7 +45,6 @@ class Conditions:
         self._frames = MediaCache(cache / "frames" / parts, unusable, samples_per_file)
 
     def key(self, sample: Sample) -> ConditionKey:
-        """Return the keys of a sample's conditioning."""
         frames = None
         if self._folder.config.takes_image:
             frames = self._reader.key(sample.item.begins_with, sample.size, sample.clip)

@@ -138,7 +138,6 @@ class PromptDataset(Sequence[PromptItem]):
         return self._read(int(self._rows[number]))
 
     def first(self, *kinds: MediaType) -> PromptItem | None:
-        """Return the first item of these kinds."""
         numbers = np.flatnonzero(np.isin(self.kinds, kinds))
         return self[int(numbers[0])] if len(numbers) else None
 
@@ -307,7 +306,6 @@ class _Index:
         self._add(-1, prompt, name)
 
     def add_lines(self, name: str) -> None:
-        """Add the items of one list of prompts."""
         path, line = self._root / name, 1
         if not path.is_file():
             return self._add_problem(f"{path}: {kind_of(path)}. Take it out, or mend it.")

@@ -72,7 +72,6 @@ class LatentCache:
         self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
-        """Return the key of a sample."""
         item, size = sample.item, str(sample.size)
         if item.media:
             return self._reader.key(item.media, sample.size, sample.clip)

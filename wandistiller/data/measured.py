@@ -58,10 +58,8 @@ class Measured:
 
 def batches_digest(batches: list[Batch]) -> str:
     """Hash the inputs of a network in `batches`, which results depend on."""
-    tensors = (t for b in batches for t in b.tensors())
-    return digest(*([str(t.dtype), _bytes(t)] for t in tensors))
-
-
-def _bytes(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    hashes = []
+    for t in (t for b in batches for t in b.tensors()):
+        data = t.detach().cpu().contiguous().view(torch.uint8).numpy()
+        hashes.append([str(t.dtype), hashlib.blake2b(data, digest_size=8).hexdigest()])
+    return digest(*hashes)

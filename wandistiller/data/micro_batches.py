@@ -58,5 +58,4 @@ class MicroBatches:
         return list(range(first, first + size.micro))
 
     def items(self, update: int, micro: int) -> list[PromptItem]:
-        """Return prompts and media of this rank's samples."""
         return [self._data.item_at(index) for index in self.indices(update, micro)]

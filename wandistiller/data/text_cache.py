@@ -46,7 +46,6 @@ class TextCache:
         self._tensors = TensorCache(cache / "text" / self.fingerprint)
 
     def key(self, prompt: str) -> str:
-        """Return the key of the prompt's text."""
         return digest(clean(prompt))
 
     def fill(self, prompts: list[str]) -> None:

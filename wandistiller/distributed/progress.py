@@ -45,9 +45,8 @@ _bars: list[tqdm] = []
 def bar(name: str, total: int, done: int = 0) -> tqdm:
     """Make a bar that rank 0 alone shows, and only in a terminal; its `disable` tells that it does not."""
     shown = total > 0 and rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
-    has_width = (
-        shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    )  # some have none: no bar in it
+    # some terminals have no width, and no bar in it
+    has_width = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     width = {"dynamic_ncols": True} if has_width else {"ncols": 100, "nrows": 20}
     # `disable` is said here, as TQDM_DISABLE is set for the bars of the libraries
     made = tqdm(desc=name, total=total, initial=done, disable=not shown, **width)
@@ -74,7 +73,6 @@ class Progress:
         set_activity(name)
 
     def advance(self) -> None:
-        """Count a unit as done."""
         heartbeat()
         self.done += 1
         self._bar.update()

@@ -47,7 +47,6 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        """The number of this rank's replica."""
         return self.replica_of(collectives.rank())
 
     @property
@@ -56,7 +55,6 @@ class Ranks:
         return collectives.world_size() // self.degree
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of a rank's replica."""
         return rank // self.degree
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:

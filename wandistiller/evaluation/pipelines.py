@@ -130,10 +130,8 @@ class PlacedTeacher:
     ):
         """`conditions` has the samples and the text of the negative prompt."""
         self._folder, self._sampling, self._conditions, self._vae = folder, sampling, conditions, vae
-        self._guidance, self._placement = (
-            Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling)),
-            placement,
-        )
+        self._guidance = Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling))
+        self._placement = placement
         self._network = build_teacher(folder, placement, self._guidance, ranks=ranks)
         self.velocity = self._network.velocity
         self.denoising = 0.0

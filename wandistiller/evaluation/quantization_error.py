@@ -46,8 +46,7 @@ def quantization_error(
     quantized = teacher.inner if isinstance(teacher, OwnerTeacher) else teacher
     velocities, faults = [], []
     if quantized:
-        merges = {"merges_padding": merges_padding}
-        exact, readers = unquantized_teacher(folder, placement, guidance, **merges)
+        exact, readers = unquantized_teacher(folder, placement, guidance, merges_padding=merges_padding)
         targets, found = (one.predict_all([*states.values()], ()) for one in (exact, quantized))
         velocities = [(p.v_BCFHW, t.v_BCFHW) for p, t in zip(found, targets, strict=True)]
         faults = [p for reader in readers for p in reader.faults]
@@ -87,5 +86,4 @@ def relative_errors(
 
 
 def in_words(errors: dict[str, float]) -> str:
-    """Return the errors in one line."""
     return ", ".join(f"{error:.2g} at {band}" for band, error in errors.items())

@@ -47,13 +47,17 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, 
         result["teacher_weights_velocity_error"] = {"bands": errors}
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     if settings.numbers:
-        result["by_steps"] = {name: _by_steps(settings, ranks) for name, ranks in sides.items()}
+        result["by_steps"] = {
+            name: {
+                str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in sorted(ranks[0].by_steps)
+            }
+            for name, ranks in sides.items()
+        }
         return result, _rows_by_steps(settings, sides, result["by_steps"])
     return result, {name: _shown(drawn) for name, drawn in samples.items()}
 
 
 def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
-    """Values of all ranks in the order of their prompts' numbers."""
     merged = {i: value for part in parts for i, value in part.items()}
     return [merged[i] for i in sorted(merged)]
 
@@ -105,12 +109,6 @@ def _columns(
         if (value := m.ratio(value_N["student"], value_N["teacher"], seed)) is not None:
             ratio[m.name] = value
     return columns
-
-
-def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, Figures]:
-    """Return the figures of a candidate by its number of steps, the smallest first."""
-    numbers = sorted(ranks[0].by_steps)
-    return {str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in numbers}
 
 
 def _rows_by_steps(
@@ -187,7 +185,6 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
 
 
 def slow_motion(result: Evaluated) -> list[str]:
-    """Return a warning if the student moves less than SLOW of what its teacher does."""
     ratio = result["ratio"].get(MOTION)
     if not ratio or ratio["value"] is None or ratio["value"] >= SLOW:
         return []

@@ -90,7 +90,6 @@ def svg(chart: Chart) -> bytes:
 
 
 def finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    """Leave out the points whose value is None or not finite."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 

@@ -110,7 +110,6 @@ class HealthChecks:
             )
 
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
-        """Check the student's samples against the teacher's of the same prompts."""
         if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
             yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:

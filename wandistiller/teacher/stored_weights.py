@@ -78,6 +78,5 @@ def stored_weights_of(
 
 
 def parameters_of(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names, and meta tensors in diffusers' dtypes."""
     for name, p in list(model.named_parameters()):
         yield name, p.to(parameter_dtype(name, dtype))

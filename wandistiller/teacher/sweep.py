@@ -75,7 +75,6 @@ class _Sweep:
 
 
 def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of `calls`, one after the other."""
     return [call() for call in calls]
 
 

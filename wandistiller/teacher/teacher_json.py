@@ -29,12 +29,10 @@ AUTO = "auto"
 
 @cache
 def placements() -> dict[str, type[Placement]]:
-    """The placements by name."""
     return classes_in("wandistiller.teacher.placements", Placement)
 
 
 def placed_by(engine: EngineConfig) -> Placement:
-    """Return the placement that a checked JSON names."""
     settings = dict(engine.block)
     return placements()[settings.pop("placement", "engine")](engine=engine, **settings)
 
@@ -79,7 +77,6 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:
-    """List problems of the block, and of the JSON around it."""
     own = {name: placement.keys() for name, placement in placements().items()}
     types: dict[str, Any] = {"placement": Literal[tuple(own)], SHORT_NAME: Text}
     for settings in own.values():

@@ -35,7 +35,6 @@ class FirstFrameScene(ClipScene):
 
     @property
     def picture(self) -> str:
-        """Name of the file with its first frame."""
         return PICTURE.format(**vars(self))
 
 

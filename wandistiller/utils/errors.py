@@ -85,7 +85,6 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
 
 
 def folder_problems(key: str, folder: str | Path) -> list[str]:
-    """List the reasons why a folder cannot be made or written to."""
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))

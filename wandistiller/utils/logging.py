@@ -142,5 +142,4 @@ def activity(name: str) -> Iterator[None]:
 
 
 def step_seconds() -> float:
-    """Return the seconds since the training step began."""
     return time.monotonic() - current.step_began

@@ -61,7 +61,6 @@ def _groups(root: Path) -> list[tuple[int, int]]:
 
 
 def disk_free(path: Path) -> int:
-    """Return the free bytes of the file system on which `path` is, or will be."""
     return shutil.disk_usage(_nearest(path)).free
 
 

@@ -91,16 +91,12 @@ def train_text_encoder(world: World, folder: Path) -> None:
         return loss
 
     fit("text", nn.ModuleList([encoder, heads]), loss_at, steps=TEXT_STEPS, lr=TEXT_LR)
-    embed_negative_halves(encoder)
-    encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
-
-
-@torch.no_grad()
-def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
-    """Append the embedding of <unk> for each negative half, so that cleaning does not change the prompt."""
+    # <unk>'s embedding for each negative half, so that cleaning does not change the prompt
     old = encoder.get_input_embeddings().num_embeddings
     encoder.resize_token_embeddings(old + len(NEGATIVE_HALVES), mean_resizing=False)
-    encoder.get_input_embeddings().weight[old:] = encoder.get_input_embeddings().weight[2]
+    embedding = encoder.get_input_embeddings().weight.data
+    embedding[old:] = embedding[2]
+    encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
 
 
 @torch.no_grad()

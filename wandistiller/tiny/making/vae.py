@@ -213,7 +213,6 @@ def latent_statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def reproduced(vae: AutoencoderKLWan, clip_BCFHW: Tensor) -> Tensor:
-    """Encode and decode clips in [-1, 1] as `WanPipeline` does."""
     latents = (vae.encode(part).latent_dist.mode() for part in clip_BCFHW.split(32))
     return torch.cat([vae.decode(z_BCFHW).sample for z_BCFHW in latents])
 
