@@ -34,7 +34,6 @@ def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozens
     Each rank reads only the pieces that it owns.
 
     Args:
-        learners: by role.
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
     for role, learner in learners.items():

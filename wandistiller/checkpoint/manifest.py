@@ -27,11 +27,7 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def finish_part(folder: Path, rank: int, written: dict[str, FileChecksum]) -> None:
-    """Flush a rank's files, read them back, and write its part of the manifest.
-
-    Args:
-        written: paths within `folder` -> their checksums.
-    """
+    """Flush a rank's files, by path in `folder`, read them back, and write its part of the manifest."""
     part: dict[str, Any] = {"files": written}
     try:
         for name, expected in written.items():

@@ -130,9 +130,8 @@ def _recommend(
     """Write the recipe with the simplest of `best` on rank 0, and return the lines that say so.
 
     Args:
-        runs: by stage.
+        runs, best: by stage.
         given: values of the recipe and of the flags, as the user wrote them.
-        best: by stage.
     Raises:
         ConfigError: nothing fits.
     """
@@ -154,11 +153,7 @@ def _next_command(file: str | Path, machine: Machine) -> str:
 
 
 def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs now hold.
-
-    Args:
-        given: values of the recipe and of the flags, as the user wrote them.
-    """
+    """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs hold."""
     defaults = asdict(RunConfig())
     in_jsons = {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))}
     places = {key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")}

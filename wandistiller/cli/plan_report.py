@@ -30,7 +30,7 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
 
     Args:
         here: whether the machine is this one, whose disks can be examined.
-        price: price of a GPU for an hour.
+        price: of a GPU for an hour.
     """
     phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
     return [

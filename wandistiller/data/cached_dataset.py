@@ -127,7 +127,6 @@ class CachedData:
 
         Args:
             sample_items: what pictures are drawn of.
-            measured: where measurements of the teacher are kept.
             has_latents: False if only text is cached.
         """
         self.sample_items, self.measured, self.has_latents = sample_items, measured, has_latents

@@ -32,12 +32,7 @@ class Conditions:
     def __init__(
         self, cache: Path, folder: WanFolder, device: torch.device, reader: MediaReader, samples_per_file: int
     ):
-        """Name the caches' folders; nothing is read or written yet.
-
-        Args:
-            device: where text encoder, VAE and image encoder compute.
-            reader: how media are read.
-        """
+        """Name the caches' folders; nothing is read or written yet. Encoders compute on `device`."""
         self.text = TextCache(cache, folder.path, device)
         self._folder, self._device, self._reader = folder, device, reader
         parts = digest(fingerprint(encoder_folders(folder)), given_places(folder.config))

@@ -57,8 +57,6 @@ class LatentCache:
         """Name the cache's folders; nothing is read or written yet.
 
         Args:
-            device: where VAE and teacher compute.
-            reader: how media are read.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
             samples_per_file: samples per file and per teacher call.
         """

@@ -19,11 +19,7 @@ class Measured:
     """Tensors by name in one folder, a file each; the folder's name covers all that they depend on."""
 
     def __init__(self, folder: Path | None):
-        """Name the folder; nothing is read or written yet.
-
-        Args:
-            folder: None to keep nothing.
-        """
+        """Name the folder, or None to keep nothing; nothing is read or written yet."""
         self._folder = folder
 
     def of(self, name: str, measure: Callable[[], Tensor]) -> Tensor:

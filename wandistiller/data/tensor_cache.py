@@ -75,12 +75,7 @@ class TensorCache:
         return place
 
     def write(self, tensors: dict[str, dict[str, Tensor]], about: dict[str, str]) -> None:
-        """Write one file.
-
-        Args:
-            tensors: key -> name -> tensor.
-            about: key -> description, for people.
-        """
+        """Write one file of tensors by key and name; `about` describes each key, for people."""
         flat = {
             f"{key}.{name}": t.cpu().contiguous()
             for key, named in tensors.items()

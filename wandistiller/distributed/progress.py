@@ -27,11 +27,7 @@ def clock(seconds: float) -> str:
 
 
 def speed(number: float, seconds: float, unit: str) -> str:
-    """Format a rate as 12.3 samples/s, or from a second each on as 7.4 s a sample, 3m07s a sample.
-
-    Args:
-        unit: what is counted, in the singular.
-    """
+    """Format a rate as 12.3 samples/s, or from a second each on as 7.4 s a sample, 3m07s a sample."""
     each = seconds / number
     if each < 1:
         return f"{1 / each:.1f} {unit}s/s"

@@ -69,11 +69,7 @@ class DiffusersPipeline:
         self._last_expert = Expert.HIGH_NOISE
 
     def draw(self, samples: list[Sample], seeds: list[int], steps: int, progress: Progress) -> Tensor:
-        """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
-
-        Args:
-            progress: counts the steps.
-        """
+        """Sample as `draw_samples.draw` does, in so many steps."""
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)

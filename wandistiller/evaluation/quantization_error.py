@@ -36,7 +36,6 @@ def quantization_error(
     Ranks that compute read all weights once more, one block at a time.
 
     Args:
-        placement: the teacher's.
         x0_BCFHW: clean latents, of which the first frames are noised; all on the ranks' devices.
     Raises:
         ConfigError: on every rank, if weights could not be read on any.

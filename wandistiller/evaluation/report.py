@@ -74,10 +74,9 @@ def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _figures(settings: Evaluation, ranks: list[Drawn]) -> Figures:
     """Return seconds and scores of one candidate in one number of steps."""
-    seconds, denoising, length = _seconds(ranks)
+    *taken, length = _seconds(ranks)
     figures = {
-        "seconds_per_sample": ratio_of_sums(seconds, length, settings.seed).as_dict(),
-        "denoising_seconds": ratio_of_sums(denoising, length, settings.seed).as_dict(),
+        key: ratio_of_sums(t, length, settings.seed).as_dict() for key, t in zip(TIMES, taken, strict=True)
     }
     samples = _in_order([r.samples for r in ranks])
     for m in settings.computable(METRICS):
@@ -98,12 +97,12 @@ def _columns(
             **_figures(settings, [r.own for r in ranks]),
         }
     teacher, student = columns.values()
-    taken = {name: _seconds([r.own for r in ranks]) for name, ranks in sides.items()}
+    theirs, its = (_seconds([r.own for r in ranks]) for ranks in sides.values())
     ratio = columns["ratio"] = {
-        "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict(),
-        "seconds_per_sample": ratio_of_sums(taken["student"][0], taken["teacher"][0], seed).as_dict(),
-        "denoising_seconds": ratio_of_sums(taken["student"][1], taken["teacher"][1], seed).as_dict(),
+        "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict()
     }
+    for key, of_student, of_teacher in zip(TIMES, its, theirs, strict=False):
+        ratio[key] = ratio_of_sums(of_student, of_teacher, seed).as_dict()
     for m in settings.computable(METRICS):
         value_N = {name: torch.stack([s.scores[m.name] for s in drawn]) for name, drawn in samples.items()}
         if (value := m.ratio(value_N["student"], value_N["teacher"], seed)) is not None:

@@ -48,11 +48,7 @@ class Chart(NamedTuple):
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         remedy = "Write: pip install 'wandistiller[report]'."
         raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")

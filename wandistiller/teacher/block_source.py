@@ -21,11 +21,7 @@ class BlockSource(ABC):
 
     @abstractmethod
     def enter(self, number: int, ahead: list[int]) -> None:
-        """Have the weights of a block there, and begin to fetch others.
-
-        Args:
-            ahead: the blocks that follow, the next one first.
-        """
+        """Have the weights of a block there, and begin to fetch those `ahead`, the next one first."""
 
     def serve(self, network: nn.Module) -> None:
         """Hook the blocks of `network`, whose weights are this source's."""
