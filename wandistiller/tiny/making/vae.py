@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,11 +55,14 @@ def fit(name: str, model: nn.Module, loss_at: Callable[[int], Tensor], *, steps:
 
 
 @contextmanager
-def one_frame_convolutions() -> Iterator[None]:
-    """Compute every causal 3-D convolution of the VAE as a 2-D one: for one frame the same numbers.
+def fast_convolutions(world: World) -> Iterator[None]:
+    """Compute every causal 3-D convolution of the VAE as a 2-D one: for clips of one frame the same numbers.
 
     A causal kernel sees one frame in its last time slice and zero padding in the others.
     """
+    if world.frames > 1:
+        yield
+        return
 
     def forward(self: WanCausalConv3d, x_BCFHW: Tensor, cache_x: None = None) -> Tensor:
         padding = (self._padding[2], self._padding[0])
@@ -72,24 +75,6 @@ def one_frame_convolutions() -> Iterator[None]:
         yield
     finally:
         WanCausalConv3d.forward = stock_forward
-
-
-@contextmanager
-def channels_last(vae: AutoencoderKLWan) -> Iterator[None]:
-    """Keep the weights of convolutions in the order in which a CPU takes a quarter less time for a step."""
-    convolutions = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
-    for module in convolutions:
-        module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
-    try:
-        yield
-    finally:
-        for module in convolutions:
-            module.weight.data = module.weight.data.contiguous()
-
-
-def fast_convolutions(world: World, vae: AutoencoderKLWan) -> AbstractContextManager[None]:
-    """Choose the faster form of the VAE's convolutions for clips of one frame, or of more."""
-    return one_frame_convolutions() if world.frames == 1 else channels_last(vae)
 
 
 def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
@@ -126,7 +111,7 @@ def train_vae(world: World, folder: Path) -> None:
         kl = 0.5 * (mean_BCFHW.square() + logvar_BCFHW.exp() - 1 - logvar_BCFHW).mean()
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW) + KL_WEIGHT * kl
 
-    with fast_convolutions(world, vae):
+    with fast_convolutions(world):
         fit("vae", vae, loss_at, steps=world.vae.steps, lr=world.vae.lr)
     if world.frames == 1:
         treat_videos_as_stills(vae)
@@ -155,7 +140,7 @@ def polish_decoder(world: World, folder: Path) -> None:
             decoded_BCFHW = decoded(vae, z_BCFHW)
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW)
 
-    with fast_convolutions(world, vae):
+    with fast_convolutions(world):
         fit("polished_vae", vae, loss_at, steps=world.polish.steps, lr=world.polish.lr)
     vae.to(torch.bfloat16).save_pretrained(folder / "polished_vae")
 
@@ -189,7 +174,7 @@ def encoded(
     """
     parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
     parts = map(first_alone, parts) if first_frames else parts
-    with fast_convolutions(world, vae):
+    with fast_convolutions(world):
         return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
 
 
