@@ -148,7 +148,6 @@ def _given(*values: Any) -> Any:
 
 
 def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
-    """Read the teacher's placement, if a JSON names one."""
     if not file:
         return None
     placement = read_placement(load(file), world)

@@ -156,7 +156,6 @@ def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) ->
 
 
 def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    """Least times of the work beside the steps, each kind of it."""
     works, lines = before_the_steps(job, machine, rates), []
     if works:
         parts = ", ".join(f"{duration(work.seconds)} for {work.what}" for work in works)

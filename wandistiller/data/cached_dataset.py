@@ -100,7 +100,6 @@ class SampleSelection:
         raise ConfigError("None of the images and videos can be used.")
 
     def shuffled(self, numbers: Iterable[int]) -> list[int]:
-        """Return the numbers in an order that depends on the seed."""
         numbers = list(numbers)
         order = Permutation(len(numbers), self._seed, "shuffled").head(len(numbers))
         return [numbers[i] for i in order.tolist()]

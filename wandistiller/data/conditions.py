@@ -76,7 +76,6 @@ class Conditions:
         return replace(text, **dict(zip(names, map(torch.stack, columns), strict=True)))
 
     def of(self, samples: list[Sample]) -> Conditioning:
-        """Return the same of samples."""
         return self.batch([self.key(sample) for sample in samples])
 
 

@@ -156,7 +156,6 @@ class PromptDataset(Sequence[PromptItem]):
         return np.array([of_type.get(kind, per_video) for kind in MediaType])[self.kinds]
 
     def samples(self, per_prompt: int, per_video: int = 1) -> int:
-        """Count the samples in one epoch."""
         return int(self.repeats(per_prompt, per_video).sum())
 
 
@@ -243,7 +242,6 @@ class _Index:
         return PromptItem(prompt, *given)
 
     def add_folder(self) -> None:
-        """Add every medium with its .txt, and every line of the other .txt files."""
         seen = {os.path.realpath(self._root)}  # links may lead back
         for folder, subfolders, names in os.walk(self._root, followlinks=True):
             inner = {

@@ -139,7 +139,6 @@ class LatentCache:
     def _roll_out(
         self, samples: list[Sample], velocity: Velocity, conditioning: Conditioning
     ) -> list[dict[str, Tensor]]:
-        """Return the tensors to store for each of samples of one size."""
         r, device, size = self._rollouts, self.device, samples[0].size
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
         keys = [(r.seed, "rollout", *s.item.key, s.rollout_index) for s in samples]

@@ -259,7 +259,6 @@ def in_any_form(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """Say what a path is that is no file."""
     return "is no regular file" if path.exists() else "is a link to a file that is not there"
 
 

@@ -43,7 +43,6 @@ class Measured:
             return {}
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors in place of those of this name."""
         if self._folder:
             with atomic(self._file(name)) as temporary:
                 save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, temporary)

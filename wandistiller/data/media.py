@@ -119,7 +119,6 @@ class MediaReader:
         return digest(file_fingerprint(path), str(size), self.fps, *more)
 
     def _length(self, path: Path) -> int:
-        """Count a video's frames at this rate."""
         if path.suffix.lower() != ".gif":
             return number_of_frames(path, self.fps)
         with opened(path) as image:

@@ -276,7 +276,6 @@ def _send(tensors: list[Tensor], target: int) -> None:
 
 
 def _received(tensors: list[Tensor], source: int) -> list[Tensor]:
-    """Fill `tensors` with what the rank `source` sends."""
     for t in tensors:
         dist.recv(t, source)
     return tensors

@@ -25,7 +25,6 @@ def on_accelerator() -> bool:
 
 
 def title() -> str:
-    """Return the name of the kind for people."""
     return "ROCm" if torch.version.hip else kind().upper()
 
 

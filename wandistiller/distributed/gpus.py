@@ -40,7 +40,6 @@ def take_gpu() -> None:
 
 
 def driver_remedy() -> str:
-    """Compare the driver with the one that torch's CUDA needs, in words."""
     if not (cuda := torch.version.cuda):
         return f"torch is {torch.__version__}."
     needed, found = DRIVERS.get(cuda.partition(".")[0]), driver_version()

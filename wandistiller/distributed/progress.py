@@ -20,7 +20,6 @@ SILENCE_SECONDS = 25.0
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as 1h02m, 3m07s or 12s."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if minutes else f"{s}s"
@@ -91,8 +90,6 @@ class Progress:
             self._bar.close()
 
     def counting(self, call: Callable[P, R]) -> Callable[P, R]:
-        """Return `call` such that each use counts as a unit."""
-
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             result = call(*args, **kwargs)
             self.advance()

@@ -58,7 +58,6 @@ class Ranks:
         return rank // self.degree
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of the tokens."""
         return x if self.degree == 1 else x.chunk(self.degree, dim)[self.place]
 
     def whole(self, x_BSD: Tensor) -> Tensor:

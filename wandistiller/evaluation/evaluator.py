@@ -89,7 +89,6 @@ class Evaluation:
 
     @property
     def samples(self) -> list[Sample]:
-        """The items at the size of the evaluation."""
         s = self.student_sampling
         return [Sample(item, Size(s.height, s.width, s.num_frames)) for item in self.items]
 

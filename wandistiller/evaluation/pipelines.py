@@ -176,7 +176,6 @@ class PeakMemory:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record the peak while the block runs."""
         is_reset = memory_usage.reset_peaks()
         yield
         usage = memory_usage.read()

@@ -73,7 +73,6 @@ def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _figures(settings: Evaluation, ranks: list[Drawn]) -> Figures:
-    """Return seconds and scores of one candidate in one number of steps."""
     *taken, length = _seconds(ranks)
     figures = {
         key: ratio_of_sums(t, length, settings.seed).as_dict() for key, t in zip(TIMES, taken, strict=True)
@@ -127,7 +126,6 @@ def _rows_by_steps(
 
 
 def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> VelocityError:
-    """Relative velocity errors per band, per expert of the teacher, and over all."""
     cut = bands(settings.teacher.boundary, settings.student.boundary)
 
     def over(which: Callable[[Band], bool]) -> Estimated:
@@ -252,7 +250,6 @@ def cell(value: int | Estimated) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Markdown with padded columns; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rows = [rows[0], ["-" * w for w in widths], *rows[1:]]
     padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]

@@ -160,7 +160,6 @@ def _errors(output: Path) -> list[Line]:
 
 
 def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
-    """Return the two ends of a level for each band LOW-HIGH."""
     ends = [(float(end), value) for band, value in bands.items() for end in band.rsplit("-", 1)]
     return sorted(ends, key=lambda point: point[0])
 

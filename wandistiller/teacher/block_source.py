@@ -24,7 +24,6 @@ class BlockSource(ABC):
         """Have the weights of a block there, and begin to fetch those `ahead`, the next one first."""
 
     def serve(self, network: nn.Module) -> None:
-        """Hook the blocks of `network`, whose weights are this source's."""
         for number, block in enumerate(network.blocks):
             block.register_forward_pre_hook(partial(self._enter, number))
         setattr(network, SOURCE, self)

@@ -100,7 +100,6 @@ def _around(
     merges_padding: bool,
     ranks: Ranks,
 ) -> Teacher:
-    """Make the teacher that these loaded modules are on this rank."""
     for model in experts.values():
         if merges_padding:
             merge_text_padding(model)

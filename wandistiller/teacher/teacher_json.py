@@ -38,7 +38,6 @@ def placed_by(engine: EngineConfig) -> Placement:
 
 
 def with_keys(placement: Placement, **keys: Any) -> Placement:
-    """Return the placement with other keys of its JSON's block."""
     engine = placement.engine
     return placed_by(engine.replaced(**{BLOCK: engine.block | keys})) if keys else placement
 

@@ -120,7 +120,6 @@ def cover(
 
 
 def colours(scene: ClipScene) -> tuple[Tensor, Tensor]:
-    """Return the shape's and the background's colour, each as colour_C111."""
     shape, background = (torch.tensor(COLOURS[c]).view(3, 1, 1, 1) for c in (scene.colour, scene.background))
     return shape, background
 

@@ -111,7 +111,6 @@ current = Status()
 
 
 def set_activity(name: str) -> None:
-    """Name what the main thread begins to do."""
     current.activity, current.began = name, time.monotonic()
     heartbeat()
     log.debug("doing: %s", name)

@@ -67,7 +67,6 @@ class Placement(Kernels, ABC):
 
     @classmethod
     def keys(cls) -> dict[str, Any]:
-        """Return its keys of the block "wandistiller" and their types."""
         return {key: kind for key, kind in types_of(cls).items() if key != "engine"}
 
     def describe(self) -> str:
@@ -89,7 +88,6 @@ class Placement(Kernels, ABC):
         return False
 
     def weights_problems(self) -> list[str]:
-        """Problems of `weights` here, and with the JSON's precision."""
         if self.weights and not self.holds_quantized():
             text = (
                 "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
@@ -152,7 +150,6 @@ class Placement(Kernels, ABC):
         return Bytes(device=self.whole_bytes(config))
 
     def unpacked(self, config: TransformerConfig) -> int:
-        """Bytes that a call takes for quantised weights, of one layer after the other."""
         item = self.engine.dtype.itemsize
         sizes = self._quantized(config).values()
         return max((unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
@@ -192,7 +189,6 @@ class Placement(Kernels, ABC):
         return 0
 
     def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        """Transfers of weights in one forward pass."""
         return iter(())
 
     def is_candidate(self, topology: Topology) -> bool:

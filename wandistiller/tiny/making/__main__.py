@@ -66,7 +66,6 @@ def make(world: World, work: Path, *, only: str | None = None) -> None:
 
 
 def assemble(world: World, work: Path, output: Path) -> None:
-    """Write the parts as one pipeline folder in bfloat16."""
     bf16 = {"dtype": torch.bfloat16}
     experts = (work / stage.part for stage in world.stages[1:])
     high, low = (WanTransformer3DModel.from_pretrained(expert, **bf16) for expert in experts)

@@ -173,14 +173,10 @@ def encoded(
         first_frames: of each clip the first frame alone, followed by grey ones.
     """
     parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
-    parts = map(first_alone, parts) if first_frames else parts
+    if first_frames:
+        parts = (F.pad(clip_BCFHW[:, :, :1], (0, 0, 0, 0, 0, world.frames - 1)) for clip_BCFHW in parts)
     with fast_convolutions(world):
         return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
-
-
-def first_alone(clip_BCFHW: Tensor) -> Tensor:
-    """Return clips in [-1, 1] whose frames are grey after the first."""
-    return torch.cat([clip_BCFHW[:, :, :1], torch.zeros_like(clip_BCFHW[:, :, 1:])], dim=2)
 
 
 def write_latent_statistics(vae: AutoencoderKLWan, world: World) -> None:
