@@ -84,6 +84,7 @@ class ClipScene(Described):
 
     @property
     def can_be_seen(self) -> bool:
+        """True if shape and background differ, and the motion shows."""
         return self.colour != self.background and (self.shape, self.motion) != ("circle", "turning")
 
 
@@ -95,7 +96,12 @@ SEEN, HELD_OUT = divided(SPECS)
 
 
 def cover(
-    shape: str, motion: str, *, speed: float = 1.0, moved: Sequence[float] = (0, 0, 0), begins: bool = False
+    shape: str,
+    motion: str,
+    *,
+    speed: float = 1.0,
+    moved: Sequence[float] = (0, 0, 0),
+    begins: bool = False,
 ) -> Tensor:
     """Draw how much of each pixel the shape covers: cover_FHW in [0, 1], antialiased.
 
@@ -120,6 +126,7 @@ def cover(
 
 
 def colours(scene: ClipScene) -> tuple[Tensor, Tensor]:
+    """Return the shape's and the background's colour, each as colour_C111."""
     shape, background = (torch.tensor(COLOURS[c]).view(3, 1, 1, 1) for c in (scene.colour, scene.background))
     return shape, background
 

@@ -35,6 +35,7 @@ class FirstFrameScene(ClipScene):
 
     @property
     def picture(self) -> str:
+        """Name of the file with its first frame."""
         return PICTURE.format(**vars(self))
 
 

@@ -78,6 +78,7 @@ class Described:
         return self.worded(0)
 
     def worded(self, template: int) -> str:
+        """Describe the scene with `templates[template]`."""
         return self.templates[template].format(**asdict(self))
 
 
@@ -151,6 +152,7 @@ def render(prompt: str, seed: int | None = None) -> Tensor:
 
 @cache
 def canonical_images() -> Tensor:
+    """Draw all canonical pictures in the order of `SPECS`: images_NCHW in [0, 1]."""
     return torch.stack([render(prompt) for prompt in SPECS])
 
 
@@ -165,5 +167,6 @@ def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
 
 
 def mse_to_prompts(image_BCHW: Tensor, prompts: list[str]) -> Tensor:
+    """Return mse_B of each image in [0, 1] to the canonical picture of its prompt."""
     expected_BCHW = torch.stack([render(prompt) for prompt in prompts])
     return (image_BCHW.detach().float().cpu() - expected_BCHW).square().flatten(1).mean(1)

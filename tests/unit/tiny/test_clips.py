@@ -16,6 +16,11 @@ def rendered(prompts: list[str], seed: int | None = None, *, speed: float = 1.0)
     return torch.stack([clips.render(prompt, seed, speed=speed) for prompt in prompts])
 
 
+def test_one_scene_in_ten_is_held_out() -> None:
+    seen, held_out = set(clips.SEEN), set(clips.HELD_OUT)
+    assert (len(seen), len(held_out), len(seen & held_out)) == (837, 93, 0)
+
+
 def test_no_training_batch_and_no_wording_of_training_has_a_held_out_scene() -> None:
     world = WORLDS["video"]
     assert set(world.seen).isdisjoint(clips.HELD_OUT)
@@ -26,6 +31,12 @@ def test_no_training_batch_and_no_wording_of_training_has_a_held_out_scene() -> 
     )
     own_BCFHW = world.batch(6, torch.Generator().manual_seed(0))
     assert set(video_scores.nearest((own_BCFHW + 1) / 2)) <= set(world.seen)
+
+
+@pytest.mark.parametrize("attribute", clips.ATTRIBUTES)
+def test_every_attribute_of_held_out_scenes_is_seen(attribute: str) -> None:
+    names = {getattr(clips.SPECS[prompt], attribute) for prompt in clips.SEEN}
+    assert names == set(clips.ATTRIBUTES[attribute])
 
 
 def test_a_clip_starts_and_ends_half_its_way_from_the_middle() -> None:
@@ -54,12 +65,24 @@ def test_all_motions_share_their_middle_frame() -> None:
         assert torch.equal(clips.cover("triangle", motion)[clips.FRAMES // 2], middle_HW)
 
 
+def test_jitter_depends_on_the_seed_alone() -> None:
+    first, again, other = (clips.render(PROMPTS[0], seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_distances_are_those_to_rendered_clips() -> None:
     noisy_BCFHW = (rendered(PROMPTS[:2], 3) + 0.1 * torch.randn(2, 3, 9, 48, 48)).clamp(0, 1)
     all_NCFHW = rendered(list(clips.SPECS)[::31])
     expected_BN = (noisy_BCFHW[:, None].double() - all_NCFHW).square().sum((2, 3, 4, 5))
     distance_BN = video_scores.squared_distances(noisy_BCFHW)[:, ::31]
     torch.testing.assert_close(distance_BN, expected_BN, atol=1e-3, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_nearest_candidate_of_each_canonical_clip_is_its_prompt() -> None:
+    for prompts in (list(clips.SPECS)[start::10] for start in range(10)):
+        assert video_scores.nearest(rendered(prompts)) == prompts
 
 
 @pytest.mark.slow
@@ -87,6 +110,11 @@ def test_jitter_does_not_look_like_speed() -> None:
     speed_B = video_scores.speeds(rendered(MOVING, 5), MOVING)
     assert (speed_B - 1).abs().max() < 0.13
     assert (speed_B.mean() - 1).abs() < 0.03
+
+
+def test_a_scene_that_stands_still_has_no_speed() -> None:
+    prompt = "a red circle on a blue background, standing still"
+    assert video_scores.speeds(rendered([prompt]), [prompt]).isnan().all()
 
 
 @pytest.mark.parametrize("speed", [0.5, 1.0])

@@ -9,7 +9,7 @@ from PIL import Image
 
 from wandistiller.data.dataset import read_dataset
 from wandistiller.tiny import clips, first_frames, video_scores
-from wandistiller.tiny.making.scores import chosen, open_pipeline, sample
+from wandistiller.tiny.making.scores import chosen, megabytes, open_pipeline, sample
 from wandistiller.tiny.making.worlds import WORLDS
 
 WORLD = WORLDS["first_frame"]
@@ -55,6 +55,10 @@ def test_the_stock_pipeline_has_the_form_of_i2v_a14b(pipeline: WanImageToVideoPi
     assert isinstance(pipeline, WanImageToVideoPipeline) and pipeline.config.boundary_ratio == 0.9
     assert (config.in_channels, config.out_channels, config.image_dim) == (36, 16, None)
     assert json.loads((WORLD.pipeline / "model_index.json").read_text())["image_encoder"] == [None, None]
+
+
+def test_its_folder_is_below_14_megabytes() -> None:
+    assert megabytes(WORLD.pipeline) < 14
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from diffusers import WanPipeline
+from safetensors import safe_open
 
 from wandistiller.tiny import clips, video_scores
-from wandistiller.tiny.making.scores import VAE_SEED, chosen, open_pipeline, sample
+from wandistiller.tiny.making.scores import VAE_SEED, chosen, megabytes, open_pipeline, sample
 from wandistiller.tiny.making.vae import decoded, encoded, vae_psnr
 from wandistiller.tiny.making.worlds import WORLDS
 
@@ -33,6 +34,22 @@ def test_the_stock_pipeline_has_the_classes_and_fields_of_a14b(pipeline: WanPipe
     assert (pipeline.config.boundary_ratio, pipeline.config.expand_timesteps) == (0.875, False)
     assert pipeline.scheduler.config.prediction_type == "flow_prediction"
     assert (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial) == (4, 8)
+
+
+def test_whole_folder_is_below_14_megabytes() -> None:
+    assert megabytes(FOLDER) < 14
+
+
+def test_all_weights_are_bfloat16() -> None:
+    for file in FOLDER.rglob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            dtypes = {weights.get_slice(name).get_dtype() for name in weights.keys()}
+        assert dtypes == {"BF16"}, file
+
+
+def test_experts_differ(pipeline: WanPipeline) -> None:
+    high, low = pipeline.transformer.state_dict(), pipeline.transformer_2.state_dict()
+    assert all(not torch.equal(high[name], low[name]) for name in high if name.endswith("to_q.weight"))
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def make(world: World, work: Path, *, only: str | None = None) -> None:
 
 
 def assemble(world: World, work: Path, output: Path) -> None:
+    """Write the parts as one pipeline folder in bfloat16; `output` appears, or is replaced, in one rename."""
     bf16 = {"dtype": torch.bfloat16}
     experts = (work / stage.part for stage in world.stages[1:])
     high, low = (WanTransformer3DModel.from_pretrained(expert, **bf16) for expert in experts)
@@ -81,14 +82,20 @@ def assemble(world: World, work: Path, output: Path) -> None:
         boundary_ratio=world.boundary,
         expand_timesteps=False,
     )
-    shutil.rmtree(output, ignore_errors=True)
-    pipeline.save_pretrained(output)
-    for file in output.glob("*/config.json"):  # without the paths of this machine
+    fresh, old = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    pipeline.save_pretrained(fresh)
+    for file in fresh.glob("*/config.json"):  # without the paths of this machine
         write_json(file, known_config(file))
+    if output.exists():
+        output.rename(old)
+    fresh.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
     log.info("wrote %s, %.1f MB", output, megabytes(output))
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(
         prog="wandistiller.tiny.making",
         description=__doc__,

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.experts import Expert
-from wandistiller.flow import FlowSchedule
 from wandistiller.tiny.making.text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.making.vae import encoded, fit, latent_statistics
 from wandistiller.tiny.making.worlds import Stage, World
@@ -30,7 +29,6 @@ from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 
 FLOW_SHIFT = 3.0
-SCHEDULE = FlowSchedule(shift=FLOW_SHIFT, boundary=None, seed=0, global_batch=1)
 DROPPED_PROMPTS = 0.1
 CANONICAL_WORDING = 0.6
 """Share of the prompts in the canonical wording; the rest are paraphrases."""
@@ -109,9 +107,14 @@ class Cache:
 
 
 def draw_sigma(size: int, sigmas: tuple[float, float], rng: torch.Generator) -> Tensor:
-    """Sample the shifted distribution of sigma, restricted to a range: sigma_B in [0, 1]."""
-    low, high = map(SCHEDULE.unshifted, sigmas)
-    return SCHEDULE.shifted(low + (high - low) * torch.rand(size, generator=rng))
+    """Sample the shifted distribution of sigma, restricted to a range: sigma_B in [0, 1].
+
+    With the shift s, sigma = s u / (1 + (s - 1) u) has the inverse u = sigma / (s - (s - 1) sigma).
+    Source: Esser et al. 2024, arXiv:2403.03206, resolution-dependent shift.
+    """
+    low, high = (sigma / (FLOW_SHIFT - (FLOW_SHIFT - 1) * sigma) for sigma in sigmas)
+    u_B = low + (high - low) * torch.rand(size, generator=rng)
+    return FLOW_SHIFT * u_B / (1 + (FLOW_SHIFT - 1) * u_B)
 
 
 def velocity_loss(model: WanTransformer3DModel, cache: Cache, stage: Stage, step: int) -> Tensor:

@@ -10,6 +10,7 @@ SEED = 20_000
 
 
 def write_rows() -> None:
+    """Write each picture once, and the rows of both sets."""
     FOLDER.mkdir(exist_ok=True)
     drawn = {scene.picture: name for name, scene in SPECS.items()}
     for file, name in drawn.items():

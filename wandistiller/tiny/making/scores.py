@@ -23,6 +23,7 @@ VAE_SEED = 10_000
 
 
 def megabytes(folder: Path) -> float:
+    """Return the size of all files below a folder, in 10^6 bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 

@@ -91,12 +91,16 @@ def train_text_encoder(world: World, folder: Path) -> None:
         return loss
 
     fit("text", nn.ModuleList([encoder, heads]), loss_at, steps=TEXT_STEPS, lr=TEXT_LR)
-    # <unk>'s embedding for each negative half, so that cleaning does not change the prompt
+    embed_negative_halves(encoder)
+    encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+
+
+@torch.no_grad()
+def embed_negative_halves(encoder: UMT5EncoderModel) -> None:
+    """Append the embedding of <unk> for each negative half, so that cleaning does not change the prompt."""
     old = encoder.get_input_embeddings().num_embeddings
     encoder.resize_token_embeddings(old + len(NEGATIVE_HALVES), mean_resizing=False)
-    embedding = encoder.get_input_embeddings().weight.data
-    embedding[old:] = embedding[2]
-    encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+    encoder.get_input_embeddings().weight[old:] = encoder.get_input_embeddings().weight[2]
 
 
 @torch.no_grad()

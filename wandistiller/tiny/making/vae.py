@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -55,14 +55,11 @@ def fit(name: str, model: nn.Module, loss_at: Callable[[int], Tensor], *, steps:
 
 
 @contextmanager
-def fast_convolutions(world: World) -> Iterator[None]:
-    """Compute every causal 3-D convolution of the VAE as a 2-D one: for clips of one frame the same numbers.
+def one_frame_convolutions() -> Iterator[None]:
+    """Compute every causal 3-D convolution of the VAE as a 2-D one: for one frame the same numbers.
 
     A causal kernel sees one frame in its last time slice and zero padding in the others.
     """
-    if world.frames > 1:
-        yield
-        return
 
     def forward(self: WanCausalConv3d, x_BCFHW: Tensor, cache_x: None = None) -> Tensor:
         padding = (self._padding[2], self._padding[0])
@@ -75,6 +72,24 @@ def fast_convolutions(world: World) -> Iterator[None]:
         yield
     finally:
         WanCausalConv3d.forward = stock_forward
+
+
+@contextmanager
+def channels_last(vae: AutoencoderKLWan) -> Iterator[None]:
+    """Keep the weights of convolutions in the order in which a CPU takes a quarter less time for a step."""
+    convolutions = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
+    for module in convolutions:
+        module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+    try:
+        yield
+    finally:
+        for module in convolutions:
+            module.weight.data = module.weight.data.contiguous()
+
+
+def fast_convolutions(world: World, vae: AutoencoderKLWan) -> AbstractContextManager[None]:
+    """Choose the faster form of the VAE's convolutions for clips of one frame, or of more."""
+    return one_frame_convolutions() if world.frames == 1 else channels_last(vae)
 
 
 def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
@@ -111,7 +126,7 @@ def train_vae(world: World, folder: Path) -> None:
         kl = 0.5 * (mean_BCFHW.square() + logvar_BCFHW.exp() - 1 - logvar_BCFHW).mean()
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW) + KL_WEIGHT * kl
 
-    with fast_convolutions(world):
+    with fast_convolutions(world, vae):
         fit("vae", vae, loss_at, steps=world.vae.steps, lr=world.vae.lr)
     if world.frames == 1:
         treat_videos_as_stills(vae)
@@ -140,7 +155,7 @@ def polish_decoder(world: World, folder: Path) -> None:
             decoded_BCFHW = decoded(vae, z_BCFHW)
         return F.mse_loss(decoded_BCFHW.float(), clip_BCFHW)
 
-    with fast_convolutions(world):
+    with fast_convolutions(world, vae):
         fit("polished_vae", vae, loss_at, steps=world.polish.steps, lr=world.polish.lr)
     vae.to(torch.bfloat16).save_pretrained(folder / "polished_vae")
 
@@ -173,10 +188,14 @@ def encoded(
         first_frames: of each clip the first frame alone, followed by grey ones.
     """
     parts = (rendered(world, scenes[start : start + 64]) for start in range(0, len(scenes), 64))
-    if first_frames:
-        parts = (F.pad(clip_BCFHW[:, :, :1], (0, 0, 0, 0, 0, world.frames - 1)) for clip_BCFHW in parts)
-    with fast_convolutions(world):
+    parts = map(first_alone, parts) if first_frames else parts
+    with fast_convolutions(world, vae):
         return torch.cat([vae.encode(clip_BCFHW).latent_dist.mode() for clip_BCFHW in parts])
+
+
+def first_alone(clip_BCFHW: Tensor) -> Tensor:
+    """Return clips in [-1, 1] whose frames are grey after the first."""
+    return torch.cat([clip_BCFHW[:, :, :1], torch.zeros_like(clip_BCFHW[:, :, 1:])], dim=2)
 
 
 def write_latent_statistics(vae: AutoencoderKLWan, world: World) -> None:
@@ -194,6 +213,7 @@ def latent_statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def reproduced(vae: AutoencoderKLWan, clip_BCFHW: Tensor) -> Tensor:
+    """Encode and decode clips in [-1, 1] as `WanPipeline` does."""
     latents = (vae.encode(part).latent_dist.mode() for part in clip_BCFHW.split(32))
     return torch.cat([vae.decode(z_BCFHW).sample for z_BCFHW in latents])
 

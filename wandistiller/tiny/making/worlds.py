@@ -84,10 +84,8 @@ def rendered(world: World, scenes: list[tuple[int, int]]) -> Tensor:
     return torch.stack([world.render(world.seen[scene], seed) for scene, seed in scenes]) * 2 - 1
 
 
-def _stages(boundary: float) -> tuple[Stage, Stage, Stage]:
+def _stages(base: Run, high: Run, low: Run, boundary: float = BOUNDARY) -> tuple[Stage, Stage, Stage]:
     """A transformer for every sigma, and from it one for each range."""
-    base = Run(steps=3000, batch=64, lr=1.2e-3)
-    high, low = Run(steps=2000, batch=64, lr=6e-4), Run(steps=3000, batch=64, lr=8e-4)
     return (
         Stage(part="base", start=None, sigmas=(0.0, 1.0), run=base),
         Stage(part="transformer", start="base", sigmas=(boundary, 1.0), run=high),
@@ -96,6 +94,7 @@ def _stages(boundary: float) -> tuple[Stage, Stage, Stage]:
 
 
 def _picture(prompt: str, seed: int | None) -> Tensor:
+    """Draw a picture as a clip of one frame."""
     return shapes.render(prompt, seed).unsqueeze(1)
 
 
@@ -115,7 +114,11 @@ WORLDS = {
         polish=Run(steps=1500, batch=16, lr=1e-3),
         variants=8,
         expert={"num_layers": 8, "ffn_dim": 1024},
-        stages=_stages(BOUNDARY),
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+        ),
     ),
     "video": World(
         scenes=clips.SPECS,
@@ -132,7 +135,11 @@ WORLDS = {
         polish=Run(steps=800, batch=4, lr=1e-3),
         variants=4,
         expert={"num_layers": 6, "ffn_dim": 640},
-        stages=_stages(BOUNDARY),
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+        ),
     ),
     "first_frame": World(
         scenes=first_frames.SPECS,
@@ -149,7 +156,12 @@ WORLDS = {
         polish=None,
         variants=4,
         expert={"num_layers": 6, "ffn_dim": 640, "in_channels": 36},
-        stages=_stages(IMAGE_BOUNDARY),
+        stages=_stages(
+            Run(steps=3000, batch=64, lr=1.2e-3),
+            Run(steps=2000, batch=64, lr=6e-4),
+            Run(steps=3000, batch=64, lr=8e-4),
+            IMAGE_BOUNDARY,
+        ),
         boundary=IMAGE_BOUNDARY,
         begins=True,
     ),
