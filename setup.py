@@ -44,6 +44,7 @@ setup(
         "numpy",
         "pillow",
         "pyyaml",
+        "psutil",
         "py-cpuinfo",
         "tqdm",
     ],

@@ -28,9 +28,14 @@ class Constant(Teacher):
     def __init__(self, value: float):
         self.value = value
 
-    def predict(self, batch: Batch, blocks: tuple[int, ...]) -> Prediction:
-        features = {k: torch.full((len(batch.sigma_B), 3, 2), float(k)) for k in blocks}
-        return Prediction(torch.full_like(batch.x_t_BCFHW, self.value), features)
+    def predict_all(self, batches: list[Batch], blocks: tuple[int, ...]) -> list[Prediction]:
+        return [
+            Prediction(
+                torch.full_like(batch.x_t_BCFHW, self.value),
+                {k: torch.full((len(batch.sigma_B), 3, 2), float(k)) for k in blocks},
+            )
+            for batch in batches
+        ]
 
 
 def zero(batch: Batch) -> torch.Tensor:

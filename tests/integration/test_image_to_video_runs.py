@@ -23,7 +23,7 @@ from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.media import Size, load_media
+from wandistiller.data.media import MediaReader, Size
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import LocalTeacher
@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest, wans: Wans) -> tuple[str, Path]:
 
 def first_frame(wans: Wans) -> Tensor:
     """Return pixels_CTHW of a picture of the data."""
-    return load_media(wans.data.parent / "0.png", Size(SIZE["height"], SIZE["width"], 1), 16.0)
+    return MediaReader(16.0).read(wans.data.parent / "0.png", Size(SIZE["height"], SIZE["width"], 1))
 
 
 def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(

@@ -48,7 +48,6 @@ class Checkpointer:
         """Write the checkpoint of `step` finished steps. Collective.
 
         Args:
-            learners: by role.
             state: {"identity", "facts", "head_start": updates of it, ...} of the run.
 
         Raises:

@@ -42,14 +42,10 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
         if before != after:
             found.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
     files = [state.get("files", {}).get(key) for state in (saved, now)]
-    if all(files) and (other := sorted(f for f in {**files[0], **files[1]} if _differ(f, *files))):
+    if all(files) and (other := sorted(f for f in files[0] | files[1] if files[0].get(f) != files[1].get(f))):
         more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
         found.append(f"not as they were: {', '.join(other[:NAMED])}{more}")
     return "; ".join(filter(None, found)) or OTHERWISE[key]
-
-
-def _differ(name: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return before.get(name) != after.get(name)
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> str:
@@ -60,8 +56,8 @@ def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> 
     """
     first, second = _leaves(before), _leaves(after)
     listed = []
-    for name in {**first, **second}:
-        if _differ(name, first, second):
+    for name in first | second:
+        if first.get(name) != second.get(name):
             begin = "" if name == known else f"`{name}` was "
             listed.append(f"{begin}{_text(first, name)}, now {_text(second, name)}")
     more = [f"and {len(listed) - NAMED} more"] if len(listed) > NAMED else []

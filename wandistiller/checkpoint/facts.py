@@ -77,7 +77,6 @@ class Facts:
         return cls.of(stored)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts as they are stored."""
         names = [f.name for f in fields(self)]
         always = names[: names.index("before")]
         return {key: value for key, value in vars(self).items() if key in always or value is not None}

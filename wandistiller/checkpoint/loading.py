@@ -34,7 +34,6 @@ def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozens
     Each rank reads only the pieces that it owns.
 
     Args:
-        learners: by role.
         changed: keys of the run's identity that may differ from the checkpoint's.
     """
     for role, learner in learners.items():
@@ -99,7 +98,6 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
-    """Load a checkpoint's weights that are not trained into the models."""
     for expert, model in models.items():
         frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
         for name, value in (load_file(frozen_file(folder, expert)) if frozen else {}).items():
@@ -107,7 +105,6 @@ def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
 
 
 def rank_files(network: Path) -> list[Path]:
-    """List the files with the pieces of a network, one of each rank."""
     return sorted(network.glob("rank_*.safetensors"))
 
 

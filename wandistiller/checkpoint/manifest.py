@@ -27,11 +27,7 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def finish_part(folder: Path, rank: int, written: dict[str, FileChecksum]) -> None:
-    """Flush a rank's files, read them back, and write its part of the manifest.
-
-    Args:
-        written: paths within `folder` -> their checksums.
-    """
+    """Flush a rank's files, by path in `folder`, read them back, and write its part of the manifest."""
     part: dict[str, Any] = {"files": written}
     try:
         for name, expected in written.items():
@@ -88,7 +84,9 @@ def verify(folder: Path, *, share: tuple[int, int] | None = None, of_student: bo
     for i, (name, expected) in enumerate(files.items()):
         try:
             size = (folder / name).stat().st_size
-            is_read = share and i % share[1] == share[0] and not (of_student and _of_another_role(name))
+            # ROLE/EXPERT/, where EXPERT/ is the student's
+            of_another = name.split("/")[1:2] in ([expert.value] for expert in Expert)
+            is_read = share and i % share[1] == share[0] and not (of_student and of_another)
             is_read = is_read or size <= SMALL_BYTES
             if size != expected.bytes:
                 problems.append(f"{name} has {size} bytes of {expected.bytes}")
@@ -98,11 +96,6 @@ def verify(folder: Path, *, share: tuple[int, int] | None = None, of_student: bo
             problems.append(f"{name} cannot be read: {error.strerror}")
     extra = {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")} - files.keys()
     return problems + [f"{name} is none of its files" for name in sorted(extra)]
-
-
-def _of_another_role(name: str) -> bool:
-    """Return whether a file is in ROLE/EXPERT/, where EXPERT/ is the student's."""
-    return name.split("/")[1:2] in ([expert.value] for expert in Expert)
 
 
 def steps(checkpoints: Path) -> list[Path]:
@@ -117,7 +110,6 @@ def folder_name(step: int, update: int) -> str:
 
 
 def _place(folder: Path) -> tuple[int, int]:
-    """Return the step and the update in a folder's name."""
     step, _, update = folder.name.removeprefix(STEP).partition(UPDATE)
     return int(step), int(update or 0)
 

@@ -41,7 +41,6 @@ def candidates(output: Path, resume: str) -> list[Path]:
 
 
 def find(output: Path, resume: str) -> Path | None:
-    """Return the first of `candidates`, if there is one."""
     return next(iter(candidates(output, resume)), None)
 
 
@@ -82,14 +81,13 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     state = read_state(folder)
     saved, identity = state["identity"], recorded["identity"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
-    if wrong := sorted(differ - set(allowed)):
-        raise ConfigError(*(_difference(folder, key, in_words(key, state, recorded)) for key in wrong))
+    problems = []
+    for key in sorted(differ - set(allowed)):
+        remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
+        problems.append(
+            f"{folder}: holds a run with another {key}: {in_words(key, state, recorded)}. "
+            f"Give another --output_dir, --resume never to start anew{remedy}."
+        )
+    if problems:
+        raise ConfigError(*problems)
     return differ
-
-
-def _difference(folder: Path, key: str, words: str) -> str:
-    remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
-    return (
-        f"{folder}: holds a run with another {key}: {words}. "
-        f"Give another --output_dir, --resume never to start anew{remedy}."
-    )

@@ -59,7 +59,6 @@ def write_stream(path: Path, specs: list[Spec], tensors: Iterable[Tensor]) -> Fi
 
 
 def checksum(path: Path) -> FileChecksum:
-    """Compute size and checksum of a file."""
     crc, size = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -84,7 +83,6 @@ class ShardedTensors:
     """Tensors in pieces across several files; a piece is named `KIND/START/NAME`."""
 
     def __init__(self, files: Iterable[Path]):
-        """Read the headers."""
         self._paths, self._mapped = list(files), 0
         self._open()
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
@@ -100,7 +98,6 @@ class ShardedTensors:
         self._files = [safe_open(path, "pt") for path in self._paths]
 
     def names(self, kind: str) -> list[str]:
-        """List the tensors of a kind."""
         return [name for its_kind, name in self._pieces if its_kind == kind]
 
     def kinds(self) -> list[str]:
@@ -129,5 +126,4 @@ class ShardedTensors:
 
 
 def piece_name(kind: str, name: str, start: int) -> str:
-    """Return the name of a piece in its file."""
     return f"{kind}/{start}/{name}"

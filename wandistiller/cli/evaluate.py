@@ -32,18 +32,11 @@ from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
 from wandistiller.wan.added_lora import added_lines, read_added
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
-from wandistiller.wan.pipeline import (
-    WanFolder,
-    open_wan,
-    require_weights,
-    usual_for,
-    with_loras,
-)
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
 from wandistiller.wan.transformer import top_modules
 
 
 def run(flags: EvaluateFlags) -> None:
-    """Check everything on every rank, then compare."""
     with collectives.raise_on_all_ranks():
         evaluation = read_evaluation(flags, resolve_dtype(flags.dtype), collectives.world_size())
     collectives.init()
@@ -93,7 +86,8 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
             student = candidate.folder
             read["student_path"] = student.path
             require_weights(student)
-        teacher = _folder(teachers, candidate.teacher_revision)
+        teacher = open_wan(teachers, weights=True, revision=candidate.teacher_revision)
+        require_weights(teacher)
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
         teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
@@ -126,12 +120,6 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     return evaluation
 
 
-def _folder(name: str, revision: str | None = None) -> WanFolder:
-    folder = open_wan(name, weights=True, revision=revision)
-    require_weights(folder)
-    return folder
-
-
 def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[Sampling, Sampling]:
     """Return how teacher and student sample: by the flags, else as the student was trained, else as usual."""
     usual, own = usual_for(teacher), flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
@@ -160,7 +148,6 @@ def _given(*values: Any) -> Any:
 
 
 def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
-    """Read the teacher's placement, if a JSON names one."""
     if not file:
         return None
     placement = read_placement(load(file), world)

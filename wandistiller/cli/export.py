@@ -13,7 +13,6 @@ from wandistiller.wan.pipeline import TINY
 
 
 def run(flags: ExportFlags) -> None:
-    """Write the files, print their paths, and upload them."""
     name = "lora" if flags.adapter else flags.format
     kind = formats()[name]
     given = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}

@@ -99,9 +99,7 @@ class SampleFlags:
     strength: float = _flag(1.0, "factor of these LoRA files")
     prompts: list[str] = _flag(MISSING, "texts, or one file of prompts")
     image: list[str] | None = _flag(
-        None,
-        "first frame of clips, for image-to-video: one of each prompt, or of all",
-        metavar="FILE",
+        None, "first frame of clips, for image-to-video: one of each prompt, or of all", metavar="FILE"
     )
     last_image: list[str] | None = _flag(
         None, "the same of their last frame, where that is given too", metavar="FILE"

@@ -66,7 +66,6 @@ def _ignore_local_rank(command: argparse.ArgumentParser) -> None:
 
 
 def _accept_older(command: argparse.ArgumentParser) -> None:
-    """Accept flags of older command lines that change nothing."""
     ignored: dict[str, Any] = {"dest": IGNORED, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     # launchers imply the first two; samples are always drawn; data is encoded once, then only read
     command.add_argument("--distributed", "--multi_gpu", "--save_samples", action="store_true", **ignored)
@@ -149,7 +148,6 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def read(argv: list[str] | None) -> tuple[str, Any]:
-    """Return the command that a command line gives, and its flags."""
     given = at_home(vars(parser().parse_args(argv)))
     given.pop(IGNORED, None)
     kind = flags.of(command := given.pop("command"))

@@ -63,13 +63,8 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     values = read_json(flags.recipe) if flags.recipe else {}
     machine, here = described(flags), all(getattr(flags, key) is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
-    runs = runs_of(
-        values,
-        defaults | flags.settings | {"resume": "never"},
-        flags.recipe,
-        machine.ranks,
-        emulates_bf16() if here else None,
-    )
+    settings = defaults | flags.settings | {"resume": "never"}
+    runs = runs_of(values, settings, flags.recipe, machine.ranks, emulates_bf16() if here else None)
     best, total = {}, 0.0
     with placing(flags.recipe, flags.settings):
         jobs = read_jobs(runs, machine.ranks, here=here)
@@ -135,9 +130,8 @@ def _recommend(
     """Write the recipe with the simplest of `best` on rank 0, and return the lines that say so.
 
     Args:
-        runs: by stage.
+        runs, best: by stage.
         given: values of the recipe and of the flags, as the user wrote them.
-        best: by stage.
     Raises:
         ConfigError: nothing fits.
     """
@@ -150,7 +144,6 @@ def _recommend(
 
 
 def _next_command(file: str | Path, machine: Machine) -> str:
-    """The command that trains with the recipe `file` on `machine`."""
     train = f"wandistiller train --recipe {shlex.quote(str(file))}"
     if machine.ranks == 1 and machine.device_free is None:
         return train
@@ -160,24 +153,15 @@ def _next_command(file: str | Path, machine: Machine) -> str:
 
 
 def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs now hold.
-
-    Args:
-        given: values of the recipe and of the flags, as the user wrote them.
-    """
-    defaults, in_jsons = (
-        asdict(RunConfig()),
-        {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))},
-    )
-    recipe = asdict(config) | {
-        key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")
-    }
+    """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs hold."""
+    defaults = asdict(RunConfig())
+    in_jsons = {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))}
+    places = {key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")}
+    recipe = asdict(config) | places
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}
 
 
 def _problems(flags: PlanFlags) -> list[str]:
-    """Problems with the values of this command's own flags."""
-
     def wrong() -> Iterator[tuple[str, str]]:
         for key, least in {"gpus": 0, "nodes": 1}.items():
             if (number := getattr(flags, key)) is not None and number < least:

@@ -30,7 +30,7 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
 
     Args:
         here: whether the machine is this one, whose disks can be examined.
-        price: price of a GPU for an hour.
+        price: of a GPU for an hour.
     """
     phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
     return [
@@ -85,7 +85,6 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
 
 
 def _activations(job: Job, machine: Machine) -> str:
-    """Memory of a micro-step's activations, with and without checkpointing."""
     recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
     chosen = " (as its JSON says)"
     first, second = (chosen, "") if job.student_engine.recompute else ("", chosen)
@@ -97,7 +96,6 @@ def _row(name: str, numbers: Iterable[int]) -> str:
 
 
 def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    """Computation and transfers of a step, and its least time."""
     costs = StepTime(job, machine, rates)
     lines = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'waits':>11}  for"]
     for cost in costs.all():
@@ -158,7 +156,6 @@ def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) ->
 
 
 def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    """Least times of the work beside the steps, each kind of it."""
     works, lines = before_the_steps(job, machine, rates), []
     if works:
         parts = ", ".join(f"{duration(work.seconds)} for {work.what}" for work in works)
@@ -172,7 +169,6 @@ def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
 def _verdict(
     job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
 ) -> list[str]:
-    """State for each kind of memory that the run needs whether it fits."""
     *memory, one = demands(moments(phases), machine)
     swapped = machine.ranks_on_node * most(phases).disk
     disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]

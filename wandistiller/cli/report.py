@@ -5,5 +5,4 @@ from wandistiller.monitoring.report import report
 
 
 def run(flags: ReportFlags) -> None:
-    """Write the report and print its path."""
     print(report(flags.output))

@@ -229,6 +229,32 @@ class Job:
         return self.objective.first_update(self.run.max_steps)
 
     @property
+    def branches(self) -> int:
+        """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
+        return 2 if {self.run.guidance_scale, self.run.guidance_scale_2} != {1} else 1
+
+    @property
+    def swept(self) -> int:
+        """Micro-steps whose samples go through the teacher together."""
+        tokens = max(self.folder.tokens(s.height, s.width, s.num_frames) for s in (self.size, *self.buckets))
+        samples = self.batch.micro * max(1, self.branches // self.teacher.guidance_passes)
+        nbytes = samples * tokens * self.folder.config.width * self.teacher.engine.dtype.itemsize
+        return self.teacher.sweep(self.batch.accumulation, nbytes)
+
+    @property
+    def rolled_out(self) -> int:
+        """Micro-steps whose samples the student draws together, through weights that arrive block by block.
+
+        They may be of several updates of a step, between which the student does not change. ZeRO-3 gathers
+        adapters in the order of one call after the other.
+        """
+        if not self.shares_base or self.student_engine.stage == 3:
+            return 1
+        tokens = self.folder.tokens(self.size.height, self.size.width, self.size.num_frames)
+        nbytes = self.batch.micro * tokens * self.folder.config.width * self.student_engine.dtype.itemsize
+        return self.teacher.sweep(len(self.objective.updates) * self.batch.accumulation, nbytes)
+
+    @property
     def matched_objective(self) -> Objective:
         """The objective with the teacher's blocks for the student's own."""
         return self.objective.for_student(lineage(self.student, self.student_transformer, self.folder))

@@ -100,13 +100,11 @@ class SampleSelection:
         raise ConfigError("None of the images and videos can be used.")
 
     def shuffled(self, numbers: Iterable[int]) -> list[int]:
-        """Return the numbers in an order that depends on the seed."""
         numbers = list(numbers)
         order = Permutation(len(numbers), self._seed, "shuffled").head(len(numbers))
         return [numbers[i] for i in order.tolist()]
 
     def used(self) -> list[int]:
-        """Return the numbers of the samples that are used."""
         return [n for n in self.numbers if n not in self._bad]
 
 
@@ -128,7 +126,6 @@ class CachedData:
 
         Args:
             sample_items: what pictures are drawn of.
-            measured: where measurements of the teacher are kept.
             has_latents: False if only text is cached.
         """
         self.sample_items, self.measured, self.has_latents = sample_items, measured, has_latents
@@ -179,7 +176,6 @@ class CachedData:
         return to_device(t, self._latents.device)
 
     def has_rollouts(self, items: list[PromptItem]) -> bool:
-        """Return whether the teacher's first rollout of each item is cached."""
         return self._rollout is not None and all(self._rollout_key(i) in self._latents for i in items)
 
     def x0_of(self, items: list[PromptItem]) -> Tensor:

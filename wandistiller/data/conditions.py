@@ -32,12 +32,7 @@ class Conditions:
     def __init__(
         self, cache: Path, folder: WanFolder, device: torch.device, reader: MediaReader, samples_per_file: int
     ):
-        """Name the caches' folders; nothing is read or written yet.
-
-        Args:
-            device: where text encoder, VAE and image encoder compute.
-            reader: how media are read.
-        """
+        """Name the caches' folders; nothing is read or written yet. Encoders compute on `device`."""
         self.text = TextCache(cache, folder.path, device)
         self._folder, self._device, self._reader = folder, device, reader
         parts = digest(fingerprint(encoder_folders(folder)), given_places(folder.config))
@@ -45,7 +40,6 @@ class Conditions:
         self._frames = MediaCache(cache / "frames" / parts, unusable, samples_per_file)
 
     def key(self, sample: Sample) -> ConditionKey:
-        """Return the keys of a sample's conditioning."""
         frames = None
         if self._folder.config.takes_image:
             frames = self._reader.key(sample.item.begins_with, sample.size, sample.clip)
@@ -82,7 +76,6 @@ class Conditions:
         return replace(text, **dict(zip(names, map(torch.stack, columns), strict=True)))
 
     def of(self, samples: list[Sample]) -> Conditioning:
-        """Return the same of samples."""
         return self.batch([self.key(sample) for sample in samples])
 
 

@@ -138,7 +138,6 @@ class PromptDataset(Sequence[PromptItem]):
         return self._read(int(self._rows[number]))
 
     def first(self, *kinds: MediaType) -> PromptItem | None:
-        """Return the first item of these kinds."""
         numbers = np.flatnonzero(np.isin(self.kinds, kinds))
         return self[int(numbers[0])] if len(numbers) else None
 
@@ -157,7 +156,6 @@ class PromptDataset(Sequence[PromptItem]):
         return np.array([of_type.get(kind, per_video) for kind in MediaType])[self.kinds]
 
     def samples(self, per_prompt: int, per_video: int = 1) -> int:
-        """Count the samples in one epoch."""
         return int(self.repeats(per_prompt, per_video).sum())
 
 
@@ -244,7 +242,6 @@ class _Index:
         return PromptItem(prompt, *given)
 
     def add_folder(self) -> None:
-        """Add every medium with its .txt, and every line of the other .txt files."""
         seen = {os.path.realpath(self._root)}  # links may lead back
         for folder, subfolders, names in os.walk(self._root, followlinks=True):
             inner = {
@@ -307,7 +304,6 @@ class _Index:
         self._add(-1, prompt, name)
 
     def add_lines(self, name: str) -> None:
-        """Add the items of one list of prompts."""
         path, line = self._root / name, 1
         if not path.is_file():
             return self._add_problem(f"{path}: {kind_of(path)}. Take it out, or mend it.")

@@ -57,8 +57,6 @@ class LatentCache:
         """Name the cache's folders; nothing is read or written yet.
 
         Args:
-            device: where VAE and teacher compute.
-            reader: how media are read.
             teacher_fingerprint: fingerprint of teacher, guidance and text, for rollouts.
             samples_per_file: samples per file and per teacher call.
         """
@@ -72,7 +70,6 @@ class LatentCache:
         self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
-        """Return the key of a sample."""
         item, size = sample.item, str(sample.size)
         if item.media:
             return self._reader.key(item.media, sample.size, sample.clip)
@@ -142,7 +139,6 @@ class LatentCache:
     def _roll_out(
         self, samples: list[Sample], velocity: Velocity, conditioning: Conditioning
     ) -> list[dict[str, Tensor]]:
-        """Return the tensors to store for each of samples of one size."""
         r, device, size = self._rollouts, self.device, samples[0].size
         shape = self._folder.latent_shape(size.height, size.width, size.num_frames)
         keys = [(r.seed, "rollout", *s.item.key, s.rollout_index) for s in samples]

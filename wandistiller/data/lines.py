@@ -208,12 +208,10 @@ def require_images(first: str, last: str) -> None:
 
 
 def is_video(name: str) -> bool:
-    """Return whether a file's ending is that of a video."""
     return Path(name).suffix.lower() in VIDEOS
 
 
 def _texts(value: Any) -> list[str]:
-    """List the texts in a JSON value."""
     if isinstance(value, list | dict):
         inner = value.values() if isinstance(value, dict) else value
         return [text for one in inner for text in _texts(one)]
@@ -261,7 +259,6 @@ def in_any_form(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """Say what a path is that is no file."""
     return "is no regular file" if path.exists() else "is a link to a file that is not there"
 
 

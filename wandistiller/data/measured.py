@@ -19,11 +19,7 @@ class Measured:
     """Tensors by name in one folder, a file each; the folder's name covers all that they depend on."""
 
     def __init__(self, folder: Path | None):
-        """Name the folder; nothing is read or written yet.
-
-        Args:
-            folder: None to keep nothing.
-        """
+        """Name the folder, or None to keep nothing; nothing is read or written yet."""
         self._folder = folder
 
     def of(self, name: str, measure: Callable[[], Tensor]) -> Tensor:
@@ -47,7 +43,6 @@ class Measured:
             return {}
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors in place of those of this name."""
         if self._folder:
             with atomic(self._file(name)) as temporary:
                 save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, temporary)
@@ -58,10 +53,8 @@ class Measured:
 
 def batches_digest(batches: list[Batch]) -> str:
     """Hash the inputs of a network in `batches`, which results depend on."""
-    tensors = (t for b in batches for t in b.tensors())
-    return digest(*([str(t.dtype), _bytes(t)] for t in tensors))
-
-
-def _bytes(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    hashes = []
+    for t in (t for b in batches for t in b.tensors()):
+        data = t.detach().cpu().contiguous().view(torch.uint8).numpy()
+        hashes.append([str(t.dtype), hashlib.blake2b(data, digest_size=8).hexdigest()])
+    return digest(*hashes)

@@ -77,105 +77,75 @@ class MediaReader:
     """Settings by which a run reads media."""
 
     fps: float
-    """Frames a second that videos are read at."""
+    """Frames a second: a faster video is thinned out; of a slower one frames come more than once."""
     background: RGB = WHITE
     """Colour below transparent parts, and of bars."""
     fit: str = CROP
-    """`crop` or `letterbox`."""
+    """`crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars."""
     clips: int = 1
-    """Clips of each video."""
+    """Clips of each video; 1: the first frames alone."""
 
     def read(self, path: Path, size: Size, clip: int = 0) -> Tensor:
-        """Read an image, or a clip of a video, as `load_media` does."""
-        given = path, size, self.fps, self.background
-        return load_media(*given, fit=self.fit, clip=clip, clips=self.clips)
+        """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
+
+        Of several clips of a video the first begins with its first frame, the last ends with its last one,
+        and the others begin evenly between. In a short video they overlap; if it has no frame more than a
+        clip, all are the same.
+
+        Raises:
+            MediaError: it cannot be read, or is too short.
+        """
+        most = size.num_frames
+        try:
+            begin = round(clip / (self.clips - 1) * max(0, self._length(path) - most)) if clip else 0
+            fitted = self._fitted(path, size, begin)
+            if begin and len(fitted) < most:  # its end is damaged
+                fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
+        except DepthError as error:
+            raise MediaError(str(error)) from None
+        except UNREADABLE as error:
+            if package := missing_package(path):
+                raise MediaError(f"cannot be read: this needs: pip install {package}") from None
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            raise MediaError(f"cannot be read: {reason}") from None
+        if len(fitted) < most:
+            raise MediaError(f"has {len(fitted)} frame(s) at {self.fps:g} a second, the run wants {most}")
+        return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
     def key(self, path: Path, size: Size, clip: int = 0) -> str:
-        """Return a key of what is read."""
         more = pixels_depend_on(path, self.background, self.fit)
         if clip:  # the first is that of a run of one clip
             more.append(f"clip {clip} of {self.clips}")
         return digest(file_fingerprint(path), str(size), self.fps, *more)
 
-
-def load_media(
-    path: Path,
-    size: Size,
-    fps: float,
-    background: RGB = WHITE,
-    *,
-    fit: str = CROP,
-    clip: int = 0,
-    clips: int = 1,
-) -> Tensor:
-    """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
-
-    Of several clips of a video the first begins with its first frame, the last ends with its last one, and
-    the others begin evenly between. In a short video they overlap; if it has no frame more than a clip, all
-    are the same.
-
-    Args:
-        fps: frames a second. A faster video is thinned out; of a slower one frames come more than once.
-        background: colour below the transparent parts, and of bars.
-        fit: `crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars.
-        clip: number of the clip, from 0.
-        clips: clips of the video, 1 for the first frames alone.
-
-    Raises:
-        MediaError: it cannot be read, or is too short.
-    """
-    try:
-        begin = _begin(path, size.num_frames, fps, clip / (clips - 1)) if clip else 0
-        fitted = _fitted(path, size, fps, background, fit, begin)
-        if begin and len(fitted) < size.num_frames:  # its end is damaged
-            begin = max(0, begin + len(fitted) - size.num_frames)
-            fitted = _fitted(path, size, fps, background, fit, begin)
-    except DepthError as error:
-        raise MediaError(str(error)) from None
-    except UNREADABLE as error:
-        if package := missing_package(path):
-            raise MediaError(f"cannot be read: this needs: pip install {package}") from None
-        raise MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}") from None
-    if len(fitted) < size.num_frames:
-        raise MediaError(f"has {len(fitted)} frame(s) at {fps:g} a second, the run wants {size.num_frames}")
-    return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
-
-
-def _fitted(path: Path, size: Size, fps: float, background: RGB, fit: str, begin: int) -> list[np.ndarray]:
-    """Return pixels_HWC of the frames from number `begin` on, as many as there are for a sample."""
-    with closing(media_frames(path, fps, background, begin)) as frames:
-        return [np.array(_fit(frame, size, fit, background)) for frame in islice(frames, size.num_frames)]
-
-
-def _begin(path: Path, num_frames: int, fps: float, part: float) -> int:
-    """Return the first frame of a clip; `part` of the way to the last clip."""
-    if path.suffix.lower() == ".gif":
+    def _length(self, path: Path) -> int:
+        if path.suffix.lower() != ".gif":
+            return number_of_frames(path, self.fps)
         with opened(path) as image:
-            spans = list(_gif_spans(image, fps))
-        number = spans[-1][1] if spans else 0
-    else:
-        number = number_of_frames(path, fps)
-    return round(part * max(0, number - num_frames))
+            return max((end for _, end in _gif_spans(image, self.fps)), default=0)
 
+    def _fitted(self, path: Path, size: Size, begin: int) -> list[np.ndarray]:
+        """Return pixels_HWC of the frames from number `begin` on, as many as there are for a sample."""
+        with closing(media_frames(path, self.fps, self.background, begin)) as frames:
+            return [np.array(self._fit(frame, size)) for frame in islice(frames, size.num_frames)]
 
-def _fit(image: Image.Image, size: Size, fit: str, background: RGB) -> Image.Image:
-    """Scale with Lanczos to cover and cut out the middle, or into bars.
+    def _fit(self, image: Image.Image, size: Size) -> Image.Image:
+        """Scale with Lanczos to cover and cut out the middle, or into bars.
 
-    Source of the former: Wan2.2, wan/textimage2video.py, `i2v`.
-    """
-    width, height = image.size
-    scale = (min if fit == LETTERBOX else max)(size.width / width, size.height / height)
-    if scale > MOST_ENLARGED:
-        raise MediaError(
-            f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {size.width} x {size.height}"
-        )
-    if fit == LETTERBOX:
-        whole = size.width, size.height
-        return ImageOps.pad(image, whole, Image.Resampling.LANCZOS, color=background)
-    covering = round(width * scale), round(height * scale)
-    image = image.resize(covering, Image.Resampling.LANCZOS)
-    left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
-    return image.crop((left, top, left + size.width, top + size.height))
+        Source of the former: Wan2.2, wan/textimage2video.py, `i2v`.
+        """
+        width, height = image.size
+        scale = (min if self.fit == LETTERBOX else max)(size.width / width, size.height / height)
+        if scale > MOST_ENLARGED:
+            run = f"{size.width} x {size.height}"
+            raise MediaError(f"is {width} x {height} pixels, under 1/{MOST_ENLARGED} of the run's {run}")
+        if self.fit == LETTERBOX:
+            whole = size.width, size.height
+            return ImageOps.pad(image, whole, Image.Resampling.LANCZOS, color=self.background)
+        covering = round(width * scale), round(height * scale)
+        image = image.resize(covering, Image.Resampling.LANCZOS)
+        left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
+        return image.crop((left, top, left + size.width, top + size.height))
 
 
 def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0) -> Iterator[Image.Image]:

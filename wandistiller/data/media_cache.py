@@ -90,11 +90,7 @@ class MediaCache(TensorCache):
             return {}
 
     def _encode(
-        self,
-        samples: dict[str, Sample],
-        source: Callable[[Sample], Path],
-        encode: Encode,
-        progress: Progress,
+        self, samples: dict[str, Sample], source: Callable[[Sample], Path], encode: Encode, progress: Progress
     ) -> dict[str, str]:
         """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
 

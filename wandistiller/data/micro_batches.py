@@ -39,7 +39,6 @@ class MicroBatches:
         return self.schedule.noised_as(like, self._data.x0(index_B), index_B, update)
 
     def on_path(self, update: int, micro: int) -> Batch:
-        """Return states of the teacher's cached sampling paths."""
         index_B = self.indices(update, micro)
         states, given = partial(self._data.states, index_B), self._data.conditioning(index_B)
         return self.schedule.on_path(self._data.levels(index_B), states, given, index_B, update)
@@ -58,5 +57,4 @@ class MicroBatches:
         return list(range(first, first + size.micro))
 
     def items(self, update: int, micro: int) -> list[PromptItem]:
-        """Return prompts and media of this rank's samples."""
         return [self._data.item_at(index) for index in self.indices(update, micro)]

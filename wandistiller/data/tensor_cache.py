@@ -62,7 +62,6 @@ class TensorCache:
         return [k for k in requested if k not in self._place]
 
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
-        """Return the file of each of the `requested` keys that this rank finds."""
         place = {}
         for file in sorted(self._folder.glob("*.safetensors")):
             try:
@@ -75,12 +74,7 @@ class TensorCache:
         return place
 
     def write(self, tensors: dict[str, dict[str, Tensor]], about: dict[str, str]) -> None:
-        """Write one file.
-
-        Args:
-            tensors: key -> name -> tensor.
-            about: key -> description, for people.
-        """
+        """Write one file of tensors by key and name; `about` describes each key, for people."""
         flat = {
             f"{key}.{name}": t.cpu().contiguous()
             for key, named in tensors.items()
@@ -131,6 +125,5 @@ def is_shared(folder: Path) -> bool:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """CRC-32 over dtype, shape and bytes."""
     about = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(about)):08x}"

@@ -46,7 +46,6 @@ class TextCache:
         self._tensors = TensorCache(cache / "text" / self.fingerprint)
 
     def key(self, prompt: str) -> str:
-        """Return the key of the prompt's text."""
         return digest(clean(prompt))
 
     def fill(self, prompts: list[str]) -> None:
@@ -99,6 +98,5 @@ class TextCache:
         return self.batch([self.key(prompt) for prompt in prompts])
 
     def batch(self, key_B: list[str]) -> Conditioning:
-        """Return the same by keys."""
         texts = [self._tensors.read(key, "text")[0] for key in key_B]
         return Conditioning(pad_sequence(texts, batch_first=True))

@@ -98,7 +98,9 @@ class Video:
 
     def number_of_frames(self, fps: float) -> int:
         """Count the frames at a rate: the whole file is read, but not decoded."""
-        times = sorted((p.pts if p.pts is not None else p.dts, p.duration or 0) for p in self._packets())
+        packets = (p for p in self._container.demux(self._stream) if p.size)
+        stamped = ((p.pts if p.pts is not None else p.dts, p.duration or 0) for p in packets)
+        times = sorted(pair for pair in stamped if pair[0] is not None)
         if not times:
             raise VideoError("no frame of it can be decoded")
         (first, _), (last, duration) = times[0], times[-1]
@@ -157,11 +159,6 @@ class Video:
         decoded = self._decoded()
         return next(decoded), decoded
 
-    def _packets(self) -> Iterator["av.Packet"]:
-        for packet in self._container.demux(self._stream):
-            if packet.size and (packet.pts is not None or packet.dts is not None):
-                yield packet
-
     def _decoded(self) -> Iterator["av.VideoFrame"]:
         """Yield the frames from here on, each with a time; damaged parts are left out."""
         import av
@@ -181,8 +178,8 @@ class Video:
                 yield frame
 
     def _picture(self, frame: "av.VideoFrame") -> Image.Image:
-        """Convert a frame as it is shown."""
-        matrix = _display_matrix(frame)
+        data = frame.side_data.get("DISPLAYMATRIX")
+        matrix = None if data is None else np.frombuffer(bytes(data), np.int32)
         settings = (frame.format.name, frame.width, frame.height, frame.colorspace, frame.color_range)
         settings += (frame.color_trc, frame.color_primaries)
         if self._graph[0] != settings:
@@ -205,10 +202,7 @@ class Video:
         scale = f"w={width}:h={height}:flags=lanczos+accurate_rnd+full_chroma_int{_in_srgb(frame)}"
         parts = [
             graph.add_buffer(
-                width=frame.width,
-                height=frame.height,
-                format=frame.format,
-                time_base=self._stream.time_base,
+                width=frame.width, height=frame.height, format=frame.format, time_base=self._stream.time_base
             ),
             graph.add("scale", scale),
             graph.add("format", "rgba" if has_alpha else "rgb24"),
@@ -233,17 +227,11 @@ def _in_srgb(frame: "av.VideoFrame") -> str:
     return ""
 
 
-def _display_matrix(frame: "av.VideoFrame") -> np.ndarray | None:
-    """Return the 3 x 3 matrix by which a frame is turned or mirrored when it is shown; None without one."""
-    data = frame.side_data.get("DISPLAYMATRIX")
-    return None if data is None else np.frombuffer(bytes(data), np.int32).reshape(3, 3)
-
-
 def _turned(pixels_HWC: np.ndarray, matrix: np.ndarray | None, rotation: int) -> np.ndarray:
-    """Turn by quarters, and mirror, as a display matrix says."""
+    """Turn by quarters, and mirror, as the 9 numbers of a display matrix say; None: there is none."""
     if matrix is None:
         return pixels_HWC
-    a, b, c, d = (matrix[:2, :2].ravel() / MATRIX_ONE).round().astype(int)
+    a, b, _, c, d, *_ = (matrix / MATRIX_ONE).round().astype(int)
     if a * d - b * c < 0:  # mirrored left to right before it is turned
         pixels_HWC, a, b = pixels_HWC[:, ::-1], -a, -b
     quarters = {(1, 0): 0, (0, 1): 3, (-1, 0): 2, (0, -1): 1}.get((a, b), round(rotation / 90))

@@ -70,7 +70,6 @@ def init(log_level: str = "info") -> None:
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": _free_port()})
-    gpus.rank_zero_if_alone()
     gpus.take_gpu()
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -84,9 +83,7 @@ def init(log_level: str = "info") -> None:
 
 def _init_backend() -> None:
     name = default_backend()
-    if (
-        name == "gloo"
-    ):  # torch 2.13 records its last 2,000 collectives too, in MiB that only NCCL's dump shows
+    if name == "gloo":  # torch 2.13 records its last 2,000 collectives too, which only NCCL's dump shows
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -256,9 +253,8 @@ def call_owner(
         _send(inputs, owner)
         header: list[Any] = [None]
         dist.recv_object_list(header, owner)
-        return _received(
-            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]], owner
-        )
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]]
+        return _received(outputs, owner)
     computed, own = None, []
     for other in peers:
         size, theirs = iter(sizes[other]), inputs
@@ -280,7 +276,6 @@ def _send(tensors: list[Tensor], target: int) -> None:
 
 
 def _received(tensors: list[Tensor], source: int) -> list[Tensor]:
-    """Fill `tensors` with what the rank `source` sends."""
     for t in tensors:
         dist.recv(t, source)
     return tensors

@@ -21,12 +21,10 @@ def kind() -> str:
 
 
 def on_accelerator() -> bool:
-    """Return whether ranks compute on an accelerator, not on the CPU."""
     return kind() != "cpu"
 
 
 def title() -> str:
-    """Return the name of the kind for people."""
     return "ROCm" if torch.version.hip else kind().upper()
 
 
@@ -36,7 +34,6 @@ def is_untried() -> bool:
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -46,12 +43,10 @@ def device() -> torch.device:
 
 
 def count() -> int:
-    """Count the accelerators that this process can see."""
     return torch.accelerator.device_count() if on_accelerator() else 0
 
 
 def make_current() -> None:
-    """Make this rank's accelerator the current one of the calling thread."""
     if on_accelerator():
         torch.accelerator.set_device_index(local_rank())
 
@@ -70,7 +65,6 @@ def identity() -> str:
 
 
 def default_backend() -> str:
-    """Return the communication backend for tensors of this kind of device."""
     return get_accelerator().communication_backend_name() if on_accelerator() else "gloo"
 
 
@@ -79,7 +73,6 @@ def nccl_version() -> str:
 
 
 def supports_fp16() -> bool:
-    """Return whether DeepSpeed trains in float16 on this kind of device."""
     return get_accelerator().is_fp16_supported()
 
 
@@ -97,7 +90,6 @@ class DeviceMemory(NamedTuple):
 
 
 def held_memory() -> DeviceMemory:
-    """Return what this process holds of its accelerator's memory."""
     if not on_accelerator():
         return DeviceMemory()
     m = torch.accelerator
@@ -121,7 +113,6 @@ def is_full() -> bool:
 
 
 def reset_peaks() -> None:
-    """Begin new peaks of `held_memory`."""
     if on_accelerator():
         torch.accelerator.reset_peak_memory_stats()
 
@@ -137,13 +128,11 @@ def make_deterministic() -> None:
 
 
 def empty_cache() -> None:
-    """Return what no tensor uses to the accelerator."""
     if on_accelerator():
         torch.accelerator.empty_cache()
 
 
 def synchronize() -> None:
-    """Wait until the accelerator has done all work that it was given."""
     if on_accelerator():
         torch.accelerator.synchronize()
 
@@ -181,5 +170,4 @@ def record_allocations(most: int | None) -> None:
 
 
 def write_allocations(file: Path) -> None:
-    """Write what was recorded, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(file))

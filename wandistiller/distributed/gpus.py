@@ -17,12 +17,15 @@ DRIVERS = {"13": 580, "12": 525, "11": 450}
 def take_gpu() -> None:
     """Make the GPU of this rank the current one, if there are GPUs.
 
+    Where a rank sees only one, as under srun, it is rank 0 of its GPUs; DeepSpeed reads that too.
+
     Raises:
         ConfigError: CUDA does not start, or the node has fewer GPUs than ranks.
     """
     if not device.on_accelerator():
         return
-    count = device.count()
+    if (count := device.count()) == 1:
+        os.environ["LOCAL_RANK"] = "0"
     if device.local_rank() >= count:
         raise ConfigError(
             f"Rank {device.local_rank()} of this node has no GPU of its own: {count} can be seen here. "
@@ -37,7 +40,6 @@ def take_gpu() -> None:
 
 
 def driver_remedy() -> str:
-    """Compare the driver with the one that torch's CUDA needs, in words."""
     if not (cuda := torch.version.cuda):
         return f"torch is {torch.__version__}."
     needed, found = DRIVERS.get(cuda.partition(".")[0]), driver_version()
@@ -78,9 +80,3 @@ def require_own_gpu(store: Store, rank: int, world: int) -> None:
         if rank == 0:  # the store ends with this process, and the others may still read
             store.wait([f"gpu_compared/{other}" for other in range(world)])
         raise ConfigError(*problems)
-
-
-def rank_zero_if_alone() -> None:
-    """Number this rank 0 of its GPUs where it sees only one, as under srun; DeepSpeed reads it too."""
-    if device.count() == 1:
-        os.environ["LOCAL_RANK"] = "0"

@@ -19,8 +19,6 @@ LAUNCHERS = {  # their names for these four; the outer launcher last: mpirun use
 MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}  # both set RANK themselves
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", *(n[3] for n in LAUNCHERS.values()))
 PORTS = range(20000, 30000)  # below those that Linux hands out: ip-sysctl.rst, ip_local_port_range
-
-
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
 """Variables that are whole numbers from 0 on."""
 COUNTED = {"LOCAL_SIZE", "MPI_LOCALNRANKS", *(name for names in LAUNCHERS.values() for name in names)}
@@ -93,9 +91,8 @@ def set_rank_variables(env: MutableMapping[str, str]) -> None:
     """
     if "RANK" in env or not (launcher := next(iter(_present(env)), None)):
         return
-    env |= {
-        name: _first_number(env[theirs]) for name, theirs in zip(TORCHRUN, LAUNCHERS[launcher], strict=True)
-    }
+    for name, theirs in zip(TORCHRUN, LAUNCHERS[launcher], strict=True):
+        env[name] = re.match(r"\d+", env[theirs])[0]  # Slurm writes `4(x2),3` for three nodes
     run = env.get("PMIX_NAMESPACE", f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}")
     # two runs on a node have two ports
     env.setdefault("MASTER_PORT", str(PORTS[zlib.crc32(run.encode()) % len(PORTS)]))
@@ -106,10 +103,6 @@ def set_rank_variables(env: MutableMapping[str, str]) -> None:
             f"{launcher}: {env['WORLD_SIZE']} ranks on several nodes, and MASTER_ADDR is not set. Set it "
             "on all of them to the first node's name or address: `mpirun -x MASTER_ADDR=HOST`."
         )
-
-
-def _first_number(count: str) -> str:
-    return re.match(r"\d+", count)[0]  # Slurm writes `4(x2),3` for three nodes
 
 
 def _present(env: MutableMapping[str, str]) -> list[str]:

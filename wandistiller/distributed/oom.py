@@ -32,7 +32,6 @@ LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure|failed to CUD
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, by `error` or any error in its chain."""
     return any(_matches(e) for e in chain(error))
 
 

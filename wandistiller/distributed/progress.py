@@ -20,18 +20,13 @@ SILENCE_SECONDS = 25.0
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as 1h02m, 3m07s or 12s."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
 def speed(number: float, seconds: float, unit: str) -> str:
-    """Format a rate as 12.3 samples/s, or from a second each on as 7.4 s a sample, 3m07s a sample.
-
-    Args:
-        unit: what is counted, in the singular.
-    """
+    """Format a rate as 12.3 samples/s, or from a second each on as 7.4 s a sample, 3m07s a sample."""
     each = seconds / number
     if each < 1:
         return f"{1 / each:.1f} {unit}s/s"
@@ -45,9 +40,8 @@ _bars: list[tqdm] = []
 def bar(name: str, total: int, done: int = 0) -> tqdm:
     """Make a bar that rank 0 alone shows, and only in a terminal; its `disable` tells that it does not."""
     shown = total > 0 and rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
-    has_width = (
-        shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    )  # some have none: no bar in it
+    # some terminals have no width, and no bar in it
+    has_width = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     width = {"dynamic_ncols": True} if has_width else {"ncols": 100, "nrows": 20}
     # `disable` is said here, as TQDM_DISABLE is set for the bars of the libraries
     made = tqdm(desc=name, total=total, initial=done, disable=not shown, **width)
@@ -74,7 +68,6 @@ class Progress:
         set_activity(name)
 
     def advance(self) -> None:
-        """Count a unit as done."""
         heartbeat()
         self.done += 1
         self._bar.update()
@@ -97,8 +90,6 @@ class Progress:
             self._bar.close()
 
     def counting(self, call: Callable[P, R]) -> Callable[P, R]:
-        """Return `call` such that each use counts as a unit."""
-
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             result = call(*args, **kwargs)
             self.advance()

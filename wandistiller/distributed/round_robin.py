@@ -11,17 +11,14 @@ T = TypeVar("T")
 
 
 def batched(items: list[T], length: int) -> list[list[T]]:
-    """Split a list into parts of `length`, the last one shorter."""
     return [items[i : i + length] for i in range(0, len(items), length)]
 
 
 def own_batches(batches: Sequence[T]) -> Sequence[T]:
-    """Return the batches of this rank."""
     return batches[collectives.rank() :: collectives.world_size()]
 
 
 def until_stopped(batches: Iterable[T]) -> Iterator[T]:
-    """Yield the batches until this rank is requested to stop."""
     for batch in batches:
         if stopping.reason:
             return

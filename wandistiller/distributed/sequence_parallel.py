@@ -47,7 +47,6 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        """The number of this rank's replica."""
         return self.replica_of(collectives.rank())
 
     @property
@@ -56,11 +55,9 @@ class Ranks:
         return collectives.world_size() // self.degree
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of a rank's replica."""
         return rank // self.degree
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of the tokens."""
         return x if self.degree == 1 else x.chunk(self.degree, dim)[self.place]
 
     def whole(self, x_BSD: Tensor) -> Tensor:

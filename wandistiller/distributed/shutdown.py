@@ -114,11 +114,7 @@ class ShutdownListener:
             os._exit(128 + number)
 
     def request_stop(self, reason: str, more: str = "") -> None:
-        """Stop at the end of the step in flight, or of the call of a network; say so, and when.
-
-        Args:
-            more: words at the end of the line.
-        """
+        """Stop at the end of the step in flight, or of the call of a network; say so, when, and `more`."""
         if not self.reason:
             self.reason = reason
             _say(f"{reason}: stopping after {_in_flight()}{more}")

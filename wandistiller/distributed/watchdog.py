@@ -241,7 +241,6 @@ class Watchdog:
         os._exit(notice.code)
 
     def message(self, notice: FailureNotice) -> str:
-        """Format the message of this rank, which ends because another does."""
         context = notice.text
         with suppress(Exception):  # the context may run out of memory too
             context = self.failure_context(notice)

@@ -39,7 +39,6 @@ class Candidate:
 
     @property
     def trained(self) -> Facts | None:
-        """The facts of a student of few steps; None: it takes any number."""
         return self.facts if self.facts.few_steps else None
 
     @property

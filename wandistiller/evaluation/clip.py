@@ -60,7 +60,6 @@ NO_SAFETENSORS = (
 
 
 def clip_problems(folder: Path) -> list[str]:
-    """Reasons why transformers cannot open `folder` as a CLIP model."""
     config = folder / "config.json"
     if not config.is_file():
         remedy = "There is no config.json in it. Give a CLIP folder of transformers."

@@ -141,7 +141,6 @@ def draw(
 
     Args:
         samples: of an image-to-video pipeline one, which takes one image a call (diffusers 0.42.1).
-        progress: counts the steps.
     """
 
     def after_step(*_: Any) -> dict[str, Any]:

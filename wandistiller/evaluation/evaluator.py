@@ -77,7 +77,6 @@ class Evaluation:
 
     @property
     def prompts(self) -> list[str]:
-        """The items' prompts."""
         return [item.prompt for item in self.items]
 
     @property
@@ -90,7 +89,6 @@ class Evaluation:
 
     @property
     def samples(self) -> list[Sample]:
-        """The items at the size of the evaluation."""
         s = self.student_sampling
         return [Sample(item, Size(s.height, s.width, s.num_frames)) for item in self.items]
 
@@ -146,10 +144,8 @@ class Evaluator:
         self._settings, self._ranks, self._device = settings, ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
         cache, reader = settings.output / "cache", MediaReader(float(settings.teacher.fps))
-        self._samples, self._conditions = (
-            settings.samples,
-            Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1),
-        )
+        self._samples = settings.samples
+        self._conditions = Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1)
         self._conditions.text.fill([*settings.prompts, negative])
         if unusable := self._conditions.fill_frames(self._samples):
             raise ConfigError(*sorted(unusable.values()))

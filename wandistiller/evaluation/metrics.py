@@ -98,7 +98,6 @@ class DrawnBatch:
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
-        """CLIP's image embedding image_BD and score_B."""
         return self._clip.score(self.frame_BCHW, self.prompts)
 
     @cached_property
@@ -153,7 +152,6 @@ class Features:
 
 
 def _latent_moments(drawn: DrawnBatch) -> Tensor:
-    """Mean and standard deviation of each channel over frames and pixels."""
     return torch.cat([drawn.x0_BCFHW.mean((2, 3, 4)), drawn.x0_BCFHW.std((2, 3, 4))], dim=1)
 
 
@@ -173,12 +171,10 @@ def _channel_motion(drawn: DrawnBatch) -> Tensor:
 
 
 def _over_time(x_BFD: Tensor) -> Tensor:
-    """Mean and mean absolute change over the frames."""
     return torch.cat([x_BFD.mean(1), x_BFD.diff(dim=1).abs().mean(1)], dim=1)
 
 
 def _change(x_BCFHW: Tensor) -> Tensor:
-    """Mean absolute change between neighbouring frames."""
     return x_BCFHW.diff(dim=2).abs().flatten(1).mean(1)
 
 

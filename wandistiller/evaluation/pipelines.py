@@ -69,11 +69,7 @@ class DiffusersPipeline:
         self._last_expert = Expert.HIGH_NOISE
 
     def draw(self, samples: list[Sample], seeds: list[int], steps: int, progress: Progress) -> Tensor:
-        """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
-
-        Args:
-            progress: counts the steps.
-        """
+        """Sample as `draw_samples.draw` does, in so many steps."""
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)
@@ -130,10 +126,8 @@ class PlacedTeacher:
     ):
         """`conditions` has the samples and the text of the negative prompt."""
         self._folder, self._sampling, self._conditions, self._vae = folder, sampling, conditions, vae
-        self._guidance, self._placement = (
-            Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling)),
-            placement,
-        )
+        self._guidance = Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling))
+        self._placement = placement
         self._network = build_teacher(folder, placement, self._guidance, ranks=ranks)
         self.velocity = self._network.velocity
         self.denoising = 0.0
@@ -182,7 +176,6 @@ class PeakMemory:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record the peak while the block runs."""
         is_reset = memory_usage.reset_peaks()
         yield
         usage = memory_usage.read()

@@ -36,7 +36,6 @@ def quantization_error(
     Ranks that compute read all weights once more, one block at a time.
 
     Args:
-        placement: the teacher's.
         x0_BCFHW: clean latents, of which the first frames are noised; all on the ranks' devices.
     Raises:
         ConfigError: on every rank, if weights could not be read on any.
@@ -46,8 +45,7 @@ def quantization_error(
     quantized = teacher.inner if isinstance(teacher, OwnerTeacher) else teacher
     velocities, faults = [], []
     if quantized:
-        merges = {"merges_padding": merges_padding}
-        exact, readers = unquantized_teacher(folder, placement, guidance, **merges)
+        exact, readers = unquantized_teacher(folder, placement, guidance, merges_padding=merges_padding)
         targets, found = (one.predict_all([*states.values()], ()) for one in (exact, quantized))
         velocities = [(p.v_BCFHW, t.v_BCFHW) for p, t in zip(found, targets, strict=True)]
         faults = [p for reader in readers for p in reader.faults]
@@ -87,5 +85,4 @@ def relative_errors(
 
 
 def in_words(errors: dict[str, float]) -> str:
-    """Return the errors in one line."""
     return ", ".join(f"{error:.2g} at {band}" for band, error in errors.items())

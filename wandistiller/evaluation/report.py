@@ -47,13 +47,17 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, 
         result["teacher_weights_velocity_error"] = {"bands": errors}
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     if settings.numbers:
-        result["by_steps"] = {name: _by_steps(settings, ranks) for name, ranks in sides.items()}
+        result["by_steps"] = {
+            name: {
+                str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in sorted(ranks[0].by_steps)
+            }
+            for name, ranks in sides.items()
+        }
         return result, _rows_by_steps(settings, sides, result["by_steps"])
     return result, {name: _shown(drawn) for name, drawn in samples.items()}
 
 
 def _in_order(parts: list[dict[int, Any]]) -> list[Any]:
-    """Values of all ranks in the order of their prompts' numbers."""
     merged = {i: value for part in parts for i, value in part.items()}
     return [merged[i] for i in sorted(merged)]
 
@@ -69,11 +73,9 @@ def _seconds(ranks: list[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _figures(settings: Evaluation, ranks: list[Drawn]) -> Figures:
-    """Return seconds and scores of one candidate in one number of steps."""
-    seconds, denoising, length = _seconds(ranks)
+    *taken, length = _seconds(ranks)
     figures = {
-        "seconds_per_sample": ratio_of_sums(seconds, length, settings.seed).as_dict(),
-        "denoising_seconds": ratio_of_sums(denoising, length, settings.seed).as_dict(),
+        key: ratio_of_sums(t, length, settings.seed).as_dict() for key, t in zip(TIMES, taken, strict=True)
     }
     samples = _in_order([r.samples for r in ranks])
     for m in settings.computable(METRICS):
@@ -94,23 +96,17 @@ def _columns(
             **_figures(settings, [r.own for r in ranks]),
         }
     teacher, student = columns.values()
-    taken = {name: _seconds([r.own for r in ranks]) for name, ranks in sides.items()}
+    theirs, its = (_seconds([r.own for r in ranks]) for ranks in sides.values())
     ratio = columns["ratio"] = {
-        "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict(),
-        "seconds_per_sample": ratio_of_sums(taken["student"][0], taken["teacher"][0], seed).as_dict(),
-        "denoising_seconds": ratio_of_sums(taken["student"][1], taken["teacher"][1], seed).as_dict(),
+        "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict()
     }
+    for key, of_student, of_teacher in zip(TIMES, its, theirs, strict=False):
+        ratio[key] = ratio_of_sums(of_student, of_teacher, seed).as_dict()
     for m in settings.computable(METRICS):
         value_N = {name: torch.stack([s.scores[m.name] for s in drawn]) for name, drawn in samples.items()}
         if (value := m.ratio(value_N["student"], value_N["teacher"], seed)) is not None:
             ratio[m.name] = value
     return columns
-
-
-def _by_steps(settings: Evaluation, ranks: list[CandidateResult]) -> dict[str, Figures]:
-    """Return the figures of a candidate by its number of steps, the smallest first."""
-    numbers = sorted(ranks[0].by_steps)
-    return {str(n): _figures(settings, [r.by_steps[n] for r in ranks]) for n in numbers}
 
 
 def _rows_by_steps(
@@ -130,7 +126,6 @@ def _rows_by_steps(
 
 
 def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> VelocityError:
-    """Relative velocity errors per band, per expert of the teacher, and over all."""
     cut = bands(settings.teacher.boundary, settings.student.boundary)
 
     def over(which: Callable[[Band], bool]) -> Estimated:
@@ -187,7 +182,6 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
 
 
 def slow_motion(result: Evaluated) -> list[str]:
-    """Return a warning if the student moves less than SLOW of what its teacher does."""
     ratio = result["ratio"].get(MOTION)
     if not ratio or ratio["value"] is None or ratio["value"] >= SLOW:
         return []
@@ -256,7 +250,6 @@ def cell(value: int | Estimated) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Markdown with padded columns; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rows = [rows[0], ["-" * w for w in widths], *rows[1:]]
     padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]

@@ -24,7 +24,6 @@ class Band:
 
 
 def bands(teacher_boundary: float | None, student_boundary: float | None) -> list[Band]:
-    """Split [0, 1] at EDGES and where an expert takes over."""
     edges = sorted({*EDGES, *(b for b in (teacher_boundary, student_boundary) if b is not None)})
     return [
         Band(a, b, expert_at(a, teacher_boundary), expert_at(a, student_boundary))

@@ -59,7 +59,6 @@ class ImageStats(NamedTuple):
 
 
 def image_stats(images: list[Tensor]) -> ImageStats:
-    """Measure pictures image_CHW with values in [0, 1]."""
     contrast = mean(image_CHW.float().std().item() for image_CHW in images)
     clipped = mean(((image_CHW < 0.01) | (image_CHW > 0.99)).float().mean().item() for image_CHW in images)
     return ImageStats(contrast, clipped)
@@ -118,12 +117,10 @@ class Alarms:
             self._alarm(kind, step, text)
 
     def samples(self, step: int, teacher: SampleStats, student: SampleStats) -> None:
-        """Check new samples of the same prompts."""
         for kind, text in self._checks.samples(teacher, student):
             self._alarm(kind, step, text)
 
     def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:
-        """Check new pictures, image_CHW in [0, 1], by row: teacher, student."""
         now = {name: image_stats(images) for name, images in rows.items()}
         before, self._images = self._images, now
         if not {"teacher", "student"} <= before.keys() & now.keys():

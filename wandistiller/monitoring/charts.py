@@ -48,11 +48,7 @@ class Chart(NamedTuple):
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         remedy = "Write: pip install 'wandistiller[report]'."
         raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
@@ -90,7 +86,6 @@ def svg(chart: Chart) -> bytes:
 
 
 def finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    """Leave out the points whose value is None or not finite."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 

@@ -45,7 +45,6 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, PACKAGES, and the CUDA of torch, if any."""
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}, **cuda}
 

@@ -44,7 +44,6 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
 
 
 def read_if_exists(file: Path) -> dict[str, Any]:
-    """Read a JSON file; {} if there is none."""
     return read_json(file) if file.is_file() else {}
 
 

@@ -59,11 +59,7 @@ def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given: int
 
 
 def write_stats(file: Path, step: int, stats: dict[str, SampleStats]) -> None:
-    """Write the statistics of samples after `step` steps, in place of earlier ones of that step.
-
-    Args:
-        stats: by row: teacher, student.
-    """
+    """Write the statistics of a step's samples, by row (teacher, student), in place of its earlier ones."""
     columns = zip(SampleStats._fields, zip(*stats.values(), strict=True), strict=True)
     values = {name: dict(zip(stats, of, strict=True)) for name, of in columns if any(of)}
     others = [line for line in read_lines(file) if line["step"] != step]
@@ -110,7 +106,6 @@ class HealthChecks:
             )
 
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
-        """Check the student's samples against the teacher's of the same prompts."""
         if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
             yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:

@@ -26,7 +26,6 @@ class MemoryProfile:
         self._recording = False
 
     def warn_if_past(self, done: int) -> None:
-        """Log it if a run that goes on after `done` steps has no step left to record."""
         if self.steps and done >= self.steps[-1]:
             text = "`profile_memory` is %d, but %d steps are done already: no memory is recorded"
             collectives.log0(text, self.steps[0], done)

@@ -47,7 +47,6 @@ def _libraries() -> int:
 
 
 def read() -> Usage:
-    """Read the memory use of this process."""
     sizes = read_sizes(Path("/proc/self/status"))
     files = max(0, sizes["RssFile"] - _libraries() - LATER)
     # the system keeps no peak without them: those of now are taken from it

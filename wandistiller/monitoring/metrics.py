@@ -16,7 +16,6 @@ from wandistiller.utils.system_memory import GIB
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace each number in a JSON value that is not finite by None."""
     if isinstance(value, dict):
         return {key: finite_or_none(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -47,7 +46,6 @@ class MetricsLine(TypedDict, total=False):
 
 
 def read_lines(file: Path, last: float = math.inf) -> list[dict[str, Any]]:
-    """Read a file of JSON lines up to step `last`; an incomplete line is left out."""
     entries = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
@@ -62,13 +60,11 @@ def _text(entries: Iterable[Mapping[str, object]]) -> str:
 
 
 def append_line(file: Path, entry: Mapping[str, object]) -> None:
-    """Append an entry to a file of JSON lines."""
     with file.open("a", encoding="utf-8") as out:
         out.write(_text([entry]))
 
 
 def write_lines(file: Path, entries: Iterable[Mapping[str, object]]) -> None:
-    """Write a file of JSON lines, atomically."""
     with atomic(file) as temporary:
         temporary.write_text(_text(entries), encoding="utf-8")
 
@@ -143,6 +139,5 @@ class Metrics:
         self._log(text)
 
     def flush(self) -> None:
-        """Put all lines on the disk."""
         if rank() == 0:
             flush(self._file)

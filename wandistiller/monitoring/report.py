@@ -83,7 +83,6 @@ def report(output: Path) -> Path:
 
 
 def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
-    """Return the parts about one run, or one stage."""
     alarms: list[tuple[str, str]] = []
     hints: list[tuple[str, str]] = []
     for entry in read_lines(output / FILE):
@@ -94,10 +93,7 @@ def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
         "alarms": alarms,
         "samples": _samples(output),
         "evaluation": _evaluation(output),
-        "charts": [
-            (chart.title, _address(svg(chart), "image/svg+xml"))
-            for chart in run_charts(output, lines).values()
-        ],
+        "charts": [(c.title, _address(svg(c), "image/svg+xml")) for c in run_charts(output, lines).values()],
         "hints": hints,
         "memory": _memory_by_phase(output),
     } | _of_start(output)
@@ -164,7 +160,6 @@ def _errors(output: Path) -> list[Line]:
 
 
 def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
-    """Return the two ends of a level for each band LOW-HIGH."""
     ends = [(float(end), value) for band, value in bands.items() for end in band.rsplit("-", 1)]
     return sorted(ends, key=lambda point: point[0])
 
@@ -202,7 +197,6 @@ def _summary(output: Path, lines: list[MetricsLine]) -> dict[str, str]:
 
 
 def _samples(output: Path) -> dict[int, Picture]:
-    """Return grids of samples by step, the last first."""
     if not (files := drawn(output)):
         return {}
     spread = {files[round(i * (len(files) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)}
@@ -210,7 +204,6 @@ def _samples(output: Path) -> dict[int, Picture]:
 
 
 def _picture(file: Path) -> Picture:
-    """Read a PNG and the MP4 beside it."""
     animation = file.with_suffix(".mp4")
     with Image.open(file, formats=["PNG"]) as opened:
         width = opened.width

@@ -21,7 +21,6 @@ from wandistiller.planner.student_memory import (
 from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
 from wandistiller.student.full_start import starts_to_prepare
-from wandistiller.teacher.sweep import swept
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
@@ -179,7 +178,7 @@ class _Planner:
         j = self.job
         if not (j.objective.needs_teacher or j.shares_base):
             return {}, {}
-        kept, call = self._teacher(j.batch.micro, swept(j))
+        kept, call = self._teacher(j.batch.micro, j.swept)
         return kept, call if j.objective.needs_teacher else {}
 
     def _added(self, kept: Parts) -> Parts:

@@ -29,7 +29,6 @@ from wandistiller.planner.phase_peak import moments
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import teacher_jsons
-from wandistiller.teacher.sweep import branches
 from wandistiller.teacher.teacher_json import quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.memoize import once_for_each
@@ -257,7 +256,7 @@ def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
     while job.run.prepare_batch > 1:
         job = replace(job, run=replace(job.run, prepare_batch=job.run.prepare_batch // 2))
         yield job
-    if passes and branches(job) > 1 and job.teacher.guidance_passes == 1:
+    if passes and job.branches > 1 and job.teacher.guidance_passes == 1:
         yield replace(job, teacher=with_keys(job.teacher, guidance_passes=2))
 
 

@@ -23,7 +23,6 @@ from wandistiller.planner.student_network import (
 from wandistiller.planner.sweeps import base_sweeps, sweeps_of
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import forward_flops, step_flops
@@ -96,7 +95,7 @@ def _learners(job: Job) -> Iterator[_Learner]:
     o = job.objective
     # simulated samples begin with the calls before the first that is trained
     finished = len(o.updates) * min(job.schedule.exits()) if o.others else 0
-    calls = o.student_calls(job.schedule) + (o.calls_at_samples if swept(job) > 1 else 0)
+    calls = o.student_calls(job.schedule) + (o.calls_at_samples if job.swept > 1 else 0)
     yield _Learner(STUDENT, student_shape(job), job.student_engine, 1, len(o.kinds), calls, finished)
     for name, (role, _, engine) in job.others.items():  # the student's update calls it once
         # with heads there are cached latents too, and a gradient of the input costs two calls more
@@ -159,7 +158,7 @@ class StepTime:
         take the mean number of steps.
         """
         j, o = self.job, self.job.objective
-        calls = branches(j) * (o.predicts_at_noised + o.calls_at_samples) if o.needs_teacher else 0
+        calls = j.branches * (o.predicts_at_noised + o.calls_at_samples) if o.needs_teacher else 0
         passes = {"teacher": float(calls)}
         whole = self._mean(lambda latent: forward_flops(j.folder.config, latent))
         for one in _learners(j):
@@ -213,7 +212,7 @@ class StepTime:
     def _teacher(self) -> list[StageTime]:
         """The calls of a step; of those that go through the blocks together the weights move once."""
         o, steps, call = self.job.objective, self.job.batch.accumulation, self.teacher_call()
-        kinds, sweeps = o.predicts_at_noised + o.calls_at_samples, ceil(steps / swept(self.job))
+        kinds, sweeps = o.predicts_at_noised + o.calls_at_samples, ceil(steps / self.job.swept)
         if sweeps == steps:
             return [call._replace(times=steps * max(1, kinds))]
         each = steps / sweeps
@@ -234,7 +233,7 @@ class StepTime:
             of: samples; 0: those of a micro-step.
         """
         j, t, tflops = self.job, self.topology, self.rates.tflops
-        placement, both, config = j.teacher, branches(j) if guided else 1, j.folder.config
+        placement, both, config = j.teacher, j.branches if guided else 1, j.folder.config
         of = of or j.batch.micro
         sharers, samples = sharers_of_a_call(j), both * of
         tflop = samples / sharers * self._mean(lambda shape: forward_flops(config, shape)) / 1e12
@@ -365,5 +364,5 @@ class StepTime:
         if not self.job.objective.needs_teacher or not self._streamed():
             return None
         call = self.teacher_call()
-        each = call.computing() / self.job.batch.micro * swept(self.job)  # a sample of each of them
+        each = call.computing() / self.job.batch.micro * self.job.swept  # a sample of each of them
         return max(1, ceil(call.moving(self.rates) / each))

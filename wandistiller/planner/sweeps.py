@@ -4,7 +4,6 @@ from math import ceil
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
-from wandistiller.teacher.sweep import rolled_out, swept
 
 
 def base_sweeps(job: Job) -> dict[str, float]:
@@ -15,7 +14,7 @@ def base_sweeps(job: Job) -> dict[str, float]:
     updates = len(objective.updates)
     sweeps: dict[str, float] = {}
     if objective.calls_at_samples:
-        together, calls = rolled_out(job), objective.student_calls(job.schedule)
+        together, calls = job.rolled_out, objective.student_calls(job.schedule)
         if together > 1:  # as many as the longest; those of other roles have one more
             longest = max(job.schedule.exits()) + (updates > 1)
             sweeps["the student's samples"] = ceil(updates * steps / together) * longest
@@ -23,11 +22,11 @@ def base_sweeps(job: Job) -> dict[str, float]:
             sweeps["the student's samples"] = steps * calls
     elif calls := objective.student_calls(job.schedule):
         sweeps["the student's targets"] = steps * calls
-    groups = ceil(steps / swept(job))
+    groups = ceil(steps / job.swept)
     if objective.predicts_at_noised:
         sweeps["the teacher's predictions"] = groups
     if objective.calls_at_samples:  # with more micro-steps their samples are known from a pass before
-        sweeps["scores at samples"] = groups * (1 if swept(job) == 1 or steps == 1 else 2)
+        sweeps["scores at samples"] = groups * (1 if job.swept == 1 or steps == 1 else 2)
     sweeps["learning, forward and backward"] = 2 * steps * updates
     return sweeps
 

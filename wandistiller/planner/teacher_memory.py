@@ -9,7 +9,6 @@ from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.teacher.sweep import branches, swept
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
 from wandistiller.wan.added_lora import AddedLora, added_changes
@@ -58,7 +57,7 @@ def teacher_parts(
     if not placement.memory_known:
         return {}, {}
     weights = teacher_bytes(job.teachers_folder, placement, placement.sharers(machine.topology))
-    batch = samples * max(1, branches(job) // placement.guidance_passes)
+    batch = samples * max(1, job.branches // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
     activations = call_bytes(job.folder.config, engine, latent, batch, **how)
@@ -114,7 +113,7 @@ def hidden_states(job: Job, tokens: int) -> Parts:
     if not (blocks := len(matched_blocks(job))):
         return {}
     passes = job.teacher.guidance_passes
-    together = 2 // passes if branches(job) == 2 else 0
+    together = 2 // passes if job.branches == 2 else 0
     each = tokens * job.folder.config.width * job.teacher.engine.dtype.itemsize
-    nbytes = blocks * each * job.batch.micro * (1 + together) * swept(job)
+    nbytes = blocks * each * job.batch.micro * (1 + together) * job.swept
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

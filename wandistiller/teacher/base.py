@@ -20,13 +20,16 @@ from wandistiller.wan.text_padding import padded
 class Teacher(Protocol):
     """A network that predicts velocities, wherever its weights live."""
 
-    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
-        """v_BCFHW and the hidden states after `blocks`, on the batch's device, without gradient."""
+    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
+        """v_BCFHW, float32, and the hidden states after `blocks` for batches of any experts.
+
+        On the batches' device, without gradient.
+        """
         ...
 
-    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
-        """The predictions for several batches, which may be of different experts."""
-        return [self.predict(batch, blocks) for batch in batches]
+    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
+        """The same for one batch."""
+        return self.predict_all([batch], blocks)[0]
 
     def velocity(self, batch: State) -> Tensor:
         """v_BCFHW on the batch's device, float32, without gradient."""
@@ -43,10 +46,6 @@ class LocalTeacher(Teacher):
     """Device that inputs are moved to and outputs back from; None: the inputs' own."""
     sweeps: bool = False
     """True if weights arrive block by block, so that several batches go through the blocks together."""
-
-    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
-        """v_BCFHW of the text branch alone, float32, and the hidden states after `blocks`."""
-        return self.predict_all([batch], blocks)[0]
 
     @torch.no_grad()
     def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
@@ -86,19 +85,15 @@ class Guidance:
 
 @dataclass(frozen=True, slots=True)
 class GuidedTeacher(Teacher):
-    """A teacher with classifier-free guidance folded into its output."""
+    """A teacher with classifier-free guidance folded into its output; hidden states are the text branch's.
+
+    v_BCFHW = v_null + w (v_text - v_null). Source: Ho and Salimans 2022, arXiv:2207.12598.
+    """
 
     inner: Teacher
     guidance: Guidance
     passes: int = 1
     """1: text and null branch in one forward pass; 2: one after the other."""
-
-    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
-        """v_BCFHW = v_null + w (v_text - v_null), float32, and the text branch's hidden states.
-
-        Source: Ho and Salimans 2022, arXiv:2207.12598.
-        """
-        return self.predict_all([batch], blocks)[0]
 
     def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
         pairs = [self._branches(batch) for batch in batches]
@@ -115,9 +110,7 @@ class GuidedTeacher(Teacher):
     def _branches(self, batch: State) -> dict[str, State]:
         """Return the batch with its text, and with the negative prompt; their text in the same rows."""
         if self.guidance.scales[batch.expert] == 1:
-            return {
-                "text": batch
-            }  # the other would be multiplied by zero; equal on all ranks, as it is config
+            return {"text": batch}  # the other would be multiplied by 0; config, so equal on all ranks
         given_BLD = batch.conditioning.text_BLD
         null_1LD = self.guidance.null_text_LD[None].to(given_BLD)
         rows = max(null_1LD.shape[1], given_BLD.shape[1])
@@ -149,8 +142,11 @@ class OwnerTeacher(Teacher):
     """The ranks of this node."""
     ranks: Ranks = ALONE
 
-    def predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
-        """The prediction for this rank's batch. Collective; the ranks' batches may differ in length."""
+    def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
+        """The predictions for this rank's batches. Collective; the ranks' batches may differ in length."""
+        return [self._predict(batch, blocks) for batch in batches]
+
+    def _predict(self, batch: State, blocks: tuple[int, ...]) -> Prediction:
 
         def predict_for(theirs: list[Tensor]) -> list[Tensor]:
             prediction = self.inner.predict(batch.with_tensors(theirs), blocks)

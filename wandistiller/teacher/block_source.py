@@ -21,14 +21,9 @@ class BlockSource(ABC):
 
     @abstractmethod
     def enter(self, number: int, ahead: list[int]) -> None:
-        """Have the weights of a block there, and begin to fetch others.
-
-        Args:
-            ahead: the blocks that follow, the next one first.
-        """
+        """Have the weights of a block there, and begin to fetch those `ahead`, the next one first."""
 
     def serve(self, network: nn.Module) -> None:
-        """Hook the blocks of `network`, whose weights are this source's."""
         for number, block in enumerate(network.blocks):
             block.register_forward_pre_hook(partial(self._enter, number))
         setattr(network, SOURCE, self)

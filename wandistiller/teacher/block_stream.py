@@ -44,11 +44,7 @@ class BlockStream(BlockSource):
     """
 
     def __init__(self, stored: list[Tensor], buffers: Buffers):
-        """Serve blocks whose parameters are views of the buffers in turn.
-
-        Args:
-            stored: the weights of each block in CPU memory, bytes as they lie in a buffer.
-        """
+        """`stored`: the weights of each block in CPU memory, bytes as they lie in a buffer."""
         super().__init__(len(stored))
         self._stored, self._buffers = stored, buffers
 

@@ -73,11 +73,7 @@ def _zero_problems(readers: list[WeightReader]) -> list[str]:
 
 
 def unquantized_teacher(
-    folder: WanFolder,
-    placement: Placement,
-    guidance: Guidance | None = None,
-    *,
-    merges_padding: bool = False,
+    folder: WanFolder, placement: Placement, guidance: Guidance | None = None, *, merges_padding: bool = False
 ) -> tuple[Teacher, list[WeightReader]]:
     """Make the teacher of a placement without its `weights`, of which one block is in memory at a time.
 
@@ -104,7 +100,6 @@ def _around(
     merges_padding: bool,
     ranks: Ranks,
 ) -> Teacher:
-    """Make the teacher that these loaded modules are on this rank."""
     for model in experts.values():
         if merges_padding:
             merge_text_padding(model)
@@ -121,5 +116,4 @@ def _around(
 
 
 def _device(placement: Placement) -> torch.device:
-    """The device on which this rank computes the teacher."""
     return torch.device("cpu") if placement.on_cpu else collectives.device()

@@ -1,6 +1,5 @@
 """Networks whose blocks are read from their files just before they are called; memory holds a few."""
 
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -71,10 +70,14 @@ class Slots:
         arrived = self._streams.Event()
         with self._streams.stream(self._copies):
             self._copies.wait_event(used)
-            for leaf, value in slot.items():
-                reader.read(in_block(number, leaf), value)
+            read_block(reader, number, slot)
             arrived.record()
         arrived.synchronize()
+
+
+def read_block(reader: WeightReader, number: int, slot: Weights) -> None:
+    for leaf, value in slot.items():
+        reader.read(in_block(number, leaf), value)
 
 
 def read_by_block(
@@ -100,21 +103,6 @@ def read_by_block(
             set_parameter(block, leaf, value.data)
     _DiskBlocks(model, reader, slots).serve(model)
     return model
-
-
-def check_blocks(
-    reader: WeightReader, config: TransformerConfig, slot: Weights, mine: slice
-) -> Iterator[int]:
-    """Read blocks once, for the reader's `faults` and `nonzero`; yield the number of each.
-
-    Args:
-        slot: memory for one.
-        mine: the blocks that this rank reads.
-    """
-    for number in range(config.num_layers)[mine]:
-        for leaf, value in slot.items():
-            reader.read(in_block(number, leaf), value)
-        yield number
 
 
 class _DiskBlocks(BlockSource):

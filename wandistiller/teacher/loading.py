@@ -205,7 +205,6 @@ class InitWithoutBroadcast(deepspeed.zero.Init):
         return self.param_swapper.swappable_tensor(numel=-(-meta.numel() // self.dp_world_size))
 
     def split(self, parameter: nn.Parameter) -> None:
-        """Cut a parameter whose part, at least, is filled."""
         self._convert_to_deepspeed_param(parameter)
         parameter.partition()
         # as in `load_sharded`
@@ -257,7 +256,6 @@ class Arena:
         return flat.view(like.shape)
 
     def lock(self) -> None:
-        """Lock the pages for fast copies to the accelerator, if there is one."""
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         if lock_pages(address, len(self._memory)):
             self._memory.locked = address
@@ -289,5 +287,4 @@ def _shared_memory(nbytes: int, peers: list[int]) -> _Memory:
 
 
 def _aligned(tensor: Tensor) -> int:
-    """Bytes that a tensor takes in an arena."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED

@@ -17,8 +17,7 @@ from wandistiller.wan.structure import is_in_block
 
 KEY = f"{BLOCK}.weights"
 Weights = Annotated[
-    Literal["int8", "float8", "nf4"] | None,
-    write("int8, float8 or nf4, which takes 4 bits, or leave it out"),
+    Literal["int8", "float8", "nf4"] | None, write("int8, float8 or nf4, which takes 4 bits, or leave it out")
 ]
 """Format of the linear layers of `blocks.*`; None: the JSON's precision, as all other parameters.
 
@@ -78,7 +77,6 @@ def unpacked_until_backward(n: int, weights: Weights, item: int) -> int:
 
 
 def weights_problems(engine: DeepSpeedJson, weights: Weights) -> list[str]:
-    """List what keeps `weights` from being computed in the JSON's precision."""
     if weights not in ("int8", "nf4") or engine.section("fp16").get("enabled") is not True:
         return []
     # int8: inputs times up to 127, before the scale; nf4: 128 / the range of its scales (torchao 0.18)
@@ -86,7 +84,6 @@ def weights_problems(engine: DeepSpeedJson, weights: Weights) -> list[str]:
 
 
 def missing_problems(engine: EngineConfig, weights: Weights) -> list[str]:
-    """List what this machine lacks for the weights of a checked JSON."""
     if not weights:
         return []
     remedy = f'Run: pip install "torchao=={TORCHAO}.*"'
@@ -111,7 +108,6 @@ def quantized(value: Tensor, weights: Weights) -> Tensor:
 
 
 def tensors_of(weight: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a quantised weight is made of."""
     return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
 
 

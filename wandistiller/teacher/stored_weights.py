@@ -1,7 +1,6 @@
 """Parameters of a network as they are stored in memory: plain, or quantised, as several tensors."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,34 +14,21 @@ Share = tuple[int, int]
 ALONE: Share = (0, 1)
 
 
-class StoredWeight(Protocol):
-    """A parameter that is stored as `pieces`, meta tensors of their shapes and dtypes."""
-
-    pieces: list[Tensor]
-
-    def assembled(self, pieces: list[Tensor]) -> Tensor:
-        """Return the parameter that `pieces` are, which it shares."""
-        ...
-
-    def read(
-        self, reader: WeightReader, name: str, pieces: list[Tensor], share: Share, device: torch.device
-    ) -> None:
-        """Fill `pieces`, or the share of a rank; what is computed for it is computed on `device`."""
-        ...
-
-
-class Plain(StoredWeight):
+class StoredWeight:
     """A parameter in its own dtype; each rank reads a part of it."""
 
     def __init__(self, meta: Tensor):
         self.pieces = [meta]
+        """Meta tensors of the shapes and dtypes that it is stored as."""
 
     def assembled(self, pieces: list[Tensor]) -> Tensor:
+        """Return the parameter that `pieces` are, which it shares."""
         return pieces[0]
 
     def read(
         self, reader: WeightReader, name: str, pieces: list[Tensor], share: Share, device: torch.device
     ) -> None:
+        """Fill `pieces`, or the share of a rank; what is computed for it is computed on `device`."""
         (value,), (number, ranks) = pieces, share
         part = -(-value.numel() // ranks)
         first = part * number
@@ -87,11 +73,10 @@ def stored_weights_of(
             loads[reads] += meta.numel()
             stored[name] = Quantized(meta, weights, reads)
         else:
-            stored[name] = Plain(meta)
+            stored[name] = StoredWeight(meta)
     return stored
 
 
 def parameters_of(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names, and meta tensors in diffusers' dtypes."""
     for name, p in list(model.named_parameters()):
         yield name, p.to(parameter_dtype(name, dtype))

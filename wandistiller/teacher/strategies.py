@@ -10,7 +10,6 @@ SHORT_NAME = "short_name"
 
 @cache
 def teacher_jsons() -> list[str]:
-    """The names of the JSONs in ds_configs/teacher/."""
     return sorted(file.stem for file in (SHIPPED / "teacher").glob("*.json"))
 
 

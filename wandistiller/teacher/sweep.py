@@ -1,58 +1,12 @@
 """Forward passes that go through a network's blocks together, so that each block's weights arrive once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from wandistiller.engine.engine_config import BatchSize, EngineConfig
-from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-
 T = TypeVar("T")
-
-
-class CallsTeacher(Protocol):
-    """The settings of a run that say how its teacher is called, as in `config.job.Job`."""
-
-    run: Any
-    folder: WanFolder
-    teacher: Placement
-    batch: BatchSize
-    size: Any
-    buckets: list[Any]
-    objective: Any
-    student_engine: EngineConfig
-    shares_base: bool
-
-
-def branches(job: CallsTeacher) -> int:
-    """Branches of classifier-free guidance in one call of the teacher: text and null, or text alone."""
-    return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
-
-
-def swept(job: CallsTeacher) -> int:
-    """Micro-steps whose samples go through the teacher together."""
-    placement = job.teacher
-    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
-    samples = job.batch.micro * max(1, branches(job) // placement.guidance_passes)
-    nbytes = samples * tokens * job.folder.config.width * placement.engine.dtype.itemsize
-    return placement.sweep(job.batch.accumulation, nbytes)
-
-
-def rolled_out(job: CallsTeacher) -> int:
-    """Micro-steps whose samples the student draws together, through weights that arrive block by block.
-
-    They may be of several updates of a step, between which the student does not change. ZeRO-3 gathers
-    adapters in the order of one call after the other.
-    """
-    if not job.shares_base or job.student_engine.stage == 3:
-        return 1
-    size, engine = job.size, job.student_engine
-    tokens = job.folder.tokens(size.height, size.width, size.num_frames)
-    nbytes = job.batch.micro * tokens * job.folder.config.width * engine.dtype.itemsize
-    return job.teacher.sweep(len(job.objective.updates) * job.batch.accumulation, nbytes)
 
 
 def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -121,7 +75,6 @@ class _Sweep:
 
 
 def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of `calls`, one after the other."""
     return [call() for call in calls]
 
 

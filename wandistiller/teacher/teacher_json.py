@@ -29,18 +29,15 @@ AUTO = "auto"
 
 @cache
 def placements() -> dict[str, type[Placement]]:
-    """The placements by name."""
     return classes_in("wandistiller.teacher.placements", Placement)
 
 
 def placed_by(engine: EngineConfig) -> Placement:
-    """Return the placement that a checked JSON names."""
     settings = dict(engine.block)
     return placements()[settings.pop("placement", "engine")](engine=engine, **settings)
 
 
 def with_keys(placement: Placement, **keys: Any) -> Placement:
-    """Return the placement with other keys of its JSON's block."""
     engine = placement.engine
     return placed_by(engine.replaced(**{BLOCK: engine.block | keys})) if keys else placement
 
@@ -79,7 +76,6 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:
-    """List problems of the block, and of the JSON around it."""
     own = {name: placement.keys() for name, placement in placements().items()}
     types: dict[str, Any] = {"placement": Literal[tuple(own)], SHORT_NAME: Text}
     for settings in own.values():

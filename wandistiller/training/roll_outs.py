@@ -8,7 +8,7 @@ import torch
 from wandistiller.batch import State
 from wandistiller.config.job import Job
 from wandistiller.student.learner import Learner
-from wandistiller.teacher.sweep import block_by_block, rolled_out
+from wandistiller.teacher.sweep import block_by_block
 from wandistiller.training.step_result import READING
 from wandistiller.utils.logging import activity
 
@@ -24,7 +24,7 @@ class RollOuts:
     """
 
     def __init__(self, job: Job, read: Reads, student: Learner):
-        self._job, self._read, self._student, self._together = job, read, student, rolled_out(job)
+        self._job, self._read, self._student, self._together = job, read, student, job.rolled_out
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:

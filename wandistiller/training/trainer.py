@@ -24,7 +24,6 @@ from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.teacher.sweep import rolled_out, swept
 from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
@@ -64,7 +63,7 @@ class Trainer:
         self._by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
         self.updates = [self._by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        depth = max(swept(job), rolled_out(job))
+        depth = max(job.swept, job.rolled_out)
         read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
         self.samples = RollOuts(job, read, self.student)
         self.monitor = Monitor(job, self.student.monitors)

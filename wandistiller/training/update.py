@@ -16,7 +16,7 @@ from wandistiller.distributed.device import on_accelerator
 from wandistiller.objectives.base import TEACHER, Judged, Networks
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher, local_modules, without_guidance
-from wandistiller.teacher.sweep import block_by_block, swept
+from wandistiller.teacher.sweep import block_by_block
 from wandistiller.training.ahead import worker
 from wandistiller.training.roll_outs import Reads
 from wandistiller.training.step_result import READING, MicroStepResult
@@ -103,7 +103,7 @@ class Update:
     @property
     def _groups(self) -> list[range]:
         """Micro-steps of an update whose samples go through the teacher together."""
-        number, together = self.job.batch.accumulation, swept(self.job) if self.role == STUDENT else 1
+        number, together = self.job.batch.accumulation, self.job.swept if self.role == STUDENT else 1
         return [range(first, min(first + together, number)) for first in range(0, number, together)]
 
     def _predict(self, update: int, group: range, reads: Reads) -> Predicted:

@@ -85,7 +85,6 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
 
 
 def folder_problems(key: str, folder: str | Path) -> list[str]:
-    """List the reasons why a folder cannot be made or written to."""
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))
@@ -106,11 +105,7 @@ def folder_problems(key: str, folder: str | Path) -> list[str]:
 
 
 def inside_problems(key: str, folder: str | Path, inputs: dict[str, str | Path]) -> list[str]:
-    """List the folders of input that `folder` is, or lies in; symbolic links are followed.
-
-    Args:
-        inputs: setting -> what it names.
-    """
+    """List the inputs, by setting, that `folder` is, or lies in; symbolic links are followed."""
     written, problems = os.path.realpath(folder), []
     why = "what is written there would be mixed with what is read. Name a folder outside it."
     for name, given in inputs.items():

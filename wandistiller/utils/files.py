@@ -123,7 +123,6 @@ def lock(folder: Path) -> IO[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write readable JSON, atomically."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -148,7 +147,6 @@ def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
 
 
 def file_digest(file: Path) -> str:
-    """Hash a file by its size, first and last MiB."""
     return digest(_ends(file))
 
 

@@ -118,7 +118,6 @@ def grid(rows: dict[str, list[Tensor]], captions: list[str], widest: int | None 
 
 
 def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
-    """Write one PNG of a grid."""
     with atomic(file) as temporary:
         grid(rows, captions).save(temporary, format="PNG")
 

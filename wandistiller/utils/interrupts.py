@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -46,7 +48,7 @@ _before_build: list[set[int]] = []
 def interruptible() -> Iterator[None]:
     """Raise `Interrupted` at these signals in here, where compilers may run, and end those with it."""
     before = raise_on_signals()
-    _before_build.append(set(_descendants()))
+    _before_build.append(_descendants())
     try:
         yield
     finally:
@@ -70,7 +72,7 @@ def end_compilers() -> None:
     if not _before_build:
         return
     earlier, stopped = _before_build[-1], set()
-    while new := set(_descendants()) - earlier - stopped:
+    while new := _descendants() - earlier - stopped:
         stopped |= new
         _send(new, signal.SIGSTOP)
     _send(stopped, signal.SIGKILL)
@@ -82,16 +84,8 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _descendants() -> list[int]:
-    """List the processes that this one, or one of those, has started."""
-    children: dict[int, list[int]] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        _, parent = process_stat(pid := int(process.name))
-        children.setdefault(parent, []).append(pid)
-    found = children.get(os.getpid(), [])
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def process_stat(pid: int) -> tuple[str, int]:

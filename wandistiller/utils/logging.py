@@ -111,7 +111,6 @@ current = Status()
 
 
 def set_activity(name: str) -> None:
-    """Name what the main thread begins to do."""
     current.activity, current.began = name, time.monotonic()
     heartbeat()
     log.debug("doing: %s", name)
@@ -142,5 +141,4 @@ def activity(name: str) -> Iterator[None]:
 
 
 def step_seconds() -> float:
-    """Return the seconds since the training step began."""
     return time.monotonic() - current.step_began

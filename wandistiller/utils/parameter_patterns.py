@@ -25,7 +25,6 @@ def _fits(word: str, part: str) -> bool:
 
 
 def any_names(patterns: Iterable[str], name: str) -> bool:
-    """Return whether one of the patterns names the part."""
     return any(names_part(p, name) for p in patterns)
 
 

@@ -61,17 +61,14 @@ def _groups(root: Path) -> list[tuple[int, int]]:
 
 
 def disk_free(path: Path) -> int:
-    """Return the free bytes of the file system on which `path` is, or will be."""
     return shutil.disk_usage(_nearest(path)).free
 
 
 def disk(path: Path) -> int:
-    """Return the device number of the file system on which `path` is, or will be."""
     return _nearest(path).stat().st_dev
 
 
 def _nearest(path: Path) -> Path:
-    """Return the nearest existing folder at or above `path`."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.is_dir())
 

@@ -49,7 +49,6 @@ def write(words: str) -> WrapValidator:
 
 
 def types_of(settings: type) -> dict[str, Any]:
-    """Return key -> type of a dataclass of settings, with the annotated limits."""
     hints = typing.get_type_hints(settings, include_extras=True)
     return {key: kind for key, kind in hints.items() if typing.get_origin(kind) is not typing.ClassVar}
 

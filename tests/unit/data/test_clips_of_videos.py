@@ -18,7 +18,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import AllSamples
 from wandistiller.data.dataset import PromptDataset, read_dataset
 from wandistiller.data.latent_cache import LatentCache, Rollouts
-from wandistiller.data.media import LETTERBOX, MediaError, MediaReader, Size, load_media, pixels_depend_on
+from wandistiller.data.media import LETTERBOX, MediaError, MediaReader, Size, pixels_depend_on
 from wandistiller.data.media_cache import Sample
 from wandistiller.utils.files import digest
 from wandistiller.wan.pipeline import TINY, open_wan
@@ -30,7 +30,7 @@ WHITE, RED = (255, 255, 255), (255, 0, 0)
 
 def clip(file: Path, number: int, clips: int, fps: float = 16.0) -> list[int]:
     """Numbers of the five frames of a clip, by their grey."""
-    return numbers(load_media(file, Size(32, 32, 5), fps, clip=number, clips=clips))
+    return numbers(MediaReader(fps, clips=clips).read(file, Size(32, 32, 5), number))
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_clips_and_bars_count_for_a_run_s_identity_if_there_are_media(
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)], ids=["wide", "tall"])
 def test_letterbox_shows_the_whole_picture_between_bars(tmp_path: Path, shape: tuple[int, int]) -> None:
     Image.new("RGB", shape[::-1], "black").save(tmp_path / "a.png")
-    pixels_CFHW = load_media(tmp_path / "a.png", Size(32, 32, 1), 16.0, RED, fit=LETTERBOX)
+    pixels_CFHW = MediaReader(16.0, RED, fit=LETTERBOX).read(tmp_path / "a.png", Size(32, 32, 1))
     red_HW = pixels_CFHW[0, 0] if shape == (16, 32) else pixels_CFHW[0, 0].T
     assert (red_HW[8:24] == -1).all() and (red_HW[:8] == 1).all() and (red_HW[24:] == 1).all()
 
 
 def test_a_picture_of_the_right_shape_has_no_bars(tmp_path: Path) -> None:
     Image.new("RGB", (16, 16), "black").save(tmp_path / "a.png")
-    assert (load_media(tmp_path / "a.png", Size(32, 32, 1), 16.0, fit=LETTERBOX) == -1).all()
+    assert (MediaReader(16.0, fit=LETTERBOX).read(tmp_path / "a.png", Size(32, 32, 1)) == -1).all()
 
 
 def test_a_sliver_is_not_enlarged_into_a_letterbox(tmp_path: Path) -> None:
     Image.new("RGB", (1, 1), "black").save(tmp_path / "a.png")
     with pytest.raises(MediaError, match="under 1/16"):
-        load_media(tmp_path / "a.png", Size(32, 32, 1), 16.0, fit=LETTERBOX)
+        MediaReader(16.0, fit=LETTERBOX).read(tmp_path / "a.png", Size(32, 32, 1))

@@ -13,7 +13,7 @@ from PIL import Image, ImageCms
 
 from wandistiller.data import buckets
 from wandistiller.data.colours import to_srgb
-from wandistiller.data.media import MediaError, Size, load_media
+from wandistiller.data.media import MediaError, MediaReader, Size
 
 SIDE = 16
 COLOUR = (200, 40, 90)
@@ -90,7 +90,7 @@ def test_16_bits_of_grey_are_divided_by_257(tmp_path: Path, kind: str) -> None:
 def test_numbers_whose_white_is_not_known_are_passed_over_with_the_reason(tmp_path: Path, mode: str) -> None:
     Image.new(mode, (SIDE, SIDE), 100).save(tmp_path / "a.tif")
     with pytest.raises(MediaError, match=r"numbers, whose white is not known; save it with 8 or 16 bits"):
-        load_media(tmp_path / "a.tif", Size(SIDE, SIDE, 1), 16.0)
+        MediaReader(16.0).read(tmp_path / "a.tif", Size(SIDE, SIDE, 1))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGBa", "La"])
@@ -117,7 +117,7 @@ def test_hidden_colour_does_not_show(tmp_path: Path, name: str) -> None:
     elif name == "colour.png":
         image, more = plain("RGB"), {"transparency": COLOUR}
     image.save(file, **more)
-    pixels_CFHW = load_media(file, Size(SIDE, SIDE, 1), 16.0, (255, 0, 0))
+    pixels_CFHW = MediaReader(16.0, (255, 0, 0)).read(file, Size(SIDE, SIDE, 1))
     assert pixels_CFHW[:, 0, 5, 5].tolist() == [1, -1, -1]
 
 
@@ -180,12 +180,12 @@ def test_pictures_whose_code_points_are_not_srgb_are_named(
     tmp_path: Path, name: str, primaries: int, transfer: int, reason: str
 ) -> None:
     with pytest.raises(MediaError, match=reason):
-        load_media(with_cicp(tmp_path / name, primaries, transfer), Size(16, 16, 1), 16.0)
+        MediaReader(16.0).read(with_cicp(tmp_path / name, primaries, transfer), Size(16, 16, 1))
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.avif"])
 def test_pictures_whose_code_points_are_srgb_s_are_read(tmp_path: Path, name: str) -> None:
-    pixels_CFHW = load_media(with_cicp(tmp_path / name, 1, 13), Size(16, 16, 1), 16.0)
+    pixels_CFHW = MediaReader(16.0).read(with_cicp(tmp_path / name, 1, 13), Size(16, 16, 1))
     assert (pixels_CFHW - (128 / 127.5 - 1)).abs().max() < 0.02
 
 
@@ -202,11 +202,11 @@ def test_postscript_and_other_formats_start_no_program(
         "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n"
     )
     with pytest.raises(MediaError, match="cannot be read: "):
-        load_media(tmp_path / name, Size(16, 16, 1), 16.0)
+        MediaReader(16.0).read(tmp_path / name, Size(16, 16, 1))
     assert not (tmp_path / "run").exists() and buckets._dimensions(tmp_path / name) == (0, 0)
 
 
 @pytest.mark.slow
 def test_a_large_picture_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     Image.new("L", (10_000, 9_500)).save(tmp_path / "a.png")
-    assert load_media(tmp_path / "a.png", Size(16, 16, 1), 16.0).min() == -1 and not recwarn.list
+    assert MediaReader(16.0).read(tmp_path / "a.png", Size(16, 16, 1)).min() == -1 and not recwarn.list

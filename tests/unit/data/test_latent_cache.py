@@ -13,10 +13,10 @@ from ranks import edit_json
 from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning
-from wandistiller.data import latent_cache, media
+from wandistiller.data import latent_cache
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
-from wandistiller.data.media import MediaReader, Size, load_media
+from wandistiller.data.media import MediaReader, Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
@@ -189,7 +189,7 @@ def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan
     samples = [image, *made("made"), *made("made", rollout=1)]
     cached, wan = cache_in(tmp_path, wan1), open_wan(str(wan1))
     fill(cached, wan1, samples)
-    pixels_CFHW = load_media(image.item.media, SIZE, 16.0)
+    pixels_CFHW = MediaReader(16.0).read(image.item.media, SIZE)
     assert torch.equal(cached[cached.key(image)], Vae(wan, CPU).encode(pixels_CFHW[None])[0])
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
@@ -264,7 +264,7 @@ def test_an_unusable_medium_is_named_remembered_and_tried_again_once_repaired(
     (message,) = unusable().values()
     assert message.startswith(f"{bad}: cannot be read: ")
     with monkeypatch.context() as without:
-        without.setattr(media, "load_media", None)  # to open one would raise
+        without.setattr(MediaReader, "read", None)  # to open one would raise
         assert list(unusable().values()) == [message]
     picture(bad)
     assert unusable() == {}

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from wandistiller.data import buckets, media, videos
 from wandistiller.data.buckets import make_buckets, media_dimensions, nearest_buckets
-from wandistiller.data.media import MediaError, Size, load_media, video_problem
+from wandistiller.data.media import MediaError, MediaReader, Size, video_problem
 
 
 def load(path: Path, height: int = 16, width: int = 16, num_frames: int = 1, fps: float = 16.0) -> Tensor:
-    return load_media(path, Size(height, width, num_frames), fps)
+    return MediaReader(fps).read(path, Size(height, width, num_frames))
 
 
 def picture(file: Path, array_HWC: np.ndarray, mode: str = "RGB") -> Path:

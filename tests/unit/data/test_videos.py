@@ -12,7 +12,7 @@ import pytest
 from grey_videos import by_ffmpeg, encoder, timed_video, video
 from PIL import Image
 
-from wandistiller.data.media import MediaError, Size, load_media
+from wandistiller.data.media import MediaError, MediaReader, Size
 from wandistiller.data.videos import VideoError, number_of_frames, read_frames
 from wandistiller.utils.images import write_mp4
 
@@ -71,7 +71,7 @@ def test_every_gif_picture_is_shown_for_its_own_time(tmp_path: Path) -> None:
     pictures[0].save(
         tmp_path / "a.gif", save_all=True, append_images=pictures[1:], duration=[100, 300, 0, 100]
     )
-    pixels_CFHW = load_media(tmp_path / "a.gif", Size(32, 32, 6), 10.0)
+    pixels_CFHW = MediaReader(10.0).read(tmp_path / "a.gif", Size(32, 32, 6))
     assert ((pixels_CFHW[0, :, 0, 0] + 1) * 127.5 / 40).round().tolist() == [0, 1, 1, 1, 2, 3]
 
 
@@ -180,7 +180,7 @@ def test_transparent_parts_of_videos_show_the_background(
     with encoder(tmp_path / name, codec, (64, 64), pixels) as (_, write):
         for _ in range(5):
             write(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pixels))
-    pixels_CFHW = (load_media(tmp_path / name, Size(64, 64, 5), 16.0, BLUE) + 1) * 127.5
+    pixels_CFHW = (MediaReader(16.0, BLUE).read(tmp_path / name, Size(64, 64, 5)) + 1) * 127.5
     assert pixels_CFHW[:, 4, 32, 8].tolist() == pytest.approx([255, 0, 0], abs=8)
     assert pixels_CFHW[:, 4, 32, 56].tolist() == pytest.approx(BLUE, abs=8)
 
@@ -231,7 +231,7 @@ def test_files_that_name_other_files_and_sounds_are_no_videos(tmp_path: Path, na
             container.mux(stream.encode(sound))
             container.mux(stream.encode())
     with pytest.raises(MediaError, match="cannot be read: "):
-        load_media(tmp_path / name, Size(32, 32, 1), 16.0)
+        MediaReader(16.0).read(tmp_path / name, Size(32, 32, 1))
 
 
 def test_a_name_that_looks_like_an_address_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_name_that_looks_like_an_address_is_a_file(tmp_path: Path, monkeypatch
 def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(MediaError, match="is no regular file"):
-        load_media(tmp_path / name, Size(32, 32, 1), 16.0)
+        MediaReader(16.0).read(tmp_path / name, Size(32, 32, 1))
 
 
 @pytest.mark.parametrize("damage", range(12))
@@ -259,7 +259,7 @@ def test_damaged_videos_give_pixels_or_a_reason(tmp_path: Path, damage: int) -> 
         file.write_bytes(damaged[: random_.integers(1, len(damaged))].tobytes())
         for clip in (0, 2):
             try:
-                assert load_media(file, Size(32, 32, 5), 16.0, clip=clip, clips=3).shape == (3, 5, 32, 32)
+                assert MediaReader(16.0, clips=3).read(file, Size(32, 32, 5), clip).shape == (3, 5, 32, 32)
             except MediaError as error:
                 assert str(error).startswith(("cannot be read: ", "is ", "has ")) and "\n" not in str(error)
 

@@ -63,16 +63,13 @@ class Placement(Kernels, ABC):
 
     @property
     def name(self) -> str:
-        """The name of the module, as a JSON has it."""
         return type(self).__module__.rpartition(".")[2]
 
     @classmethod
     def keys(cls) -> dict[str, Any]:
-        """Return its keys of the block "wandistiller" and their types."""
         return {key: kind for key, kind in types_of(cls).items() if key != "engine"}
 
     def describe(self) -> str:
-        """The placement in a few words, for people."""
         return self.name
 
     def problems(self, world: int) -> list[str]:
@@ -91,7 +88,6 @@ class Placement(Kernels, ABC):
         return False
 
     def weights_problems(self) -> list[str]:
-        """Problems of `weights` here, and with the JSON's precision."""
         if self.weights and not self.holds_quantized():
             text = (
                 "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
@@ -113,7 +109,6 @@ class Placement(Kernels, ABC):
         return None
 
     def owner_problems(self, peers: list[int]) -> list[str]:
-        """Problems of `owner` on a node with these ranks."""
         return []
 
     @abstractmethod
@@ -121,7 +116,6 @@ class Placement(Kernels, ABC):
         """Load one expert to its place. Collective, but for a placement on one rank."""
 
     def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
-        """Load the experts to their places."""
         return {expert: self.load(folder, expert, reader) for expert, reader in readers.items()}
 
     def sweep(self, micro_steps: int, nbytes: int) -> int:
@@ -149,7 +143,6 @@ class Placement(Kernels, ABC):
         return _parameter_sizes(config, self.engine.dtype, self.weights)
 
     def whole_bytes(self, config: TransformerConfig) -> int:
-        """Bytes of one expert's weights."""
         return partition_bytes(self.parameter_sizes(config), ranks=1)
 
     def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
@@ -157,7 +150,6 @@ class Placement(Kernels, ABC):
         return Bytes(device=self.whole_bytes(config))
 
     def unpacked(self, config: TransformerConfig) -> int:
-        """Bytes that a call takes for quantised weights, of one layer after the other."""
         item = self.engine.dtype.itemsize
         sizes = self._quantized(config).values()
         return max((unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
@@ -182,7 +174,6 @@ class Placement(Kernels, ABC):
         return kept + coming
 
     def _quantized(self, config: TransformerConfig) -> dict[str, int]:
-        """Elements of each quantised weight by its name."""
         every = shapes(config).items()
         return {name: prod(s) for name, s in every if is_quantized(name, s, self.weights)}
 
@@ -195,11 +186,9 @@ class Placement(Kernels, ABC):
         return one_at_a_time(experts)
 
     def overhead(self) -> int:
-        """Bytes of CPU memory of a rank next to the weights."""
         return 0
 
     def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        """Transfers of weights in one forward pass."""
         return iter(())
 
     def is_candidate(self, topology: Topology) -> bool:

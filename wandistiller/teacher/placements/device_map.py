@@ -114,11 +114,7 @@ class DeviceMap(OnOneRank):
     def _devices(
         self, model: nn.Module, config: TransformerConfig, dtype: torch.dtype, share: int
     ) -> dict[str, int | str]:
-        """The device of each module.
-
-        Args:
-            share: number of such models that `max_memory` is for.
-        """
+        """The device of each module. `share`: number of such models that `max_memory` is for."""
         from accelerate import infer_auto_device_map
         from accelerate.utils import convert_file_size_to_int, get_balanced_memory, get_max_memory
 

@@ -11,7 +11,7 @@ from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.transfers import Topology, Transfer
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
-from wandistiller.teacher.disk_blocks import Slots, check_blocks, read_by_block
+from wandistiller.teacher.disk_blocks import Slots, read_block, read_by_block
 from wandistiller.teacher.placements.streamed import Streamed
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -40,15 +40,16 @@ class Files(Streamed):
         return problems
 
     def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
-        """Read every weight once, a node's ranks a part each: what is unsound is found at the start."""
+        """Read every weight once, a node's ranks a part each, for the readers' `faults` and `nonzero`."""
         device, peers = collectives.device(), collectives.node_peers()
         slots, models = Slots(device, AHEAD), {}
-        mine = slice(peers.index(collectives.rank()), None, len(peers))
         for expert, reader in readers.items():
             config = folder.configs[expert]
             models[expert] = model = read_by_block(reader, config, self.engine.dtype, device, slots)
-            progress = Progress(f"blocks of {reader.folder.name}", len(range(config.num_layers)[mine]))
-            for _ in check_blocks(reader, config, dict(model.blocks[0].named_parameters()), mine):
+            mine = range(peers.index(collectives.rank()), config.num_layers, len(peers))
+            progress = Progress(f"blocks of {reader.folder.name}", len(mine))
+            for number in mine:
+                read_block(reader, number, dict(model.blocks[0].named_parameters()))
                 progress.advance()
         return models
 
