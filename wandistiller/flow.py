@@ -16,7 +16,6 @@ States = Callable[[list[int]], Tensor]
 """Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
 
-
 EULER, RENOISE = "euler", "renoise"
 """Samplers of students of few steps: along the velocity, or to clean latents that are noised again."""
 

@@ -69,11 +69,6 @@ class EngineConfig(DeepSpeedJson):
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
-    def keeps_checkpoints_on_cpu(self) -> bool:
-        """True if checkpoints keep their inputs in CPU memory."""
-        return bool(self.section(SECTION).get("cpu_checkpointing"))
-
-    @property
     def batch(self) -> BatchSize:
         """The batch sizes of a student's JSON."""
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)

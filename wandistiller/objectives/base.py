@@ -20,7 +20,6 @@ T = TypeVar("T")
 Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
-
 TEACHER = "teacher"
 """Name of the teacher among the networks that are called at samples."""
 Judged = Mapping[str, Tensor]

@@ -77,7 +77,6 @@ UMT5_XXL = {
 }
 """Wan's text encoder. Source: text_encoder/config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
-
 VIT_H = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
