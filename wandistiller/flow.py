@@ -90,7 +90,6 @@ class FlowSchedule:
 
         Args:
             steps: number of sampling steps; None: the whole path is one segment.
-            expert: expert of the batch.
         """
         ends = [0.0, *(self.steps(steps) if steps else [])]
         if self.handover is not None and expert is Expert.HIGH_NOISE:

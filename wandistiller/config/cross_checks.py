@@ -171,9 +171,6 @@ def division_problems(
     """List what does not divide by `number`, the ranks that share a sequence.
 
     Args:
-        where: for messages.
-        world: number of ranks.
-        heads: of each network.
         patches: of a sample of (height, width, frames).
     """
     if number <= 1:  # what is no positive number is reported elsewhere

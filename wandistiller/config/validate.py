@@ -145,8 +145,6 @@ def read_engine(
 
     Args:
         ranks: those that work on different samples.
-        transformer: config of the student's.
-        steps: of the run.
         here: check it against this machine too.
 
     Raises:

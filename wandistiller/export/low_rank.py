@@ -57,9 +57,7 @@ def extract(
     Each layer's part is the best of its rank: the largest singular directions.
 
     Args:
-        teacher: reads the teacher's parameter of a name into a tensor.
         energy: over 0, up to 1.
-        most: the largest rank.
     """
     linear = {f"{name}.weight" for name, module in student.named_modules() if isinstance(module, nn.Linear)}
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}

@@ -231,8 +231,6 @@ class Term(ABC):
 
         Args:
             teacher: the teacher's prediction at noised states, if any term needs it.
-            batch: the term's states.
-            networks: those of the run.
             schedule: the distribution that sigma was drawn from.
         """
         return teacher
@@ -242,7 +240,6 @@ class Term(ABC):
         """Compute loss_B, float32.
 
         Args:
-            prediction: the student's.
             target: from the method `target`, or of a `TermOnSamples` from `target_of_samples`.
         """
 
@@ -272,17 +269,11 @@ class TermOnSamples(Term):
 
         Args:
             v_BCFHW: the student's velocity, without gradient.
-            batch: the term's states.
         """
 
     @abstractmethod
     def target_of_samples(self, sampled: State, judged: Judged, networks: Networks) -> Any:
-        """Return what the student is to match, without gradient.
-
-        Args:
-            sampled: from the method of that name.
-            judged: the velocities there.
-        """
+        """Return what the student is to match, without gradient."""
 
 
 class TermWithRoles(Term):

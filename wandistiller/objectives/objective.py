@@ -137,8 +137,6 @@ class Objective:
 
         Args:
             teacher: from `predictions`.
-            batches: by kind of states.
-            networks: those of the run.
         """
         with torch.no_grad():
             return [
@@ -158,7 +156,6 @@ class Objective:
 
         Args:
             predictions: the student's, by kind of states.
-            targets: from `targets`.
             judge: returns velocities at samples, of the teacher and of `judges`.
         """
         with torch.no_grad():

@@ -336,7 +336,6 @@ class _Planner:
 
         Args:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
-            shape: of its input.
         """
         m, held, config = self.machine, total(kept), self.job.folder.vae
         weights = PARTS[call](config, shape, accelerator=self.gpu).weights

@@ -196,7 +196,6 @@ def choices(
     Args:
         choose: as in `pairs`, and `here` too.
         keeps_sharing: as many ranks as now compute each sample; else of a video any number.
-        suits: what a choice must be beside.
     """
     size = job.size
     enough = ceil(ENOUGH / job.folder.tokens(size.height, size.width, size.num_frames))
@@ -295,11 +294,7 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Pla
 
 @once_for_each
 def teachers(dtype: str, topology: Topology) -> list[tuple[str, Placement]]:
-    """The shipped teacher JSONs that `auto` compares, checked, the simplest first.
-
-    Args:
-        dtype: the teacher's precision.
-    """
+    """The shipped teacher JSONs that `auto` compares, checked, the simplest first."""
     candidates, late = [], []
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed

@@ -51,7 +51,6 @@ def teacher_parts(
     """Memory that the teacher keeps, and memory of a call; both are empty if they cannot be known.
 
     Args:
-        samples: samples of the call.
         together: calls that go through the network together.
     """
     placement, engine, gpu = job.teacher, job.teacher.engine, machine.device_free is not None

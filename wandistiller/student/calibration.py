@@ -171,7 +171,6 @@ def calibration_batches(
     Args:
         tokens: patches of a sample; the samples together have `TOKENS` patches, if `FEWEST` to
             `MOST` samples can.
-        batch_size: samples of a batch.
     """
     count = number_of_samples(tokens)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]

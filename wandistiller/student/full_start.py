@@ -85,11 +85,7 @@ class FullStart:
     """The start of one network's adapters, in the cache: one weight after the other, each by one rank."""
 
     def __init__(self, job: StartsOf, expert: Expert, place: Path):
-        """Read the headers of the full model and of the teacher.
-
-        Args:
-            place: of the full model.
-        """
+        """Read the headers of the full model and of the teacher."""
         config, lora = job.student_transformer, Lora(**job.run.lora)
         base = job.folder.path / job.bases[expert].value
         self.model, self._base = FullModel(place, config), job.folder.reader(job.bases[expert])

@@ -31,12 +31,7 @@ class TrainingKeys(Protocol):
 
 
 def tuning_problems(run: TrainingKeys, config: TransformerConfig, engine: EngineConfig) -> list[str]:
-    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`.
-
-    Args:
-        config: the student's transformer config.
-        engine: the student's.
-    """
+    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`."""
     names = list(transformer.numels(config))
     problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
     if all(any_names(run.frozen or (), name) for name in names):

@@ -236,11 +236,7 @@ def _quantization_error(
 def conditioning_of_shortest(
     job: Job, conditions: Conditions, sample_items: list[PromptItem]
 ) -> Conditioning:
-    """Return the conditioning of the samples on which errors are measured, on this rank's device.
-
-    Args:
-        sample_items: of the run's pictures.
-    """
+    """Return the conditioning of the samples on which errors are measured, on this rank's device."""
     drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
     given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
     return given.shortened(job.folder.shortest_latent).to(collectives.device())
@@ -271,7 +267,6 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
 
     Args:
         stages: a recipe's runs, which share a cache.
-        begin: called before each of them.
     """
     for job in (job for job in stages if not job.is_spent):
         begin(job)

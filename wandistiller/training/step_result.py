@@ -123,7 +123,6 @@ def reduce_over_ranks(
 
     Args:
         names: of the rows of loss_TB.
-        total: the weighted sum of their losses.
         over: what is due by this rank's clock.
 
     Raises:

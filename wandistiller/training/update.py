@@ -71,7 +71,6 @@ class Update:
         """Make all forward and backward passes on this rank's samples of an update, counted from 0.
 
         Args:
-            reads: where the samples come from.
             following: the role's next update, if the teacher may already predict for it.
         """
         ahead_of_time = self._predicted_ahead(update)

@@ -89,7 +89,6 @@ def activation_bytes(
     that others have (deepspeed 0.19.8).
 
     Args:
-        latent: shape of one sample.
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
         recomputes: False for what is saved between forward and backward pass.
@@ -127,7 +126,6 @@ def call_bytes(
     On a CPU without bf16 arithmetic oneDNN takes up to a third more (torch 2.13); it is not counted.
 
     Args:
-        latent: shape of one sample.
         samples: samples in one call; with guidance each counts twice.
         sharers: ranks that compute each sample together.
     """
@@ -153,9 +151,7 @@ def compared_bytes(
         tokens: tokens of one sample that a rank has the teacher's and the student's hidden states of.
         teacher: samples of the teacher's forward pass.
         student: samples of the student's, those of other terms included.
-        widths: widths of teacher and student.
         items: bytes of one element of each.
-        engine: the student's.
     """
     (wide, own), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
     policy = engine.recompute

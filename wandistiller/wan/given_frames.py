@@ -46,7 +46,6 @@ class GivenFramesEncoder:
 
         Args:
             pixels_CTHW: the given frames alone, in [-1, 1].
-            num_frames: of the clip.
         """
         expands = self._config.expands_time
         tensors = [self._latents(pixels_CTHW) if expands else self._joined(pixels_CTHW, num_frames)]
