@@ -30,7 +30,6 @@ class FewSteps(NamedTuple):
     sampler: str = EULER
 
     def expert(self, call: int) -> Expert:
-        """Return the expert of a call, counted from 0."""
         return expert_at(self.sigmas[call], self.boundary)
 
     def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, fresh_BCFHW: Tensor | None) -> Tensor:

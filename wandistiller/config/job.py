@@ -89,7 +89,6 @@ class Job:
         return Path(self.run.sample_dir or self.output / "samples")
 
     def picture(self, step: int) -> Path:
-        """Return the file of the sample grid after `step` steps."""
         return self.samples / f"step_{step:08d}.png"
 
     @property
@@ -168,7 +167,6 @@ class Job:
 
     @property
     def student_experts(self) -> list[Expert]:
-        """The student's networks."""
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
 
     @property

@@ -40,7 +40,6 @@ class Start:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         is_checkpoint = self.folder.parent.name == "checkpoints"
         return (self.folder.parents[1] if is_checkpoint else self.folder).name
 

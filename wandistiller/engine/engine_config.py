@@ -47,7 +47,6 @@ class EngineConfig(DeepSpeedJson):
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The kernels of the network's blocks."""
         names = {f.name for f in fields(Kernels)}
         return Kernels(**{key: value for key, value in self.block.items() if key in names})
 
@@ -70,7 +69,6 @@ class EngineConfig(DeepSpeedJson):
 
     @property
     def batch(self) -> BatchSize:
-        """The batch sizes of a student's JSON."""
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)
         return BatchSize(micro, accumulation, total)
 

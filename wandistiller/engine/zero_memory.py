@@ -48,7 +48,6 @@ class ParameterSize(NamedTuple):
 
 
 def module_of(parameter: str) -> str:
-    """Return the name of the module that a parameter is in."""
     return parameter.rpartition(".")[0]
 
 

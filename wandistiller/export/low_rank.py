@@ -27,7 +27,6 @@ class Adapter(NamedTuple):
     """alpha / rank of layers."""
 
     def factor(self, layer: str) -> float:
-        """Return alpha / rank of a layer."""
         return self.factors.get(layer, self.alpha / self.rank)
 
     @property
@@ -35,7 +34,6 @@ class Adapter(NamedTuple):
         return f"Rank {self.rank}{self.note}"
 
     def to(self, dtype: torch.dtype) -> "Adapter":
-        """The adapter with its weights in `dtype`."""
         return self._replace(state={name: value.to(dtype) for name, value in self.state.items()})
 
 

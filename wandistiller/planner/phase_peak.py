@@ -23,7 +23,6 @@ class PhasePeak:
         return total(self.kept) + _most(total(parts) for parts in self.alternatives.values())
 
     def at(self, alternative: str) -> Bytes:
-        """Memory during one of the alternatives."""
         return total(self.kept) + total(self.alternatives.get(alternative, {}))
 
     def parts(self, kind: Callable[[Bytes], int]) -> dict[str, int]:
@@ -39,7 +38,6 @@ def moments(phases: dict[str, PhasePeak]) -> list[Bytes]:
 
 
 def total(parts: Parts) -> Bytes:
-    """The sum of all parts."""
     return sum(parts.values(), Bytes())
 
 

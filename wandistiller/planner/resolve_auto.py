@@ -83,7 +83,6 @@ class Choice(NamedTuple):
         return f"ds_configs/student/{self.student}.json", f"ds_configs/teacher/{self.teacher}.json"
 
     def demands(self, machine: Machine) -> list[Demand]:
-        """Its demand for each kind of memory of `machine`."""
         return [d for d in demands(self.takes, machine) if d.need]
 
     def fits(self, machine: Machine) -> bool:
@@ -95,13 +94,11 @@ class Choice(NamedTuple):
         return max(self.demands(machine), key=lambda d: d.over)
 
     def why(self, machine: Machine) -> str:
-        """Its numbers, in words."""
         needed = self.demands(machine)
         free = " and ".join(d.supply for d in needed)
         return f"takes {' and '.join(map(str, needed))} at most; free are {free}"
 
     def lines(self, machine: Machine) -> list[str]:
-        """The log lines of a choice."""
         return [f"chosen    {self}", f"          {self.why(machine)}"]
 
     @property

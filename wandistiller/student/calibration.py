@@ -194,7 +194,6 @@ class VelocityError:
         self._rows: list[Tensor] = []
 
     def add(self, batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> None:
-        """Add the samples of a batch."""
         self.add_rows(error_rows(batch, v_BCFHW, target_BCFHW))
 
     def add_rows(self, rows_B3: Tensor) -> None:

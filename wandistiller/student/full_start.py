@@ -147,7 +147,6 @@ class FullStart:
         collectives.log0(KEPT, self.model.place, *(100 * share for share in shares))
 
     def begin(self, model: nn.Module) -> None:
-        """Let the adapters of `model` begin so."""
         for layer in self.ranks:
             set_change(model, layer, *self._cache.read(self._key(f"{layer}.weight"), "a", "b"))
 

@@ -102,7 +102,6 @@ class Learner:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of all networks."""
         return [block for network in self.all_networks for block in network.blocks]
 
     @property

@@ -93,7 +93,6 @@ class TrainedParts(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The whole network."""
         return self._hidden[0]
 
     def forward(self, **inputs: Any) -> Any:

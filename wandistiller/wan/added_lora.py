@@ -33,7 +33,6 @@ class AddedLora:
     """The network that it is added to; None: to each."""
 
     def is_for(self, expert: Expert) -> bool:
-        """Return whether it is added to the network of an expert."""
         return self.expert in (None, expert.name.lower())
 
     @property

@@ -215,7 +215,6 @@ def scheduler_problems(config: PartConfig) -> list[str]:
 
 
 def _unfit(where: str, error: Exception) -> str:
-    """Return the message for one of `UNFIT`."""
     why = str(error) or type(error).__name__
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 

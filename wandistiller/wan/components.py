@@ -102,7 +102,6 @@ class PartConfig:
     values: dict[str, Any]
 
     def problem(self, key: str, remedy: str, left_out: Any = None) -> str:
-        """Return the message about the value of a key."""
         return problem(self.where, key, self.values.get(key, left_out), remedy)
 
     def value_problems(self, types: dict[str, Any], needed: Iterable[str]) -> list[str]:
@@ -234,7 +233,6 @@ def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:
 
 
 def umt5_config(config: dict[str, Any]) -> UMT5Config:
-    """Return the settings of the text encoder that `config` describes."""
     return UMT5Config.from_dict({key: value for key, value in config.items() if key in text_encoder_keys()})
 
 

@@ -101,7 +101,6 @@ class WanFolder:
 
     @property
     def shortest_latent(self) -> int:
-        """Latent frames of its shortest samples."""
         return (self.shortest - 1) // self.temporal + 1
 
     @property
@@ -113,11 +112,9 @@ class WanFolder:
 
     @property
     def added_identities(self) -> list[list[Any]]:
-        """The identity of each LoRA file that is added."""
         return [one.identity for one in self.added]
 
     def reader(self, expert: Expert) -> WeightReader:
-        """Open the weights of an expert, with what is added to them."""
         folder = self.path / expert.value
         if not self.added:
             return WeightReader(folder)
