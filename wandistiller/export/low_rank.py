@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.utils.low_rank import in_halves, largest_directions
-
-A, B = ".lora_A.weight", ".lora_B.weight"
+from wandistiller.wan.lora_files import A, B
 
 
 class Adapter(NamedTuple):

@@ -219,18 +219,11 @@ def guided_teacher(
     if weights := job.teacher.weights:
         given = conditioning_of_shortest(job, conditions, sample_items)
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
-            errors = _quantization_error(job, teacher, guidance, given)
+            x0_BCFHW = shortest_samples(job, teacher.velocity, given)
+            what = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, given, job.run.seed
+            errors = quantization_error(*what, merges_padding=job.run.merge_text_padding)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
-
-
-def _quantization_error(
-    job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
-) -> dict[str, float]:
-    """Return the error that the teacher's quantised weights cost, on its shortest samples. Collective."""
-    x0_BCFHW = shortest_samples(job, teacher.velocity, conditioning)
-    given = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, job.run.seed
-    return quantization_error(*given, merges_padding=job.run.merge_text_padding)
 
 
 def conditioning_of_shortest(
