@@ -113,23 +113,6 @@ def test_a_short_flag_fills_an_auto(tmp_path: Path) -> None:
     assert ds["scheduler"]["params"]["warmup_max_lr"] == 1e-3
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "other"),
-    [
-        ("batch_size", 3, "`train_micro_batch_size_per_gpu` is 2"),
-        ("lr", 0.002, "`optimizer.params.lr` is 0.001"),
-        ("mixed_precision", "no", "`bf16 and fp16` is bf16"),
-    ],
-)
-def test_a_short_flag_beside_a_json_with_another_value_is_refused(
-    tmp_path: Path, flag: str, value: object, other: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        job(tmp_path, FIXED, **{flag: value})
-    expected = f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}."
-    assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
-
-
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
     first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
     write_resolved(first)

@@ -13,12 +13,9 @@ from activations import (
     network,
     peak_bytes,
     predict,
-    shared_peaks,
     student_engine,
 )
-from ranks import call
 from slow_cases import slow_but
-from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
@@ -35,30 +32,6 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer text tokens than Wan's 512, so that they weigh what they weigh beside a video's tokens."""
     for module in (activation_memory, text_padding):
         monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
-
-
-def saved_by_autograd(layers: int, dtype: str) -> int:
-    """Bytes behind the tensors that a forward pass saves for backward, weights left out."""
-    model, _ = network(layers, student_engine(dtype))
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # the tensors too, so that no address is used twice
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved[t.untyped_storage().data_ptr()] = t
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        predict(model)
-    return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layers", [1, 4])
-def test_planned_activations_are_what_autograd_saves(layers: int, dtype: str) -> None:
-    planned = activation_bytes(
-        config(layers), student_engine(dtype), LATENT, MICRO, accelerator=False
-    ).transient
-    assert planned == pytest.approx(saved_by_autograd(layers, dtype), rel=0.03)
 
 
 PARTS = ("blocks", "attention", "feed_forward")
@@ -142,13 +115,3 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
     share_sequences(model, ImaginedRanks(4))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
-    engine, how = student_engine(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
-    passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
-    given = config(6), engine, LATENT, 1
-    planned = activation_bytes(*given, **how).transient, call_bytes(*given, **how)[0]
-    assert planned == pytest.approx((passes, a_call), rel=0.15)
