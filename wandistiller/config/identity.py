@@ -137,8 +137,7 @@ def provenance(job: Job) -> Facts:
 
 def end(job: Job) -> Start:
     """Return the start of a run that follows this one."""
-    made = job.student_transformer, job.student.experts
-    return start_after(job.output, *made, identity(job), provenance(job), job.run.max_steps)
+    return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
 
 
 def resolved(job: Job) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,22 +26,12 @@ Judged = Mapping[str, Tensor]
 """v_BCFHW at samples of the teacher, and of each role that is called there, float32, without gradient."""
 
 
-class Trained(Protocol):
-    """A network that an objective trains beside the student."""
-
-    def velocity(self, batch: State) -> Tensor:
-        """Return v_BCFHW, float32."""
-
-    def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
-        """Return the gradient in x_t_BCFHW of a number computed from the network's prediction."""
-
-
 class Networks(NamedTuple):
     """The networks of a run; each is called on every rank or on none, with batches of one expert."""
 
     student: Ask
-    others: Mapping[str, Trained] = MappingProxyType({})
-    """Those that the objective trains beside the student, by role."""
+    others: Mapping[str, Any] = MappingProxyType({})
+    """The `student.learner.Learner` of each role that the objective trains beside the student."""
 
 
 class Role(NamedTuple):
@@ -67,22 +57,6 @@ class Role(NamedTuple):
     def origin(self, student: T, teacher: T) -> T:
         """Return that of the two which the network starts from."""
         return teacher if self.start == "teacher" else student
-
-
-class Surroundings(NamedTuple):
-    """Facts of the rest of a run that a term may check."""
-
-    student_experts: str | None
-    """`one` or `two`; None: the student's JSON is wrong, which is reported."""
-    measures_teacher: bool
-    """Making the student measures the teacher."""
-    has_buckets: bool
-    needs_latents: bool
-    """A term of the objective uses cached latents."""
-    trains_a_part: bool
-    """The student has frozen parts, or adapters on weights that are not a whole network of the teacher's."""
-    trains_adapters: bool
-    """It has adapters on a whole network of the teacher's."""
 
 
 class Limit(NamedTuple):
@@ -198,8 +172,8 @@ class Term(ABC):
         """List the settings, read under the recipe key `where`, that do not go together."""
         return []
 
-    def combined_problems(self, run: Surroundings) -> list[str]:
-        """List what the term needs and the rest of the run does not have."""
+    def combined_problems(self, job: Any) -> list[str]:
+        """List what the term needs and the rest of a `config.job.Job` does not have."""
         return []
 
     def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:

@@ -27,13 +27,11 @@ def teacher_bases(job: Any) -> dict[Expert, Expert]:
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        teacher = job.run.teacher_path, as_settings(folder.added)
-        continues = (
-            _kind(start.lora) == _kind(job.run.lora) and (start.teacher, start.teacher_lora) == teacher
-        )
-        if not (continues and start.bases):  # of networks of its own
+        facts, teacher = start.facts, (job.run.teacher_path, as_settings(folder.added))
+        same_teacher = (facts.teacher_path, facts.teacher_lora or []) == teacher
+        if not (facts.bases and same_teacher and _kind(facts.lora) == _kind(job.run.lora)):
             return {}
-        return dict(zip(job.student_experts, map(Expert, start.bases), strict=True))
+        return dict(zip(job.student_experts, map(Expert, facts.bases), strict=True))
     if student.init != "teacher" or student.keep_layers == IMPORTANCE:
         return {}
     sources = {e: source_experts(student, folder, e) for e in job.student_experts}
