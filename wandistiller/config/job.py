@@ -33,7 +33,6 @@ class OtherNetwork(NamedTuple):
 
     role: Role
     transformer: TransformerConfig
-    """Config of the network."""
     engine: EngineConfig
 
 
@@ -67,7 +66,6 @@ class Job:
     stage: str = ""
     """Its name, if it is a stage of a recipe."""
     previous: "Job | None" = None
-    """The stage before this one."""
     is_spent: bool = False
     """True if the stage after it has begun, and the checkpoints that would say that this one is done are
     gone: it is neither trained nor exported again."""

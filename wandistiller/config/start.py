@@ -21,7 +21,6 @@ class Start:
     folder: Path
     """The run's output folder, or one of its checkpoints."""
     facts: Facts
-    """Of that run."""
     identity: str
     """Equal for two starts from the same weights."""
     history: list[str]

@@ -63,9 +63,7 @@ class Limit(NamedTuple):
     """A number of an objective that is above a limit when training fails."""
 
     alarm: str
-    """Kind of the alarm."""
     number: str
-    """Name of the number."""
     most: float
     text: str
     """What it means and what to do; `{value:.2f}` is the number, or its growth."""

@@ -68,7 +68,6 @@ class Target(NamedTuple):
     """The samples, the gradient that moves them, and numbers of each for metrics."""
 
     x0_BCFHW: Tensor
-    """The samples."""
     gradient_BCFHW: Tensor
     numbers: dict[str, Tensor]
 

@@ -23,7 +23,6 @@ from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
 PREDICTING = "the teacher's forward pass"
-"""An activity of a step."""
 Predicted = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 

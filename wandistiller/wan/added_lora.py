@@ -28,7 +28,6 @@ class AddedLora:
     file: Text
     """Of diffusers, ComfyUI or kohya's trainers."""
     strength: Annotated[float, AllowInfNan(False)] = 1.0
-    """Factor of the change."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """The network that it is added to; None: to each."""
 
