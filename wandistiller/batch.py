@@ -83,7 +83,6 @@ class State:
     """Equal on all ranks for one micro-step."""
 
     def tensors(self) -> list[Tensor]:
-        """Return all that a network is given."""
         return [self.x_t_BCFHW, self.sigma_B, *self.conditioning.tensors()]
 
     def with_tensors(self, tensors: list[Tensor]) -> "State":

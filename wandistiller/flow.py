@@ -16,7 +16,6 @@ States = Callable[[list[int]], Tensor]
 """Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
 
-
 EULER, RENOISE = "euler", "renoise"
 """Samplers of students of few steps: along the velocity, or to clean latents that are noised again."""
 
@@ -31,7 +30,6 @@ class FewSteps(NamedTuple):
     sampler: str = EULER
 
     def expert(self, call: int) -> Expert:
-        """Return the expert of a call, counted from 0."""
         return expert_at(self.sigmas[call], self.boundary)
 
     def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, fresh_BCFHW: Tensor | None) -> Tensor:
@@ -91,7 +89,6 @@ class FlowSchedule:
 
         Args:
             steps: number of sampling steps; None: the whole path is one segment.
-            expert: expert of the batch.
         """
         ends = [0.0, *(self.steps(steps) if steps else [])]
         if self.handover is not None and expert is Expert.HIGH_NOISE:

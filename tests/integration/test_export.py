@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from ranks import run, train_words, wandistiller
-from recipes import recipe_file
+from ranks import run, wandistiller
 from safetensors.torch import load_file
 from tensors import tensor_bytes
 
@@ -116,10 +115,3 @@ def test_every_file_of_a_run_has_the_mode_of_the_umask(finished: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert wrong_modes(finished, umask) == []
-
-
-@pytest.mark.slow
-def test_every_file_of_a_run_has_the_mode_of_another_umask(wan2: Path, tmp_path: Path, umask: int) -> None:
-    run(train_words(recipe_file(tmp_path, wan2, max_steps=1, frozen=["bias"])))  # in a process of its own
-    assert len(list(tmp_path.rglob("*.safetensors"))) > 3
-    assert [name for name in wrong_modes(tmp_path, umask) if not name.startswith("prompts")] == []

@@ -85,20 +85,6 @@ def test_a_stage_starts_from_the_average_of_the_one_before_in_float32(
     assert not equal(weights(folder / "slow" / FOLDERS[0], 3), before)
 
 
-@pytest.mark.slow  # test_faults.py kills such runs, too
-def test_a_recipe_stopped_in_any_stage_goes_on_there_and_ends_bit_for_bit_the_same(
-    folder: Path, wan2: Path, whole: Path
-) -> None:
-    for stages in range(1, 4):  # as if stopped after each
-        file = staged(folder, wan2, "cut", stages=STAGES[:stages])
-        (folder / "cut" / "DONE").unlink(missing_ok=True)
-        wandistiller("train", "--recipe", file)
-    for name, stage in zip(FOLDERS, STAGES, strict=True):
-        steps = stage["max_steps"]
-        assert equal(weights(folder / "cut" / name, steps), weights(whole / name, steps))
-        assert losses(folder / "cut" / name) == losses(whole / name)
-
-
 @pytest.mark.slow
 def test_losses_on_two_ranks_are_those_of_one(folder: Path, wan2: Path, whole: Path) -> None:
     wandistiller("train", "--recipe", staged(folder, wan2, "two"), ranks=2)

@@ -13,7 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBu
 from wandistiller.cli.flags import DoctorFlags
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import is_untried, on_accelerator, title
-from wandistiller.engine.extensions import BUILD_ERRORS, load_extension, reason
+from wandistiller.engine.extensions import BUILD_ERRORS, reason
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.monitoring.environment import version, versions
@@ -86,7 +86,7 @@ def built(name: str, builder: Any, why: str) -> str:
     try:
         if not builder.is_compatible(verbose=False):
             return f"missing    {name}: {why}"
-        load_extension(builder)
+        builder.load(verbose=False)
     except BUILD_ERRORS as error:
         return f"missing    {name} does not build: {reason(error)}"
     return f"built      {name}"

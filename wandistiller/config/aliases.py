@@ -33,11 +33,7 @@ class OlderSettings:
 
 
 def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings with recipe keys alone, and the problems of older ones that contradict another.
-
-    Args:
-        where: where they are given, for messages.
-    """
+    """Return the settings with recipe keys alone, and the problems of older ones that contradict another."""
     older, types = fields(OlderSettings), types_of(OlderSettings)
     values = {key: value for key, value in given.items() if key not in types}
     if problems := value_problems(where, given, types):

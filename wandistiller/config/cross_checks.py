@@ -16,7 +16,6 @@ from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPoli
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
-from wandistiller.objectives.base import Surroundings
 from wandistiller.student.full_start import full_start_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
@@ -57,7 +56,7 @@ def objective_problems(job: Job) -> list[str]:
     layers = job.student_transformer.num_layers, job.folder.config.num_layers
     problems = job.objective.block_problems(*layers)
     for term in job.objective.terms:
-        problems += term.combined_problems(_surroundings(job))
+        problems += term.combined_problems(job)
     for role in job.objective.others.values():
         problems += _follow_problems(job) if role.follows else []
     return problems + _level_problems(job) + _path_problems(job)
@@ -100,18 +99,6 @@ def _handover_problems(job: Job) -> list[str]:
         f"hand-over {boundary} of a student of two experts, to which its high-noise expert leads. "
         + (f"Write one of the shifts {listed}." if fitting else "Write more steps.")
     ]
-
-
-def _surroundings(job: Job) -> Surroundings:
-    """Return what a term may check of the rest of the run."""
-    return Surroundings(
-        student_experts=job.student.experts,
-        measures_teacher=job.needs_measuring,
-        has_buckets=bool(job.run.buckets),
-        needs_latents=job.objective.needs_latents,
-        trains_a_part=bool(job.run.frozen or job.run.lora and not job.bases),
-        trains_adapters=bool(job.bases),
-    )
 
 
 def _follow_problems(job: Job) -> list[str]:
@@ -171,9 +158,6 @@ def division_problems(
     """List what does not divide by `number`, the ranks that share a sequence.
 
     Args:
-        where: for messages.
-        world: number of ranks.
-        heads: of each network.
         patches: of a sample of (height, width, frames).
     """
     if number <= 1:  # what is no positive number is reported elsewhere

@@ -28,7 +28,9 @@ def recorded(job: Job) -> dict[str, Any]:
     run = {key: value for key, value in resolved(job).items() if not key.endswith("_dir")}
     if job.start:
         run["student_config"] = run["student_config"] | {"init": job.start.name}
-    files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(_teacher_folders(job))}
+    # none of a hub id, which has a commit
+    folders = [] if job.folder.revision else [job.folder.path / e.value for e in job.folder.configs]
+    files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
     return {
         "identity": identity(job),
         "facts": provenance(job).as_json(),
@@ -62,11 +64,6 @@ def identity(job: Job) -> dict[str, Any]:
         **quantized_facts(job.teacher),
         **tuning(job),
     }
-
-
-def _teacher_folders(job: Job) -> list[Any]:
-    """Return the folders whose files the teacher's identity is made of; none of a hub id: it has a commit."""
-    return [] if job.folder.revision else [job.folder.path / e.value for e in job.folder.configs]
 
 
 def data_digest(job: Job) -> str:
@@ -140,8 +137,7 @@ def provenance(job: Job) -> Facts:
 
 def end(job: Job) -> Start:
     """Return the start of a run that follows this one."""
-    made = job.student_transformer, job.student.experts
-    return start_after(job.output, *made, identity(job), provenance(job), job.run.max_steps)
+    return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
 
 
 def resolved(job: Job) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class OtherNetwork(NamedTuple):
 
     role: Role
     transformer: TransformerConfig
-    """Config of the network."""
     engine: EngineConfig
 
 
@@ -67,7 +66,6 @@ class Job:
     stage: str = ""
     """Its name, if it is a stage of a recipe."""
     previous: "Job | None" = None
-    """The stage before this one."""
     is_spent: bool = False
     """True if the stage after it has begun, and the checkpoints that would say that this one is done are
     gone: it is neither trained nor exported again."""
@@ -89,7 +87,6 @@ class Job:
         return Path(self.run.sample_dir or self.output / "samples")
 
     def picture(self, step: int) -> Path:
-        """Return the file of the sample grid after `step` steps."""
         return self.samples / f"step_{step:08d}.png"
 
     @property
@@ -168,7 +165,6 @@ class Job:
 
     @property
     def student_experts(self) -> list[Expert]:
-        """The student's networks."""
         return list(Expert) if self.student.experts == "two" else [Expert.HIGH_NOISE]
 
     @property

@@ -191,9 +191,6 @@ ONLY_FLAGS = [f.name for f in fields(RunConfig) if f.metadata["group"] == "this 
 def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
     """Merge a recipe's values with the flags given on the command line; a flag wins.
 
-    Args:
-        where: the recipe's name, for messages.
-
     Raises:
         ConfigError: with all unknown keys, wrong types and wrong values at once.
     """

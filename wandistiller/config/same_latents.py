@@ -31,7 +31,7 @@ def _before(job: Job) -> WanFolder | None:
     """Return the pipeline whose latents and texts the student was trained with, if it is on this machine."""
     if job.previous:
         return job.previous.folder
-    name = job.start.teacher if job.start else job.student.init
+    name = job.start.facts.teacher_path if job.start else job.student.init
     if name not in TINY and not (Path(name) / "model_index.json").is_file():
         return None
     try:

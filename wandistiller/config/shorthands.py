@@ -29,8 +29,6 @@ def merged(
     """Replace older settings, check those that a JSON fixes too, and read the run; flags win over the recipe.
 
     Args:
-        values: the recipe's.
-        recipe: its name, if there is one.
         world: number of ranks; default those of this launch.
         emulated: whether the CPU that computes emulates bf16; None leaves every precision as it is.
 

@@ -51,8 +51,6 @@ def runs_of(
     A stage's own keys replace the recipe's others. It writes to OUTPUT/1_NAME, and all use one cache.
 
     Args:
-        values: the recipe's.
-        recipe: its name, if there is one.
         world: number of ranks; default those of this launch.
         emulated: as in `merged`.
 
@@ -273,11 +271,7 @@ def write_resolved(stages: list[Job]) -> None:
 
 
 def in_stages(runs: dict[str, dict[str, Any]], places: dict[str, Any]) -> dict[str, Any]:
-    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside.
-
-    Args:
-        places: folders of the whole recipe.
-    """
+    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside."""
     first, *_ = runs.values()
     folders = {key: places[key] for key in ("output_dir", "cache_dir", "sample_dir") if key in places}
     alike = {key for key in first if all(values.get(key) == first[key] for values in runs.values())}

@@ -1,7 +1,7 @@
 """The end of a run, from whose student another run starts: an earlier stage, or any run's folder."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from wandistiller.checkpoint import manifest, resume
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import STATE, read_state
 from wandistiller.utils.files import digest, read_json
-from wandistiller.wan.transformer_config import TransformerConfig
 
 DONE = "DONE"
 """File in the output folder of a finished run, for programs that wait for it."""
@@ -21,39 +20,27 @@ class Start:
 
     folder: Path
     """The run's output folder, or one of its checkpoints."""
-    transformer: TransformerConfig
-    """The student's full config."""
-    experts: str
-    """`one` or `two`."""
+    facts: Facts
     identity: str
     """Equal for two starts from the same weights."""
     history: list[str]
     """Objective and steps of that run and of those before it."""
-    teacher: str = ""
-    """Folder or hub id of that run's teacher."""
-    lora: dict[str, Any] | None = None
-    """The recipe key, if it trained adapters."""
-    bases: list[str] = field(default_factory=list)
-    """Folder names of the teacher's networks that these adapters are for; empty: of networks of its own."""
-    teacher_lora: list[dict[str, Any]] = field(default_factory=list)
-    """LoRA files that were added to that teacher."""
+
+    @property
+    def experts(self) -> str:
+        """`one` or `two`, as in a student JSON."""
+        return "two" if len(self.facts.experts) > 1 else "one"
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         is_checkpoint = self.folder.parent.name == "checkpoints"
         return (self.folder.parents[1] if is_checkpoint else self.folder).name
 
 
-def start_after(
-    folder: Path, transformer: TransformerConfig, experts: str, identity: dict, facts: Facts, steps: int
-) -> Start:
+def start_after(folder: Path, identity: dict[str, Any], facts: Facts, steps: int) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
-    adapters = facts.lora, facts.bases or [], facts.teacher_lora or []
-    return Start(
-        folder, transformer, experts, digest(identity, steps), history, facts.teacher_path, *adapters
-    )
+    return Start(folder, facts, digest(identity, steps), history)
 
 
 def recorded_stages(output: Path) -> list[Path]:
@@ -91,6 +78,4 @@ def read_start(init: Any) -> Start | None:
     if not found:
         return None
     state = read_state(found)
-    facts = Facts.of(state["facts"])
-    experts = "two" if len(facts.experts) > 1 else "one"
-    return start_after(folder, facts.config, experts, state["identity"], facts, state["step"])
+    return start_after(folder, state["identity"], Facts.of(state["facts"]), state["step"])

@@ -131,7 +131,7 @@ def _read_student(
     if not start:
         return *read_student_config(json.where, json.raw, folder), None
     values = {"experts": start.experts} | json.raw
-    student, transformer = read_student_config(json.where, values, folder, start.transformer)
+    student, transformer = read_student_config(json.where, values, folder, start.facts.config)
     if student.experts != start.experts:
         remedy = f"{start.folder} has {start.experts}. Write that, or leave it out."
         raise ConfigError(json.problem("experts", student.experts, remedy))
@@ -145,8 +145,6 @@ def read_engine(
 
     Args:
         ranks: those that work on different samples.
-        transformer: config of the student's.
-        steps: of the run.
         here: check it against this machine too.
 
     Raises:

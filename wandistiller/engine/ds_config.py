@@ -139,18 +139,13 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
     return BatchSize(micro, accumulation, micro * accumulation * world)
 
 
-def student_engine(
-    json: DeepSpeedJson, world: int, rate: str = '--lr, or "lr" in the recipe'
-) -> EngineConfig:
+def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     """Check the student's JSON and write out what DeepSpeed would otherwise choose in silence.
-
-    Args:
-        rate: what else sets its learning rate, for messages.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    problems = key_problems(json.without(BLOCK)) + rate_problems(json, rate) + offload_problems(json)
+    problems = key_problems(json.without(BLOCK)) + rate_problems(json) + offload_problems(json)
     problems += recompute_problems(json) + student_problems(json)
     try:
         batch = batch_size(json, world)
@@ -171,13 +166,14 @@ def student_engine(
     return EngineConfig(json.where, ds)
 
 
-def rate_problems(json: DeepSpeedJson, rate: str) -> list[str]:
+def rate_problems(json: DeepSpeedJson) -> list[str]:
     """Name a learning rate that is left out, for which deepspeed 0.19.8 takes a default in silence."""
+    give = 'Give --lr, or "lr" in the recipe'
     if "optimizer" not in json.raw:
         section = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
         return [
             f"{json.where}: no `optimizer` section, which would be AdamW, but no learning rate is known. "
-            f"Give {rate}, or write {section} here."
+            f"{give}, or write {section} here."
         ]
     section, key = ("scheduler", peak) if (peak := PEAKS.get(json.schedule)) else ("optimizer", "lr")
     params = json.section(section).get("params", {})
@@ -185,7 +181,7 @@ def rate_problems(json: DeepSpeedJson, rate: str) -> list[str]:
         return []
     return [
         f"{json.where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its "
-        f"own. Give {rate}, or write it."
+        f"own. {give}, or write it."
     ]
 
 

@@ -3,7 +3,7 @@
 Nothing that DeepSpeed (0.19.8) would do changes: it takes the same names itself, or ignores them.
 """
 
-from functools import cache
+from collections.abc import Collection
 from typing import Any, get_args
 
 from wandistiller.engine.ds_schema import BLOCK, MODELS, PARAMS, SCHEDULERS, TABLES, section_of
@@ -17,12 +17,20 @@ OLD_NAMES = {
     "aio": {"thread_count": "intra_op_parallelism"},  # until DeepSpeed 0.15
     "zero_optimization": {"stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"},
 }
-NULLABLE = {
+OF_FIELDS = {
+    section: {key: field.alias for key, field in model.model_fields.items() if field.alias}
+    for section, model in MODELS.items()
+}
+"""Names of the fields of DeepSpeed's models, which they take beside their aliases -> the aliases."""
+NULLABLE: dict[str, Collection[str]] = {
     "": ("steps_per_print", "communication_data_type"),
     "flops_profiler": ("output_file",),
     "activation_checkpointing": ("number_checkpoints",),
+} | {
+    section: [k for k, f in model.model_fields.items() if type(None) in get_args(f.annotation)]
+    for section, model in MODELS.items()
 }
-"""Keys of DeepSpeed's tables whose default is null; its models know theirs."""
+"""Keys of DeepSpeed's tables whose default is null, and of its models."""
 MAY_BE_OFF = {*NOT_OFFERED, "eigenvalue"}
 """Sections that are refused unless they are switched off; DeepSpeed refuses the last one even then."""
 OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
@@ -39,11 +47,9 @@ def present_form(ds: dict[str, Any]) -> dict[str, Any]:
     ds = {k: v for k, v in ds.items() if k not in MAY_BE_OFF or is_on(v, default=1.0)}
     if isinstance(ds.get("compile"), dict) and ds["compile"].get("enabled") is False:
         del ds["compile"]  # of DeepSpeed 0.14
-    for section, names in OLD_NAMES.items():
+    for section, names in (*OLD_NAMES.items(), *OF_FIELDS.items()):
         _rename(section_of(ds, section), names)
-    for section, names in _names_of_fields().items():
-        _rename(section_of(ds, section), names)
-    for section, keys in (NULLABLE | _nullable_fields()).items():
+    for section, keys in NULLABLE.items():
         given = section_of(ds, section)
         for key in [k for k in keys if k in given and given[k] is None]:
             del given[key]
@@ -52,7 +58,12 @@ def present_form(ds: dict[str, Any]) -> dict[str, Any]:
         for key, value in given.items():
             if types.get(key) in (Count, Index, int) and isinstance(value, float) and value.is_integer():
                 given[key] = int(value)
-    _replace_cpu_offload(section_of(ds, "zero_optimization"))
+    zero = section_of(ds, "zero_optimization")
+    zero.pop("cpu_offload_use_pin_memory", None)  # which DeepSpeed reads and does not use
+    for old, new in OFFLOADS.items():  # it refuses both together
+        if zero.get(old) is False or (zero.get(old) is True and new not in zero):
+            if zero.pop(old):
+                zero[new] = {"device": "cpu"}
     schedule = section_of(ds, "scheduler")
     for name in SCHEDULERS:  # DeepSpeed knows the exact name only
         if isinstance(given := schedule.get("type"), str) and given.lower() == name.lower():
@@ -78,30 +89,3 @@ def _rename(section: dict[str, Any], names: dict[str, str]) -> None:
     for old in names.keys() & section.keys():
         if names[old] not in section:
             section[names[old]] = section.pop(old)
-
-
-def _replace_cpu_offload(zero: dict[str, Any]) -> None:
-    """Write the old switches of ZeRO's CPU offload as sections; DeepSpeed refuses both together."""
-    zero.pop("cpu_offload_use_pin_memory", None)  # which it reads and does not use
-    for old, new in OFFLOADS.items():
-        if zero.get(old) is False or (zero.get(old) is True and new not in zero):
-            if zero.pop(old):
-                zero[new] = {"device": "cpu"}
-
-
-@cache
-def _names_of_fields() -> dict[str, dict[str, str]]:
-    """Names of the fields of DeepSpeed's models, which they take beside their aliases -> the aliases."""
-    return {
-        section: {key: field.alias for key, field in model.model_fields.items() if field.alias}
-        for section, model in MODELS.items()
-    }
-
-
-@cache
-def _nullable_fields() -> dict[str, list[str]]:
-    """Keys of DeepSpeed's models that may be null there, which is their default."""
-    return {
-        section: [k for k, f in model.model_fields.items() if type(None) in get_args(f.annotation)]
-        for section, model in MODELS.items()
-    }

@@ -26,15 +26,12 @@ class DeepSpeedJson:
         return section_of(self.raw, name)
 
     def problem(self, key: str, value: object, remedy: str) -> str:
-        """Return the message about a value of this JSON."""
         return problem(self.where, key, value, remedy)
 
     def replaced(self, **sections: Any) -> Self:
-        """Return it with other top-level keys."""
         return replace(self, raw=self.raw | sections)
 
     def without(self, *keys: str) -> Self:
-        """Return it without some of its top-level keys."""
         return replace(self, raw={key: value for key, value in self.raw.items() if key not in keys})
 
     @property

@@ -47,7 +47,6 @@ class EngineConfig(DeepSpeedJson):
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The kernels of the network's blocks."""
         names = {f.name for f in fields(Kernels)}
         return Kernels(**{key: value for key, value in self.block.items() if key in names})
 
@@ -69,13 +68,7 @@ class EngineConfig(DeepSpeedJson):
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
-    def keeps_checkpoints_on_cpu(self) -> bool:
-        """True if checkpoints keep their inputs in CPU memory."""
-        return bool(self.section(SECTION).get("cpu_checkpointing"))
-
-    @property
     def batch(self) -> BatchSize:
-        """The batch sizes of a student's JSON."""
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)
         return BatchSize(micro, accumulation, total)
 

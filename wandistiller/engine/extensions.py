@@ -48,11 +48,6 @@ def needed(engine: EngineConfig) -> Iterator[type[OpBuilder]]:
         yield op_builder.AsyncIOBuilder
 
 
-def load_extension(builder: OpBuilder) -> None:
-    """Load an extension of DeepSpeed, and build it first if it is not there."""
-    builder.load(verbose=False)
-
-
 def build(key: str, engine: EngineConfig) -> None:
     """Build what an engine needs, while a failure costs nothing yet.
 
@@ -65,7 +60,7 @@ def build(key: str, engine: EngineConfig) -> None:
         made = builder()
         set_activity(f"building DeepSpeed's {made.name}")
         try:
-            load_extension(made)
+            made.load(verbose=False)  # which builds it first if it is not there
         except BUILD_ERRORS as error:
             remedy = "`wandistiller doctor` shows what is missing here"
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +12,6 @@ from wandistiller.engine.engine_config import EngineConfig
 
 AHEAD = 1
 """Blocks that the device may have yet to finish when the host fetches the weights of the next."""
-
-
-class Event(Protocol):
-    """A point in a device's work."""
-
-    def record(self) -> None:
-        """Mark the end of all work that was given to the device so far."""
-
-    def synchronize(self) -> None:
-        """Wait until the device is there."""
 
 
 class FetchPace:
@@ -34,9 +24,9 @@ class FetchPace:
     recomputed in them.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], event: Callable[[], Event]):
+    def __init__(self, blocks: Iterable[nn.Module], event: Callable[[], torch.Event]):
         """Hook `blocks`, before the hooks that fetch their weights."""
-        self._event, self._ends = event, deque[Event]()
+        self._event, self._ends = event, deque[torch.Event]()
         for block in blocks:
             block.register_forward_pre_hook(self._wait, prepend=True)
             block.register_forward_hook(self._mark)

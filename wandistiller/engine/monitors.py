@@ -88,7 +88,6 @@ class Monitors:
                 monitor.filenames.append(file.stem)  # its head is there
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars."""
         if self._all.enabled and not rank():
             self._all.write_events([(f"Train/{name}", value, step) for name, value in values.items()])
 

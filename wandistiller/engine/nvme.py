@@ -83,12 +83,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def locked_bytes(engine: EngineConfig, numels: Iterable[int], sharers: int) -> int:
-    """Bytes of one engine's buffers on a rank, which DeepSpeed keeps from being paged out (0.19.8).
-
-    Args:
-        numels: numbers in each tensor of the networks.
-        sharers: ranks among which each is cut.
-    """
+    """Bytes of one engine's buffers on a rank, which DeepSpeed keeps from being paged out (0.19.8)."""
     numels, locked = list(numels), 0
     weights, states = engine.offload("param"), engine.offload("optimizer")
     if weights["device"] == "nvme":

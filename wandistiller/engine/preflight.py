@@ -33,7 +33,6 @@ PACKAGES = {
 }
 """Attention -> the module that it needs, and where that comes from."""
 
-
 CHANGE = "Change or remove what it names."
 
 

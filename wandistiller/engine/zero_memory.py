@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from operator import add, attrgetter
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 from wandistiller.engine.engine_config import EngineConfig
@@ -27,10 +27,7 @@ class Bytes:
     """Page-locked part of `host`."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(*map(add, _KINDS(self), _KINDS(other)))
-
-
-_KINDS = attrgetter(*(f.name for f in fields(Bytes)))
+        return Bytes(*map(add, astuple(self), astuple(other)))
 
 
 def one_at_a_time(engines: list[Bytes]) -> Bytes:
@@ -51,7 +48,6 @@ class ParameterSize(NamedTuple):
 
 
 def module_of(parameter: str) -> str:
-    """Return the name of the module that a parameter is in."""
     return parameter.rpartition(".")[0]
 
 

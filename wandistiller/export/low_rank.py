@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.utils.low_rank import in_halves, largest_directions
-
-A, B = ".lora_A.weight", ".lora_B.weight"
+from wandistiller.wan.lora_files import A, B
 
 
 class Adapter(NamedTuple):
@@ -27,7 +26,6 @@ class Adapter(NamedTuple):
     """alpha / rank of layers."""
 
     def factor(self, layer: str) -> float:
-        """Return alpha / rank of a layer."""
         return self.factors.get(layer, self.alpha / self.rank)
 
     @property
@@ -35,7 +33,6 @@ class Adapter(NamedTuple):
         return f"Rank {self.rank}{self.note}"
 
     def to(self, dtype: torch.dtype) -> "Adapter":
-        """The adapter with its weights in `dtype`."""
         return self._replace(state={name: value.to(dtype) for name, value in self.state.items()})
 
 
@@ -57,9 +54,7 @@ def extract(
     Each layer's part is the best of its rank: the largest singular directions.
 
     Args:
-        teacher: reads the teacher's parameter of a name into a tensor.
         energy: over 0, up to 1.
-        most: the largest rank.
     """
     linear = {f"{name}.weight" for name, module in student.named_modules() if isinstance(module, nn.Linear)}
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}

@@ -67,7 +67,6 @@ above before you publish it.
 
 
 def student_sentence(facts: Facts) -> str:
-    """Describe the student in one sentence."""
     layers, n_experts = facts.config.num_layers, len(facts.experts)
     parameters = transformer.count_parameters(facts.config) * n_experts / 1e6
     text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * facts.has_boundary

@@ -155,7 +155,6 @@ def read_source(
     """Find a checkpoint and verify the checksums of all that is read from it.
 
     Args:
-        run_or_checkpoint: an output folder (its newest checkpoint is taken) or one checkpoint folder.
         averaged: the moving average of the weights, or the last ones; None: the average where there is one.
         share: rank and ranks, that verify large files together; the caller gathers what they find.
     Raises:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,29 +20,18 @@ T = TypeVar("T")
 Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
-
 TEACHER = "teacher"
 """Name of the teacher among the networks that are called at samples."""
 Judged = Mapping[str, Tensor]
 """v_BCFHW at samples of the teacher, and of each role that is called there, float32, without gradient."""
 
 
-class Trained(Protocol):
-    """A network that an objective trains beside the student."""
-
-    def velocity(self, batch: State) -> Tensor:
-        """Return v_BCFHW, float32."""
-
-    def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
-        """Return the gradient in x_t_BCFHW of a number computed from the network's prediction."""
-
-
 class Networks(NamedTuple):
     """The networks of a run; each is called on every rank or on none, with batches of one expert."""
 
     student: Ask
-    others: Mapping[str, Trained] = MappingProxyType({})
-    """Those that the objective trains beside the student, by role."""
+    others: Mapping[str, Any] = MappingProxyType({})
+    """The `student.learner.Learner` of each role that the objective trains beside the student."""
 
 
 class Role(NamedTuple):
@@ -70,29 +59,11 @@ class Role(NamedTuple):
         return teacher if self.start == "teacher" else student
 
 
-class Surroundings(NamedTuple):
-    """Facts of the rest of a run that a term may check."""
-
-    student_experts: str | None
-    """`one` or `two`; None: the student's JSON is wrong, which is reported."""
-    measures_teacher: bool
-    """Making the student measures the teacher."""
-    has_buckets: bool
-    needs_latents: bool
-    """A term of the objective uses cached latents."""
-    trains_a_part: bool
-    """The student has frozen parts, or adapters on weights that are not a whole network of the teacher's."""
-    trains_adapters: bool
-    """It has adapters on a whole network of the teacher's."""
-
-
 class Limit(NamedTuple):
     """A number of an objective that is above a limit when training fails."""
 
     alarm: str
-    """Kind of the alarm."""
     number: str
-    """Name of the number."""
     most: float
     text: str
     """What it means and what to do; `{value:.2f}` is the number, or its growth."""
@@ -199,8 +170,8 @@ class Term(ABC):
         """List the settings, read under the recipe key `where`, that do not go together."""
         return []
 
-    def combined_problems(self, run: Surroundings) -> list[str]:
-        """List what the term needs and the rest of the run does not have."""
+    def combined_problems(self, job: Any) -> list[str]:
+        """List what the term needs and the rest of a `config.job.Job` does not have."""
         return []
 
     def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:
@@ -232,8 +203,6 @@ class Term(ABC):
 
         Args:
             teacher: the teacher's prediction at noised states, if any term needs it.
-            batch: the term's states.
-            networks: those of the run.
             schedule: the distribution that sigma was drawn from.
         """
         return teacher
@@ -243,7 +212,6 @@ class Term(ABC):
         """Compute loss_B, float32.
 
         Args:
-            prediction: the student's.
             target: from the method `target`, or of a `TermOnSamples` from `target_of_samples`.
         """
 
@@ -273,17 +241,11 @@ class TermOnSamples(Term):
 
         Args:
             v_BCFHW: the student's velocity, without gradient.
-            batch: the term's states.
         """
 
     @abstractmethod
     def target_of_samples(self, sampled: State, judged: Judged, networks: Networks) -> Any:
-        """Return what the student is to match, without gradient.
-
-        Args:
-            sampled: from the method of that name.
-            judged: the velocities there.
-        """
+        """Return what the student is to match, without gradient."""
 
 
 class TermWithRoles(Term):

@@ -2,7 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
@@ -21,10 +21,8 @@ from wandistiller.objectives.base import (
     Limit,
     Networks,
     Role,
-    Surroundings,
     TermOnSamples,
     TermWithRoles,
-    Trained,
     mean_square,
 )
 from wandistiller.utils.keyed_random import keyed_normal
@@ -70,7 +68,6 @@ class Target(NamedTuple):
     """The samples, the gradient that moves them, and numbers of each for metrics."""
 
     x0_BCFHW: Tensor
-    """The samples."""
     gradient_BCFHW: Tensor
     numbers: dict[str, Tensor]
 
@@ -178,7 +175,7 @@ def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
     return softplus(realism(fake)) + softplus(-realism(real))
 
 
-def adversarial(batch: Renoised, critic: Trained) -> Tensor:
+def adversarial(batch: Renoised, critic: Any) -> Tensor:
     """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
     elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
     slope_BCFHW = critic.slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
@@ -305,32 +302,33 @@ class Dmd2(TermOnSamples, TermWithRoles):
                 problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
         return problems
 
-    def combined_problems(self, run: Surroundings) -> list[str]:
-        problems, networks, one = [], run.student_experts, self.trained_expert
+    def combined_problems(self, job: Any) -> list[str]:
+        problems, networks, one = [], job.student.experts, self.trained_expert
         if networks == "two" and not one:
             problems.append(
                 '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2 the key '
                 '`expert`: "high_noise" in one stage and "low_noise" in the next.'
             )
-        if one and networks == "two" and run.measures_teacher:
+        if one and networks == "two" and job.needs_measuring:
             problems.append(
                 "dmd2 has `expert`, which loads one expert of the teacher, but making this student measures "
                 "both. Train it in a stage before, or name its folder as `init`."
             )
         if networks == "one" and one:
             problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
-        if run.has_buckets and run.needs_latents:
+        if job.run.buckets and job.objective.needs_latents:
             problems.append(
                 "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave "
                 "`buckets` out, or the other terms of `objective`."
             )
-        if self.critic_follows and self.critic_start == "teacher" and not run.trains_adapters:
+        if self.critic_follows and self.critic_start == "teacher" and not job.bases:
             problems.append(
                 f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
                 "needs a critic of the student's shape and start, or adapters of the teacher. Write "
                 '`critic_start` "student", or leave one of them out.'
             )
-        if self.critic_start == "teacher" and run.trains_a_part:
+        trains_a_part = job.run.frozen or job.run.lora and not job.bases
+        if self.critic_start == "teacher" and trains_a_part:
             problems.append(
                 '`critic_start` is "teacher", whose critic is trained as a whole, but `frozen`, or `lora` on '
                 "a student that is not the teacher, trains a part of the student. Write `critic_start` "

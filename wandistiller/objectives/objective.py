@@ -32,7 +32,6 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a term needs the teacher's prediction."""
         return any(term.needs_teacher for term in self.terms)
 
     @property
@@ -52,12 +51,10 @@ class Objective:
 
     @property
     def few_step_sampler(self) -> str | None:
-        """Sampler of those steps."""
         return next((term.few_step_sampler for term in self.terms if term.sampling_steps), None)
 
     @property
     def trained_expert(self) -> Expert | None:
-        """The only expert of a two-expert student that is trained; None: all."""
         return next((expert for term in self.terms if (expert := term.trained_expert)), None)
 
     @property
@@ -137,8 +134,6 @@ class Objective:
 
         Args:
             teacher: from `predictions`.
-            batches: by kind of states.
-            networks: those of the run.
         """
         with torch.no_grad():
             return [
@@ -158,7 +153,6 @@ class Objective:
 
         Args:
             predictions: the student's, by kind of states.
-            targets: from `targets`.
             judge: returns velocities at samples, of the teacher and of `judges`.
         """
         with torch.no_grad():
@@ -180,7 +174,6 @@ class Objective:
         return self._owner(role).losses_of(role, predictions, batches)
 
     def weights(self, role: str) -> dict[str, float]:
-        """Return the weights of a role's losses, by name."""
         if role == STUDENT:
             return {term.name: term.weight for term in self.terms}
         return self.others[role].losses
@@ -230,7 +223,6 @@ class Objective:
 
     @property
     def needs_latents(self) -> bool:
-        """True if a loss uses cached latents."""
         return any(term.needs_latents for term in self.terms)
 
     def student_calls(self, schedule: FlowSchedule) -> float:

@@ -31,7 +31,6 @@ class DiskUse(NamedTuple):
 
     cache: int
     checkpoint: int
-    """One checkpoint."""
     checkpoints: int
     """Number at a time: those that are kept, and the next before the oldest is deleted."""
     student: int

@@ -28,7 +28,6 @@ def advice(job: Job, spent: Spent, machine: Machine, preparing: bool = False) ->
     """Lines for a run that ran out of memory, computed as `wandistiller plan` does. Not collective.
 
     Args:
-        spent: the memory that ran out.
         machine: as it was when the run began.
         preparing: the cache was being filled, so that there was no student yet.
     """

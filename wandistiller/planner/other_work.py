@@ -64,7 +64,6 @@ class _OtherWork:
             yield Work("the error before training", self._calls(samples, *samples) + student)
 
     def _calibration(self) -> Counter[Expert]:
-        """Calibration samples of each expert."""
         j, run = self.job, self.job.run
         count = number_of_samples(j.folder.tokens(run.height, run.width, run.num_frames))
         sigmas = (j.schedule.shifted((i + 0.5) / count) for i in range(count))

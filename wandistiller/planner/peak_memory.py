@@ -24,12 +24,7 @@ from wandistiller.student.full_start import starts_to_prepare
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
-from wandistiller.wan.activation_memory import (
-    activation_bytes,
-    call_bytes,
-    checkpoint_bytes,
-    compared_bytes,
-)
+from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
@@ -118,10 +113,8 @@ class _Planner:
         self, config: TransformerConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
     ) -> Bytes:
         """Memory of the activations of a learning network, as in `activation_bytes`."""
-        given = config, engine, self.latent, samples
-        how = {"accelerator": self.gpu, "sharers": self.sharers}
-        away = checkpoint_bytes(*given, **how)
-        return Bytes(transient=activation_bytes(*given, **how, recomputes=recomputes) - away, host=away)
+        how = {"accelerator": self.gpu, "sharers": self.sharers, "recomputes": recomputes}
+        return activation_bytes(config, engine, self.latent, samples, **how)
 
     def _sampled(self, passes: Parts) -> Parts:
         """The same parts of a student's passes between its forward and its backward pass."""
@@ -317,7 +310,7 @@ class _Planner:
         held = self.base | kept | self._clips()
         vae, decode = self._coding("decode", (1, *latent), held)
         how = {"accelerator": gpu, "sharers": self.sharers}
-        work = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
+        work, _ = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
         return PhasePeak(
             held | vae,
             {
@@ -342,7 +335,6 @@ class _Planner:
 
         Args:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
-            shape: of its input.
         """
         m, held, config = self.machine, total(kept), self.job.folder.vae
         weights = PARTS[call](config, shape, accelerator=self.gpu).weights

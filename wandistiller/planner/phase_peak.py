@@ -23,15 +23,10 @@ class PhasePeak:
         return total(self.kept) + _most(total(parts) for parts in self.alternatives.values())
 
     def at(self, alternative: str) -> Bytes:
-        """Memory during one of the alternatives."""
         return total(self.kept) + total(self.alternatives.get(alternative, {}))
 
     def parts(self, kind: Callable[[Bytes], int]) -> dict[str, int]:
-        """Bytes of one kind of memory at its peak, by use: all that is kept, and the largest alternative.
-
-        Args:
-            kind: the bytes of that kind.
-        """
+        """Bytes of one kind of memory at its peak, by use: all that is kept, and the largest alternative."""
         largest = max(self.alternatives.values(), key=lambda parts: kind(total(parts)), default={})
         uses = self.kept | largest
         return {use: kind(self.kept.get(use, Bytes()) + largest.get(use, Bytes())) for use in uses}
@@ -43,7 +38,6 @@ def moments(phases: dict[str, PhasePeak]) -> list[Bytes]:
 
 
 def total(parts: Parts) -> Bytes:
-    """The sum of all parts."""
     return sum(parts.values(), Bytes())
 
 

@@ -82,7 +82,6 @@ class Choice(NamedTuple):
         return f"ds_configs/student/{self.student}.json", f"ds_configs/teacher/{self.teacher}.json"
 
     def demands(self, machine: Machine) -> list[Demand]:
-        """Its demand for each kind of memory of `machine`."""
         return [d for d in demands(self.takes, machine) if d.need]
 
     def fits(self, machine: Machine) -> bool:
@@ -94,13 +93,11 @@ class Choice(NamedTuple):
         return max(self.demands(machine), key=lambda d: d.over)
 
     def why(self, machine: Machine) -> str:
-        """Its numbers, in words."""
         needed = self.demands(machine)
         free = " and ".join(d.supply for d in needed)
         return f"takes {' and '.join(map(str, needed))} at most; free are {free}"
 
     def lines(self, machine: Machine) -> list[str]:
-        """The log lines of a choice."""
         return [f"chosen    {self}", f"          {self.why(machine)}"]
 
     @property
@@ -195,7 +192,6 @@ def choices(
     Args:
         choose: as in `pairs`, and `here` too.
         keeps_sharing: as many ranks as now compute each sample; else of a video any number.
-        suits: what a choice must be beside.
     """
     size = job.size
     enough = ceil(ENOUGH / job.folder.tokens(size.height, size.width, size.num_frames))
@@ -294,11 +290,7 @@ def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Pla
 
 @once_for_each
 def teachers(dtype: str, topology: Topology) -> list[tuple[str, Placement]]:
-    """The shipped teacher JSONs that `auto` compares, checked, the simplest first.
-
-    Args:
-        dtype: the teacher's precision.
-    """
+    """The shipped teacher JSONs that `auto` compares, checked, the simplest first."""
     candidates, late = [], []
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed

@@ -49,7 +49,8 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
         phases = plan(job, machine)
         if preparing:
             phases = {"prepare": phases["prepare"]}
-        *memory, _ = demands([] if _is_done(job) else moments(phases), machine)
+        done = job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps
+        *memory, _ = demands([] if done else moments(phases), machine)
         # the last one's counts the files of all
         swapped = machine.ranks_on_node * most(phases).disk
         disks = disk_demands(job, machine, swapped) if job is stages[-1] else []
@@ -59,7 +60,3 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
                 far = demand.need >= TOO_MUCH * demand.free
                 (found.of_disk if demand in disks else found.far if far else found.of_memory).append(line)
     return found
-
-
-def _is_done(job: Job) -> bool:
-    return bool(job.resume_from) and read_state(job.resume_from)["step"] >= job.run.max_steps

@@ -63,7 +63,6 @@ class StageTime(NamedTuple):
         return max(0.0, self.moving(rates) - self.computing()) + self.times * alone
 
     def seconds(self, rates: Rates) -> float:
-        """Least seconds."""
         return self.computing() + self.waiting(rates)
 
 

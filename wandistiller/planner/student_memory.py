@@ -35,7 +35,6 @@ def student_parts(
 
     Args:
         experts: networks of this kind.
-        engine: its JSON.
         accelerator: with one, host memory may be page-locked.
         ema: with an average of its weights.
     """

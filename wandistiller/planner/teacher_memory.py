@@ -10,7 +10,7 @@ from wandistiller.planner.phase_peak import Parts
 from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.activation_memory import call_bytes, waiting_bytes
+from wandistiller.wan.activation_memory import call_bytes
 from wandistiller.wan.added_lora import AddedLora, added_changes
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -50,7 +50,6 @@ def teacher_parts(
     """Memory that the teacher keeps, and memory of a call; both are empty if they cannot be known.
 
     Args:
-        samples: samples of the call.
         together: calls that go through the network together.
     """
     placement, engine, gpu = job.teacher, job.teacher.engine, machine.device_free is not None
@@ -60,9 +59,8 @@ def teacher_parts(
     batch = samples * max(1, job.branches // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
-    activations = call_bytes(job.folder.config, engine, latent, batch, **how)
-    if together > 1:
-        activations += (together - 1) * waiting_bytes(job.folder.config, engine, latent, batch, **how)
+    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, **how)
+    activations = peak + (together - 1) * waiting
     each = [_on_the_way(config, placement) for config in job.teachers_folder.configs.values()]
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked

@@ -25,7 +25,6 @@ class Blocks:
 
         Args:
             model: the outputs of the blocks with a projection in its `feature_projections` are kept.
-            policy: what backward recomputes; None keeps all activations.
             copies: checkpoints keep copies of their inputs, as `empties_inputs` demands. Text, time and rope
                 are inputs of every block, which are else kept once.
         """

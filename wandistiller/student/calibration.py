@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,6 @@ def calibration_batches(
     Args:
         tokens: patches of a sample; the samples together have `TOKENS` patches, if `FEWEST` to
             `MOST` samples can.
-        batch_size: samples of a batch.
     """
     count = number_of_samples(tokens)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
@@ -188,24 +187,16 @@ def calibration_batches(
     return batches
 
 
+@dataclass(frozen=True)
 class VelocityError:
-    """Sums |v - v*|^2 and |v*|^2 by sample; the relative error is the root of their quotient."""
+    """The root of sum |v - v*|^2 / sum |v*|^2 over samples, whose `error_rows` these are."""
 
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-
-    def add(self, batch: Batch, v_BCFHW: Tensor, target_BCFHW: Tensor) -> None:
-        """Add the samples of a batch."""
-        self.add_rows(error_rows(batch, v_BCFHW, target_BCFHW))
-
-    def add_rows(self, rows_B3: Tensor) -> None:
-        """Add samples whose `error_rows` are known."""
-        self._rows.append(rows_B3)
+    rows_N3: Tensor
 
     def relative(self, low: float = 0.0, high: float = 1.0) -> float | None:
         """Return the error over the samples with sigma in the band of that name; None without any."""
-        rows_N3 = torch.cat(self._rows)
-        rows_N3 = rows_N3[(rows_N3[:, 0] >= low) & ((rows_N3[:, 0] < high) | (high == 1))]
+        sigma_N = self.rows_N3[:, 0]
+        rows_N3 = self.rows_N3[(sigma_N >= low) & ((sigma_N < high) | (high == 1))]
         _, error, norm = rows_N3.sum(0)
         return (error / norm).sqrt().item() if len(rows_N3) else None
 
@@ -232,12 +223,12 @@ def velocity_error(
     Raises:
         Stopped: on all ranks, before a call, if any of them received a request to stop.
     """
-    error = VelocityError()
+    rows = []
     for batch, target_BCFHW in zip(batches, targets, strict=True):
         collectives.raise_if_stop_requested()
         heartbeat()
-        error.add(batch, velocity(batch), target_BCFHW)
-    return error
+        rows.append(error_rows(batch, velocity(batch), target_BCFHW))
+    return VelocityError(torch.cat(rows))
 
 
 @torch.no_grad()
@@ -253,14 +244,14 @@ def start_error(
     Args:
         identity: all that the student's weights depend on, for JSON.
     """
-    error, same = VelocityError(), batches_digest(batches)
+    rows, same = [], batches_digest(batches)
     progress = Progress("velocity error at the start", 2 * len(batches), "call")
     teacher, student = progress.counting(teacher), progress.counting(student)
     for i, batch in enumerate(batches):
         collectives.raise_if_stop_requested()
         before = progress.done
         name = digest("start", same, identity, i)
-        error.add_rows(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))
+        rows.append(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))
         if progress.done == before:
             progress.skip(2)
-    return error
+    return VelocityError(torch.cat(rows))

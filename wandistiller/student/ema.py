@@ -34,5 +34,4 @@ class Ema:
             average.lerp_(self._weights(flat).float(), 1 - self._decay if done > self._start else 1.0)
 
     def of(self, flat: Partition) -> Tensor:
-        """Return the average of the weights of `flat`, in their layout."""
         return self._average[flat.number]

@@ -1,7 +1,7 @@
 """Adapters that begin as a full model: the largest directions of its difference to the teacher's weights."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
 from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora, linear_layers, set_change
-from wandistiller.student.shared_base import AdaptersOf
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.low_rank import in_halves, largest_directions
@@ -28,22 +27,15 @@ KEPT = (
 )
 
 
-class StartsOf(AdaptersOf, Protocol):
-    """The settings that decide what adapters begin with, as in `config.job.Job`."""
-
-    cache: Path
-    resume_from: Path | None
-
-
-def full_starts(job: AdaptersOf) -> dict[Expert, Path]:
-    """Return the place of the full model that each network's adapters begin with; none of LoRA files."""
+def full_starts(job: Any) -> dict[Expert, Path]:
+    """Return the place of the full model that adapters of a `config.job.Job` begin with, by network."""
     lora = Lora(**job.run.lora or {})
     given = {expert: lora.start_of(expert) for expert in job.student_experts}
     full = {expert: path for expert, path in given.items() if path and is_full_model(path)}
     return {expert: place_of(path, job.bases.get(expert, expert)) for expert, path in full.items()}
 
 
-def full_start_problems(job: AdaptersOf) -> list[str]:
+def full_start_problems(job: Any) -> list[str]:
     """List the problem of the full models that adapters begin with, from their headers."""
     starts = full_starts(job)
     for place in starts.values():
@@ -68,12 +60,12 @@ def full_start_problems(job: AdaptersOf) -> list[str]:
     return []
 
 
-def starts_to_prepare(job: StartsOf) -> dict[Expert, Path]:
+def starts_to_prepare(job: Any) -> dict[Expert, Path]:
     """Return `full_starts`; none if the adapters go on from a checkpoint, or from another run's."""
     return {} if job.resume_from or job.start else full_starts(job)
 
 
-def prepare_full_starts(job: StartsOf) -> None:
+def prepare_full_starts(job: Any) -> None:
     """Complete the cache with what adapters begin with, and log the share that they have. Collective."""
     for expert, place in starts_to_prepare(job).items():
         start = FullStart(job, expert, place)
@@ -84,12 +76,8 @@ def prepare_full_starts(job: StartsOf) -> None:
 class FullStart:
     """The start of one network's adapters, in the cache: one weight after the other, each by one rank."""
 
-    def __init__(self, job: StartsOf, expert: Expert, place: Path):
-        """Read the headers of the full model and of the teacher.
-
-        Args:
-            place: of the full model.
-        """
+    def __init__(self, job: Any, expert: Expert, place: Path):
+        """Read the headers of the full model and of the teacher."""
         config, lora = job.student_transformer, Lora(**job.run.lora)
         base = job.folder.path / job.bases[expert].value
         self.model, self._base = FullModel(place, config), job.folder.reader(job.bases[expert])
@@ -151,7 +139,6 @@ class FullStart:
         collectives.log0(KEPT, self.model.place, *(100 * share for share in shares))
 
     def begin(self, model: nn.Module) -> None:
-        """Let the adapters of `model` begin so."""
         for layer in self.ranks:
             set_change(model, layer, *self._cache.read(self._key(f"{layer}.weight"), "a", "b"))
 

@@ -58,7 +58,8 @@ def start_model(
     model, weights = transformer.meta_transformer(config), _Weights(student, folder, expert)
     cuts = cuts or WidthSlicer()
     for name, module in list(model.named_modules()):
-        source = _renumbered(name, layers)
+        number, inside = split_name(name)
+        source = name if number is None else in_block(layers[number], inside)
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         values = {leaf: weights.read(f"{source}.{leaf}".strip(".")) for leaf in leaves}
         for leaf, value in cuts.cut(source, values).items():
@@ -86,9 +87,3 @@ def plan_cuts(
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)
     return pruning.plan(config, folder.config, blocks, stats, weights.read)
-
-
-def _renumbered(name: str, layers: list[int]) -> str:
-    """The teacher's name for a module of the student."""
-    number, inside = split_name(name)
-    return name if number is None else in_block(layers[number], inside)

@@ -28,7 +28,6 @@ def importance(
         teacher: without guidance.
         batches: equal on every rank.
         keep: number of blocks that stay; the others are dropped over at most `ROUNDS` rounds.
-        measured: where errors are kept.
     Returns:
         For each round, by block, the relative velocity error without it and those dropped before; the last
         round has the blocks that stay. Equal on every rank.

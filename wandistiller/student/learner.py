@@ -66,7 +66,6 @@ class Learner:
             role: only the student has the run's monitors.
             frozen: networks of other experts, which do not learn, on the device that they compute on.
             merges_padding: compute cross-attention to a prompt's padding once.
-            ranks: those that share its samples.
         """
         # DeepSpeed multiplies the batch up itself, from ranks, of which several may share a sample
         config = config.without("train_batch_size")
@@ -103,7 +102,6 @@ class Learner:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of all networks."""
         return [block for network in self.all_networks for block in network.blocks]
 
     @property

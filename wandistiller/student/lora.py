@@ -44,7 +44,6 @@ class Lora:
     """LoRA files or full models, as others made them, with which the adapters begin."""
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank of a layer's adapter."""
         return next(
             (r for part, r in reversed((self.ranks or {}).items()) if names_part(part, layer)), self.rank
         )
@@ -99,7 +98,6 @@ def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of a network's linear layers."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 

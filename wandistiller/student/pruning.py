@@ -32,7 +32,6 @@ class InputMoments:
 
     mean_D: Tensor
     square_D: Tensor
-    """Mean square."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
-from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
+from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts
 from wandistiller.teacher.block_source import SOURCE
-from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.added_lora import as_settings
-from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -21,33 +18,20 @@ BASE_LAYER = ".base_layer."
 """Part of the names of a linear layer with an adapter (peft 0.21)."""
 
 
-class AdaptersOf(Protocol):
-    """The settings that decide what the weights beside a run's adapters are, as in `config.job.Job`."""
+def teacher_bases(job: Any) -> dict[Expert, Expert]:
+    """Return the teacher's network that each of a `config.job.Job`'s student is, but for adapters.
 
-    run: Any
-    folder: WanFolder
-    student: StudentConfig
-    student_transformer: TransformerConfig
-    student_engine: EngineConfig
-    student_experts: list[Expert]
-    teacher: Placement
-    start: Any
-    bases: dict[Expert, Expert]
-
-
-def teacher_bases(job: AdaptersOf) -> dict[Expert, Expert]:
-    """Return the teacher's network that each of the student's is, but for adapters; empty if it is not."""
+    Empty if they are networks of their own.
+    """
     student, config, folder, start = job.student, job.student_transformer, job.folder, job.start
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        teacher = job.run.teacher_path, as_settings(folder.added)
-        continues = (
-            _kind(start.lora) == _kind(job.run.lora) and (start.teacher, start.teacher_lora) == teacher
-        )
-        if not (continues and start.bases):  # of networks of its own
+        facts, teacher = start.facts, (job.run.teacher_path, as_settings(folder.added))
+        same_teacher = (facts.teacher_path, facts.teacher_lora or []) == teacher
+        if not (facts.bases and same_teacher and _kind(facts.lora) == _kind(job.run.lora)):
             return {}
-        return dict(zip(job.student_experts, map(Expert, start.bases), strict=True))
+        return dict(zip(job.student_experts, map(Expert, facts.bases), strict=True))
     if student.init != "teacher" or student.keep_layers == IMPORTANCE:
         return {}
     sources = {e: source_experts(student, folder, e) for e in job.student_experts}
@@ -62,7 +46,7 @@ def _kind(lora: dict[str, Any] | None) -> dict[str, Any] | None:
     return lora and {key: value for key, value in lora.items() if key != "start"}
 
 
-def obstacle(job: AdaptersOf) -> str:
+def obstacle(job: Any) -> str:
     """Say why networks that are the teacher's but for adapters cannot have its weights; empty if they can."""
     engine, teacher = job.student_engine, job.teacher
     if not teacher.can_be_shared():
@@ -93,7 +77,6 @@ class TrainedParts(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The whole network."""
         return self._hidden[0]
 
     def forward(self, **inputs: Any) -> Any:

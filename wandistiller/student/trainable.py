@@ -1,7 +1,7 @@
 """The student's trained weights: frozen parts, learning-rate factors, or adapters alone."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -19,24 +19,8 @@ DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_r
 """Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
 
 
-class TrainingKeys(Protocol):
-    """The recipe keys that this module reads, as in `RunConfig`."""
-
-    frozen: list[str] | None
-    learning_rates: dict[str, float] | None
-    lora: dict[str, Any] | None
-    ema: float | None
-    ema_start: int
-    max_steps: int | None
-
-
-def tuning_problems(run: TrainingKeys, config: TransformerConfig, engine: EngineConfig) -> list[str]:
-    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema`.
-
-    Args:
-        config: the student's transformer config.
-        engine: the student's.
-    """
+def tuning_problems(run: Any, config: TransformerConfig, engine: EngineConfig) -> list[str]:
+    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`."""
     names = list(transformer.numels(config))
     problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
     if all(any_names(run.frozen or (), name) for name in names):
@@ -56,7 +40,7 @@ def tuning_problems(run: TrainingKeys, config: TransformerConfig, engine: Engine
     return problems + (lora_problems(run.lora, run.frozen, config) if run.lora is not None else [])
 
 
-def _ema_problems(run: TrainingKeys, engine: EngineConfig) -> list[str]:
+def _ema_problems(run: Any, engine: EngineConfig) -> list[str]:
     problems = []
     if run.ema_start and run.ema is None:
         remedy = "It needs `ema`; write a decay, such as 0.999."

@@ -38,7 +38,6 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
 
     Args:
         stages: a recipe's runs; each but the first starts from the student of the one before.
-        begin: called before each of them.
     """
     machine, output = environment.collect(), whole_output(stages)
     if collectives.rank() == 0:

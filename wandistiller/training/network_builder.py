@@ -55,7 +55,6 @@ class NetworkBuilder:
 
         Args:
             projected: add the projections of hidden states that are compared.
-            heads: add heads.
             as_new: adapters change nothing yet, whatever those of a file or of another run do.
         """
         job, model = self.job, self.network(expert)

@@ -114,9 +114,7 @@ class NonFiniteHandler:
         """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
 
         Args:
-            update: whose it is.
             number: of the update, counted from 0 over the run.
-            micro_steps: this rank's.
 
         Raises:
             NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.

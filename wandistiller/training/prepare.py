@@ -219,28 +219,17 @@ def guided_teacher(
     if weights := job.teacher.weights:
         given = conditioning_of_shortest(job, conditions, sample_items)
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
-            errors = _quantization_error(job, teacher, guidance, given)
+            x0_BCFHW = shortest_samples(job, teacher.velocity, given)
+            what = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, given, job.run.seed
+            errors = quantization_error(*what, merges_padding=job.run.merge_text_padding)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
-
-
-def _quantization_error(
-    job: Job, teacher: Teacher, guidance: Guidance, conditioning: Conditioning
-) -> dict[str, float]:
-    """Return the error that the teacher's quantised weights cost, on its shortest samples. Collective."""
-    x0_BCFHW = shortest_samples(job, teacher.velocity, conditioning)
-    given = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, job.run.seed
-    return quantization_error(*given, merges_padding=job.run.merge_text_padding)
 
 
 def conditioning_of_shortest(
     job: Job, conditions: Conditions, sample_items: list[PromptItem]
 ) -> Conditioning:
-    """Return the conditioning of the samples on which errors are measured, on this rank's device.
-
-    Args:
-        sample_items: of the run's pictures.
-    """
+    """Return the conditioning of the samples on which errors are measured, on this rank's device."""
     drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
     given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
     return given.shortened(job.folder.shortest_latent).to(collectives.device())
@@ -271,7 +260,6 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
 
     Args:
         stages: a recipe's runs, which share a cache.
-        begin: called before each of them.
     """
     for job in (job for job in stages if not job.is_spent):
         begin(job)

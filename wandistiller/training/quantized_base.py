@@ -44,8 +44,6 @@ def base_errors(
     sum |v - v*|² / sum |v*|² without guidance, v* of the same on unquantised weights, which the student's
     networks have afterwards. All of them are read twice, one block at a time.
 
-    Args:
-        sample_items: of the run's pictures.
     Raises:
         ConfigError: on every rank, if weights could not be read on any.
     """

@@ -28,7 +28,6 @@ class RollOuts:
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:
-        """Return a micro-step's samples."""
         if not self._job.objective.rolls_out(self._job.objective.role_of(update)):
             return self._read(update, micro)
         if (update, micro) not in self._made:

@@ -75,7 +75,6 @@ class StepResult:
     losses: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     """Mean of each term, unweighted, where there are several."""
     loss_scale: float | None = field(default=None, metadata=OPTIONAL)
-    """fp16's loss scale."""
     skipped: bool = field(default=False, metadata=OPTIONAL)
     """True if the engine made no update, because a gradient was not finite."""
     watched: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
@@ -123,7 +122,6 @@ def reduce_over_ranks(
 
     Args:
         names: of the rows of loss_TB.
-        total: the weighted sum of their losses.
         over: what is due by this rank's clock.
 
     Raises:

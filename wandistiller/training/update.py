@@ -23,7 +23,6 @@ from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
 PREDICTING = "the teacher's forward pass"
-"""An activity of a step."""
 Predicted = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 
@@ -71,7 +70,6 @@ class Update:
         """Make all forward and backward passes on this rank's samples of an update, counted from 0.
 
         Args:
-            reads: where the samples come from.
             following: the role's next update, if the teacher may already predict for it.
         """
         ahead_of_time = self._predicted_ahead(update)
@@ -96,11 +94,6 @@ class Update:
             return begun.result()
 
     @property
-    def _has_teacher(self) -> bool:
-        """True if the teacher predicts for this role."""
-        return self.role == STUDENT and self.teacher is not None
-
-    @property
     def _groups(self) -> list[range]:
         """Micro-steps of an update whose samples go through the teacher together."""
         number, together = self.job.batch.accumulation, self.job.swept if self.role == STUDENT else 1
@@ -110,9 +103,6 @@ class Update:
         """Read the samples of micro-steps that go through the teacher together, and let it predict."""
         with activity(READING):
             batches = [reads(update, micro) for micro in group]
-        return self._with_predictions(batches)
-
-    def _with_predictions(self, batches: list[dict[str, State]]) -> Predicted:
         if self.role != STUDENT:
             return [(b, None) for b in batches]
         with activity(PREDICTING):
@@ -148,7 +138,8 @@ class Update:
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
         """
-        if not self._has_teacher or len(batches) == 1 or not self.objective.rolls_out(STUDENT):
+        samples_here = self.role == STUDENT and self.objective.rolls_out(STUDENT)
+        if not (self.teacher and samples_here) or len(batches) == 1:
             return [None] * len(batches)
         with activity(PREDICTING), torch.no_grad():
             # of all kinds of states at once, as in the pass that learns

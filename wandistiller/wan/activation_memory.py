@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.zero_memory import Bytes
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.structure import PARTS
@@ -77,18 +78,17 @@ def activation_bytes(
     accelerator: bool,
     sharers: int = 1,
     recomputes: bool = True,
-) -> int:
-    """Count the bytes that autograd saves for a micro-step's backward pass, with its first recomputation.
+) -> Bytes:
+    """Count the memory that autograd takes for a micro-step's backward pass, with its first recomputation.
 
     All weights are counted as trained. A checkpoint saves its inputs instead of its activations; those that
     all blocks share count once, unless checkpoints copy them.
     The peak is at the start of the backward pass: the first recomputation comes on top, if nothing was freed
     before; where blocks are recomputed, gradients of the time too, which is large if each patch has its own.
+    With `cpu_checkpointing` an accelerator's checkpoints keep all inputs of each in CPU memory, also those
+    that others have (deepspeed 0.19.8).
 
     Args:
-        config: the student's transformer config.
-        engine: its JSON.
-        latent: shape of one sample.
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
         recomputes: False for what is saved between forward and backward pass.
@@ -97,39 +97,19 @@ def activation_bytes(
     saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
-        return kept
-    names = PARTS[policy.checkpoint] or (BLOCK,)
+        return Bytes(transient=kept)
+    names, number = PARTS[policy.checkpoint] or (BLOCK,), -(-layers // policy.checkpoint_every)
     kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
-    kept -= -(-layers // policy.checkpoint_every) * (part - inputs)
-    if not recomputes:
-        return kept
+    kept -= number * (part - inputs)
     # attention is recomputed after the feed-forward of the last block was freed
-    first = 0 if policy.checkpoint == "attention" or (layers - 1) % policy.checkpoint_every else part
-    of_time = 2 * saved[TIME] if policy.checkpoint == "blocks" else 0  # the sum, and what a block adds
-    return kept + first + of_time
-
-
-def checkpoint_bytes(
-    config: TransformerConfig,
-    engine: EngineConfig,
-    latent: Latent,
-    micro: int,
-    *,
-    accelerator: bool,
-    sharers: int = 1,
-) -> int:
-    """Count the bytes of `activation_bytes` that an accelerator's checkpoints keep in CPU memory.
-
-    All inputs of each, also those that others have (deepspeed 0.19.8, `cpu_checkpointing`).
-    """
-    policy = engine.recompute
-    if not (accelerator and policy and engine.keeps_checkpoints_on_cpu):
-        return 0
-    saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
-    names = PARTS[policy.checkpoint] or (BLOCK,)
-    number = -(-config.num_layers // policy.checkpoint_every)
-    return number * sum(saved[f"{name} inputs"] for name in names)
+    if recomputes and policy.checkpoint != "attention" and (layers - 1) % policy.checkpoint_every == 0:
+        kept += part
+    if recomputes and policy.checkpoint == "blocks":
+        kept += 2 * saved[TIME]  # the sum, and what a block adds
+    on_cpu = accelerator and engine.section(SECTION).get("cpu_checkpointing")
+    away = number * sum(saved[f"{name} inputs"] for name in names) if on_cpu else 0
+    return Bytes(transient=kept - away, host=away)
 
 
 def call_bytes(
@@ -140,32 +120,17 @@ def call_bytes(
     *,
     accelerator: bool,
     sharers: int = 1,
-) -> int:
-    """Count the peak bytes of a forward pass without gradients, weights left out.
+) -> tuple[int, int]:
+    """Count the bytes of a forward pass without gradients, weights left out: at its peak, between two blocks.
 
     On a CPU without bf16 arithmetic oneDNN takes up to a third more (torch 2.13); it is not counted.
 
     Args:
-        config: the transformer's.
-        engine: its JSON.
-        latent: shape of one sample.
         samples: samples in one call; with guidance each counts twice.
         sharers: ranks that compute each sample together.
     """
-    return _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)["peak"]
-
-
-def waiting_bytes(
-    config: TransformerConfig,
-    engine: EngineConfig,
-    latent: Latent,
-    samples: int,
-    *,
-    accelerator: bool,
-    sharers: int = 1,
-) -> int:
-    """Count the bytes that a forward pass without gradients holds between two blocks; as `call_bytes`."""
-    return _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)["waiting"]
+    found = _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)
+    return found["peak"], found["waiting"]
 
 
 def compared_bytes(
@@ -186,9 +151,7 @@ def compared_bytes(
         tokens: tokens of one sample that a rank has the teacher's and the student's hidden states of.
         teacher: samples of the teacher's forward pass.
         student: samples of the student's, those of other terms included.
-        widths: widths of teacher and student.
         items: bytes of one element of each.
-        engine: the student's.
     """
     (wide, own), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
     policy = engine.recompute

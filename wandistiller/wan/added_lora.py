@@ -28,12 +28,10 @@ class AddedLora:
     file: Text
     """Of diffusers, ComfyUI or kohya's trainers."""
     strength: Annotated[float, AllowInfNan(False)] = 1.0
-    """Factor of the change."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """The network that it is added to; None: to each."""
 
     def is_for(self, expert: Expert) -> bool:
-        """Return whether it is added to the network of an expert."""
         return self.expert in (None, expert.name.lower())
 
     @property

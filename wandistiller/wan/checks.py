@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import nn
 from transformers import UMT5Config
 
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Positive, Text, of_type, write
@@ -88,7 +88,7 @@ def transformer_problems(config: PartConfig) -> list[str]:
         remedy = f"Give a Wan whose class is WanTransformer3DModel. {UNSUPPORTED}"
         problems.append(config.problem("_class_name", remedy))
     problems = problems or _image_state_problems(config)
-    return problems or _building_problems("transformer", config, num_layers=1)
+    return problems or _building_problems("transformer", config.where, config.values | {"num_layers": 1})
 
 
 def _image_state_problems(config: PartConfig) -> list[str]:
@@ -109,20 +109,15 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def _building_problems(part: str, config: PartConfig, **changes: int) -> list[str]:
-    """List the reason why a part cannot be built, with some settings changed."""
-    return list(filter(None, [_why_not_built(part, config.where, config.values | changes)]))
-
-
 @once_for_each
-def _why_not_built(part: str, where: str, values: dict[str, Any]) -> str:
-    """Build a part on the meta device; return the message for what is raised, or nothing."""
+def _building_problems(part: str, where: str, values: dict[str, Any]) -> list[str]:
+    """List the reason why a part cannot be built on the meta device."""
     try:
         with torch.device("meta"):
             PARTS[part](values)
     except UNFIT as error:
-        return _unfit(where, error)
-    return ""
+        return [_unfit(where, error)]
+    return []
 
 
 def _vae_problems(config: PartConfig) -> list[str]:
@@ -130,7 +125,7 @@ def _vae_problems(config: PartConfig) -> list[str]:
     problems = config.value_problems(VAE, ["latents_mean", "latents_std", "z_dim"])
     if config.values.get("_class_name", "AutoencoderKLWan") != "AutoencoderKLWan":
         problems.append(config.problem("_class_name", "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _building_problems("vae", config)
+    return problems or _building_problems("vae", config.where, config.values)
 
 
 def text_problems(config: PartConfig, text_dim: int) -> list[str]:
@@ -146,7 +141,7 @@ def text_problems(config: PartConfig, text_dim: int) -> list[str]:
         remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
         problems.append(config.problem("d_model", remedy))
     problems = problems or _distance_problems(config)
-    return problems or _building_problems("text_encoder", config, num_layers=1)
+    return problems or _building_problems("text_encoder", config.where, config.values | {"num_layers": 1})
 
 
 def _distance_problems(config: PartConfig) -> list[str]:
@@ -221,7 +216,6 @@ def scheduler_problems(config: PartConfig) -> list[str]:
 
 
 def _unfit(where: str, error: Exception) -> str:
-    """Return the message for one of `UNFIT`."""
     why = str(error) or type(error).__name__
     return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 
@@ -230,22 +224,17 @@ def image_problems(folder: Path, config: TransformerConfig) -> list[str]:
     """List what is missing or does not fit of the image encoder, if the transformer takes its states."""
     if not config.image_dim:
         return []
-    files = [
-        folder / "image_encoder" / "config.json",
-        folder / "image_processor" / "preprocessor_config.json",
-    ]
-    if problems := [
-        f"{file}: no such file. Give the whole pipeline." for file in files if not file.is_file()
-    ]:
-        return problems
-    given = read_json(files[0])
-    part = PartConfig(str(files[0]), given)
-    if given.get("hidden_size") != config.image_dim:
-        remedy = (
-            f"The transformer takes states of width {config.image_dim}; give the encoder that belongs to it."
-        )
-        return [part.problem("hidden_size", remedy)]
-    return refused_keys(files[0], given) + _encoder_problems(folder / "image_encoder", given)
+    file, other = (
+        folder / f for f in ("image_encoder/config.json", "image_processor/preprocessor_config.json")
+    )
+    if lacking := [f for f in (file, other) if not f.is_file()]:
+        return [f"{f}: no such file. Give the whole pipeline." for f in lacking]
+    given = read_json(file)
+    if (width := given.get("hidden_size")) != config.image_dim:
+        belongs = "give the encoder that belongs to it."
+        remedy = f"The transformer takes states of width {config.image_dim}; {belongs}"
+        return [problem(file, "hidden_size", width, remedy)]
+    return refused_keys(file, given) + _encoder_problems(folder / "image_encoder", given)
 
 
 def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
@@ -253,12 +242,12 @@ def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
     with torch.device("meta"):
         model = image_encoder_of(config)
     try:
-        stored = WeightReader(folder, "model").stored
+        reader = WeightReader(folder, "model")
     except ConfigError as error:
         return error.problems
-    begins = "vision_model." if all(name.startswith("vision_model.") for name in stored) else ""
+    begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
     renamed = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
-    return WeightReader(folder, "model").problems(renamed, None)
+    return reader.problems(renamed, None)
 
 
 def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:

@@ -77,7 +77,6 @@ UMT5_XXL = {
 }
 """Wan's text encoder. Source: text_encoder/config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
-
 VIT_H = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
@@ -103,7 +102,6 @@ class PartConfig:
     values: dict[str, Any]
 
     def problem(self, key: str, remedy: str, left_out: Any = None) -> str:
-        """Return the message about the value of a key."""
         return problem(self.where, key, self.values.get(key, left_out), remedy)
 
     def value_problems(self, types: dict[str, Any], needed: Iterable[str]) -> list[str]:
@@ -228,7 +226,6 @@ def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:
 
 
 def umt5_config(config: dict[str, Any]) -> UMT5Config:
-    """Return the settings of the text encoder that `config` describes."""
     return UMT5Config.from_dict({key: value for key, value in config.items() if key in text_encoder_keys()})
 
 

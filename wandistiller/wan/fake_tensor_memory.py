@@ -24,7 +24,6 @@ all up to twice as much at 480x832 (tests/bench/vae_memory.py)."""
 CHUNKS = 3
 """Calls after which memory repeats: the VAE codes four frames after four, and keeps two."""
 
-
 STRIDE, OVERLAP, UNIT = 192, 64, 16
 """Pixels between tiles of the VAE, about, and of two tiles blended, as in diffusers; strides' divisor."""
 JOINED = 3

@@ -30,12 +30,7 @@ class _Pass(NamedTuple):
 
 @once_for_each
 def forward_flops(config: TransformerConfig, latent: Latent) -> int:
-    """Count the operations of a forward pass over one sample, without gradients.
-
-    Args:
-        config: the transformer's.
-        latent: the sample's (C, F, H, W).
-    """
+    """Count the operations of a forward pass over one sample, without gradients."""
     model = meta_transformer(config.replaced(num_layers=1)).requires_grad_(False)
     one = _pass(model, config, latent, model.blocks[0], reached=False)
     return one.forward + (config.num_layers - 1) * one.parts["blocks"]
@@ -52,8 +47,6 @@ def step_flops(
     Args:
         model: on the meta device, with adapters and `requires_grad` as it is trained.
         config: the transformer's; that of `model` does not know whether its first frame is given.
-        latent: the sample's (C, F, H, W).
-        policy: what backward recomputes.
     """
     blocks, reached = model.blocks, _trains(model.patch_embedding) or _trains(model.condition_embedder)
     without = _pass(model, config, latent, _Through(), reached or _trains(blocks))

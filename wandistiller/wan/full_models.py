@@ -53,7 +53,6 @@ class FullModel:
 
         Args:
             place: a folder with one safetensors file or several, or one file.
-            config: the architecture that it is to have.
         Raises:
             ConfigError: files are missing, truncated, or not safetensors.
         """

@@ -36,10 +36,9 @@ def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
 class GivenFramesEncoder:
     """VAE, and image encoder if the transformer takes its states. Drop the object to free their memory."""
 
-    def __init__(self, folder: WanFolder, device: torch.device, vae: Vae | None = None):
-        """Load them; the `vae` is taken if it is loaded already."""
+    def __init__(self, folder: WanFolder, device: torch.device):
         self._config, self._temporal, self._device = folder.config, folder.temporal, device
-        self._vae = vae or Vae(folder, device)
+        self._vae = Vae(folder, device)
         self._images = ImageEncoder(folder.path, device) if folder.config.image_dim else None
 
     def encode(self, pixels_CTHW: Tensor, num_frames: int) -> dict[str, Tensor]:
@@ -47,7 +46,6 @@ class GivenFramesEncoder:
 
         Args:
             pixels_CTHW: the given frames alone, in [-1, 1].
-            num_frames: of the clip.
         """
         expands = self._config.expands_time
         tensors = [self._latents(pixels_CTHW) if expands else self._joined(pixels_CTHW, num_frames)]

@@ -53,7 +53,6 @@ class LoraFile:
 
 
 def left_out_words(keys: list[str]) -> str:
-    """Say that keys of a file are left out."""
     return f"{len(keys)} of its keys change no weight of a linear layer and are left out, such as {keys[0]}"
 
 

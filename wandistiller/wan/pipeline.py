@@ -102,7 +102,6 @@ class WanFolder:
 
     @property
     def shortest_latent(self) -> int:
-        """Latent frames of its shortest samples."""
         return (self.shortest - 1) // self.temporal + 1
 
     @property
@@ -114,11 +113,9 @@ class WanFolder:
 
     @property
     def added_identities(self) -> list[list[Any]]:
-        """The identity of each LoRA file that is added."""
         return [one.identity for one in self.added]
 
     def reader(self, expert: Expert) -> WeightReader:
-        """Open the weights of an expert, with what is added to them."""
         folder = self.path / expert.value
         if not self.added:
             return WeightReader(folder)
@@ -151,18 +148,15 @@ class WanFolder:
         remedy = f"Write {n}k + 1, e.g. {(num_frames - 1) // n * n + 1}."
         rules.append(("num_frames", num_frames, (rope * t - 1) * n + 1, (num_frames - 1) % n, remedy))
         too_large = "This teacher supports sizes up to {}. Write less."
-        return [
+        problems = [
             problem(self.name, key, value, too_large.format(most) if value > most else remedy)
             for key, value, most, rest, remedy in rules
             if value > most or rest
-        ] + self._still_problems(num_frames)
-
-    def _still_problems(self, num_frames: int) -> list[str]:
-        """List the problem of an image, of which an image-to-video Wan would be given all there is."""
-        if num_frames >= self.shortest or num_frames < 1:
-            return []
-        remedy = f"It makes clips that begin with a given image. Write at least {self.shortest}."
-        return [problem(self.name, "num_frames", num_frames, remedy)]
+        ]
+        if 1 <= num_frames < self.shortest:
+            remedy = f"It makes clips that begin with a given image. Write at least {self.shortest}."
+            problems.append(problem(self.name, "num_frames", num_frames, remedy))
+        return problems
 
 
 @readable()

@@ -61,7 +61,6 @@ def few_steps(shift: float, steps: int, boundary: float | None, sampler: str = E
 
 
 def few_step_scheduler(shift: float, steps: int, sampler: str = EULER) -> SchedulerMixin:
-    """Return diffusers' scheduler of a student of few steps."""
     return _scheduler(few_step_config(shift, steps, sampler), steps)
 
 

@@ -7,7 +7,6 @@ PARTS = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)
 """What a student recomputes, as in its JSON -> modules inside of a block; the block itself for none."""
 ATTENTIONS, (FEED_FORWARD,) = PARTS["attention"], PARTS["feed_forward"]
 ATTENTION_MAPS = ["to_q", "to_k", "to_v", "to_out"]
-"""Linear maps of an attention."""
 IMAGE_MAPS = ["add_k_proj", "add_v_proj"]
 """Those of cross-attention to states of given frames."""
 VALUES = "to_v"

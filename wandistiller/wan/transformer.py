@@ -68,7 +68,6 @@ def top_modules(config: TransformerConfig) -> list[str]:
 
 
 def count_parameters(config: TransformerConfig) -> int:
-    """Count the parameters of the transformer that `config` describes."""
     return sum(numels(config).values())
 
 
@@ -98,7 +97,6 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
 
 
 def new_network(config: TransformerConfig) -> nn.Module:
-    """Make a network with diffusers' initial weights, float32."""
     return WanTransformer3DModel.from_config(config.raw)
 
 

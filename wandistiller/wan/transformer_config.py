@@ -54,5 +54,4 @@ class TransformerConfig:
 
     @property
     def width(self) -> int:
-        """Width of a hidden state."""
         return self.num_attention_heads * self.attention_head_dim

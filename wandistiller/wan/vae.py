@@ -88,7 +88,6 @@ def fitting(
 
     Args:
         call: `encode` or `decode`.
-        config: the VAE's.
         shape: (B, C, F, H, W) of the call's input.
         room: bytes that it may take next to the weights.
     """

@@ -220,18 +220,3 @@ def test_a_teacher_dtype_flag_beside_a_named_teacher_json_is_refused(json_in: st
         f"command line: `teacher_dtype` is float32, but `teacher_deepspeed_config` names {file}, where the "
         "precision is bfloat16. Keep one."
     )
-
-
-@pytest.mark.parametrize("flag", [{"teacher_device_strategy": "cpu"}, {"teacher_on_cpu": True}])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        {"teacher_device_strategy": "gpu0"},
-        {"teacher_deepspeed_config": "ds_configs/teacher/owner.json"},
-        {"teacher_deepspeed_config": {"zero_optimization": {"stage": 3}}},
-    ],
-)
-def test_a_placement_flag_replaces_the_recipe_s_placement(
-    recipe: dict[str, Any], flag: dict[str, Any], tmp_path: Path
-) -> None:
-    assert job(recipe, flag, tmp_path).run.teacher_deepspeed_config == "ds_configs/teacher/host_cpu.json"

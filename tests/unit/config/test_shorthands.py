@@ -37,6 +37,7 @@ def test_a_strategy_is_its_teacher_json(tmp_path: Path, strategy: str, name: str
         ({}, {"teacher_device_strategy": "cpu", "teacher_deepspeed_config": CPU}),
         ({"teacher_deepspeed_config": "ds_configs/teacher/owner.json"}, {"teacher_device_strategy": "cpu"}),
         ({"teacher_device_strategy": "gpu0"}, {"teacher_deepspeed_config": CPU}),
+        ({"teacher_deepspeed_config": {"zero_optimization": {"stage": 3}}}, {"teacher_on_cpu": True}),
         ({"teacher_dtype": "float32"}, {"teacher_deepspeed_config": CPU}),
     ],
 )

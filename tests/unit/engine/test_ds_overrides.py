@@ -82,54 +82,6 @@ def test_auto_where_nothing_is_known_to_fill_it_is_refused(tmp_path: Path) -> No
         job(tmp_path, FIXED | {"log_level": "auto"})
 
 
-def test_batch_size_is_a_rank_s_and_the_global_one_follows(tmp_path: Path) -> None:
-    batch = job(tmp_path, world=2, batch_size=4).batch
-    assert (batch.micro, batch.accumulation, batch.total) == (4, 8, 64)
-
-
-def test_lr_reaches_optimizer_and_schedule(tmp_path: Path) -> None:
-    ds = job(tmp_path, lr=3e-4).student_engine.raw
-    assert ds["optimizer"]["params"]["lr"] == ds["scheduler"]["params"]["warmup_max_lr"] == 3e-4
-
-
-@pytest.mark.parametrize(("precision", "enabled"), [("bf16", {"bf16": {"enabled": True}}), ("no", {})])
-def test_mixed_precision_sets_the_section(tmp_path: Path, precision: str, enabled: dict) -> None:
-    ds = job(tmp_path, mixed_precision=precision).student_engine.raw
-    assert {k: v for k, v in ds.items() if k in ("bf16", "fp16")} == enabled
-
-
-def test_gradient_checkpointing_adds_its_section(tmp_path: Path) -> None:
-    assert not job(tmp_path, FIXED).student_engine.recompute
-    assert job(tmp_path, FIXED, gradient_checkpointing=True).student_engine.recompute
-
-
-def test_num_steps_is_max_steps(tmp_path: Path) -> None:
-    assert job(tmp_path, num_steps=12).run.max_steps == 12
-
-
-def test_a_short_flag_fills_an_auto(tmp_path: Path) -> None:
-    ds = job(tmp_path, AUTO, batch_size=2, lr=1e-3).student_engine.raw
-    assert (ds["train_micro_batch_size_per_gpu"], ds["optimizer"]["params"]["lr"]) == (2, 1e-3)
-    assert ds["scheduler"]["params"]["warmup_max_lr"] == 1e-3
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "other"),
-    [
-        ("batch_size", 3, "`train_micro_batch_size_per_gpu` is 2"),
-        ("lr", 0.002, "`optimizer.params.lr` is 0.001"),
-        ("mixed_precision", "no", "`bf16 and fp16` is bf16"),
-    ],
-)
-def test_a_short_flag_beside_a_json_with_another_value_is_refused(
-    tmp_path: Path, flag: str, value: object, other: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        job(tmp_path, FIXED, **{flag: value})
-    expected = f"`{flag}` is {value}, but `deepspeed_config` names {tmp_path}/ds.json, where {other}."
-    assert caught.value.problems == [f"{tmp_path}/recipe.json: {expected} Keep one."]
-
-
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
     first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
     write_resolved(first)

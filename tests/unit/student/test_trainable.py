@@ -1,12 +1,11 @@
 """Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpointed import save, saved
+from checkpointed import saved
 from on_ranks.tuning import PARTLY, batch, build, checkpoints, engine, learn, masters
 from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
@@ -15,8 +14,6 @@ from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import STUDENT
-from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.experts import Expert
@@ -127,27 +124,6 @@ def test_adams_first_update_is_the_learning_rate_times_the_factor(stage: int, on
     for name, rate in (rates | {"blocks.2.attn1.to_q": 1e-4, "proj_out": 4e-3}).items():
         change = after[f"{name}.weight"] - before[f"{name}.weight"]
         assert change.abs().median().item() == pytest.approx(rate, rel=1e-3)
-
-
-@pytest.mark.parametrize(("kind", "stage"), slow_but([("lora", 2)], product(("lora", "partly"), (0, 2, 3))))
-def test_a_resumed_student_is_bitwise_equal(
-    kind: str, stage: int, tmp_path: Path, one_rank: torch.device
-) -> None:
-    tuned = {"lora": LORA, "partly": PARTLY}[kind]
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-3}}
-    students = [build(tuned, engine(stage, scheduler=schedule), ema=0.8) for _ in range(2)]
-    for step in range(2):
-        learn(students[0], step)
-    folder = save(students[0], tmp_path, 2, keep=2)
-    assert loading.load({STUDENT: students[1]}, folder) == 2
-    ends = []
-    for i, student in enumerate(students):
-        losses = [learn(student, step) for step in (2, 3)]
-        end = save(student, tmp_path / str(i), 4)
-        averages = dict(loading.read_weights(end, Expert.HIGH_NOISE, averaged=True))
-        ends.append((losses, masters(student) | {f"average of {n}": w for n, w in averages.items()}))
-    assert ends[0][0] == ends[1][0]
-    assert all(torch.equal(ends[1][1][name], value) for name, value in ends[0][1].items())
 
 
 def test_a_checkpoint_of_two_ranks_has_the_weights_of_plain_pytorch(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.experts import Expert
-from wandistiller.student.calibration import VelocityError, start_error
+from wandistiller.student.calibration import VelocityError, error_rows, start_error, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
 from wandistiller.teacher.base import (
     Guidance,
@@ -90,9 +90,8 @@ def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() 
     teacher, shorter = two_experts(), two_experts()
     for network in shorter.experts.values():
         without(network, 1)
-    error, before = VelocityError(), [teacher.velocity(b) for b in batches()]
-    for batch, v_BCFHW in zip(batches(), before, strict=True):
-        error.add(batch, shorter.velocity(batch), v_BCFHW)
+    before = [teacher.velocity(b) for b in batches()]
+    error = velocity_error(batches(), before, shorter.velocity)
     assert importance(teacher, batches(), 4, 4)[0][1] == pytest.approx(error.relative(), rel=1e-6)
     importance(teacher, batches(), 4, 3)
     assert all(torch.equal(v, teacher.velocity(b)) for v, b in zip(before, batches(), strict=True))
@@ -126,14 +125,15 @@ def test_importance_that_was_measured_before_a_stop_is_not_measured_again(tmp_pa
 
 
 def test_a_velocity_of_zeros_has_the_relative_error_1_in_every_band() -> None:
-    batch, error = replace(batches()[0], sigma_B=torch.tensor([0.2, 0.9])), VelocityError()
-    error.add(batch, torch.zeros(2, 3), torch.randn(2, 3))
+    batch = replace(batches()[0], sigma_B=torch.tensor([0.2, 0.9]))
+    error = VelocityError(error_rows(batch, torch.zeros(2, 3), torch.randn(2, 3)))
     assert error.relative() == 1 and error.by_sigma() == {"0-0.25": 1.0, "0.75-1": 1.0}
 
 
 def test_a_band_has_its_lower_end_and_the_last_both_in_losses_and_in_errors() -> None:
-    sigma_N, error = torch.tensor([0.0, 0.5, 1.0]), VelocityError()
-    error.add(replace(batches()[0], sigma_B=sigma_N), torch.zeros(3, 3), torch.randn(3, 3))
+    sigma_N = torch.tensor([0.0, 0.5, 1.0])
+    batch = replace(batches()[0], sigma_B=sigma_N)
+    error = VelocityError(error_rows(batch, torch.zeros(3, 3), torch.randn(3, 3)))
     assert list(error.by_sigma()) == ["0-0.25", "0.5-0.75", "0.75-1"]
     assert list(by_sigma(sigma_N, torch.tensor([0.0, 0.6, 1.0]))) == ["0-0.2", "0.6-0.8", "0.8-1"]
 

@@ -13,12 +13,9 @@ from activations import (
     network,
     peak_bytes,
     predict,
-    shared_peaks,
     student_engine,
 )
-from ranks import call
 from slow_cases import slow_but
-from torch.autograd.graph import saved_tensors_hooks
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
@@ -37,28 +34,6 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
 
 
-def saved_by_autograd(layers: int, dtype: str) -> int:
-    """Bytes behind the tensors that a forward pass saves for backward, weights left out."""
-    model, _ = network(layers, student_engine(dtype))
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # the tensors too, so that no address is used twice
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved[t.untyped_storage().data_ptr()] = t
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        predict(model)
-    return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layers", [1, 4])
-def test_planned_activations_are_what_autograd_saves(layers: int, dtype: str) -> None:
-    planned = activation_bytes(config(layers), student_engine(dtype), LATENT, MICRO, accelerator=False)
-    assert planned == pytest.approx(saved_by_autograd(layers, dtype), rel=0.03)
-
-
 PARTS = ("blocks", "attention", "feed_forward")
 KINDS = [{}, *({"checkpoint": part} for part in PARTS), {"checkpoint_every": 2}]
 IN_BOTH = slow_but(
@@ -73,7 +48,7 @@ def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
 ) -> None:
     engine, layers = student_engine(dtype, **block), 6
     model, _ = network(layers, engine)
-    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False).transient
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
@@ -95,14 +70,14 @@ def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: 
     with torch.no_grad():
         measured = peak_bytes(lambda: predict(model, samples))
     engine = EngineConfig("teacher", {}).in_precision(dtype)
-    planned = call_bytes(config(3), engine, LATENT, samples, accelerator=False)
+    planned, _ = call_bytes(config(3), engine, LATENT, samples, accelerator=False)
     in_float32_first = dtype == "bfloat16" and not torch.cpu.get_capabilities().get("avx512_bf16")
     assert planned == pytest.approx(measured, rel=0.35 if in_float32_first else 0.15)
 
 
 def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
     cpu, gpu = (
-        activation_bytes(config(1), student_engine("bfloat16"), LATENT, 1, accelerator=a)
+        activation_bytes(config(1), student_engine("bfloat16"), LATENT, 1, accelerator=a).transient
         for a in (False, True)
     )
     assert cpu - gpu == pytest.approx((8 - 2) * 256 * (3 * TOKENS + TEXT), rel=0.01)
@@ -124,7 +99,7 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
         loss_B = term.loss(Prediction(v_BCFHW, features), Prediction(v_BCFHW, targets), None)
         (v_BCFHW.square().mean() + loss_B.mean()).backward()
 
-    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False).transient
     items = (engine.dtype.itemsize, engine.dtype.itemsize)
     planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, engine)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
@@ -136,17 +111,7 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
 ) -> None:
     engine, layers = student_engine(dtype, **block), 6
     model, _ = network(layers, engine)
-    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False, sharers=4)
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False, sharers=4).transient
     share_sequences(model, ImaginedRanks(4))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
-    engine, how = student_engine(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
-    passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
-    given = config(6), engine, LATENT, 1
-    planned = activation_bytes(*given, **how), call_bytes(*given, **how)
-    assert planned == pytest.approx((passes, a_call), rel=0.15)

@@ -35,5 +35,4 @@ class ExportFormat(ABC):
 
 
 def formats() -> dict[str, type[ExportFormat]]:
-    """Every format by its name."""
     return classes_in("wandistiller.export.formats", ExportFormat)

@@ -2,19 +2,19 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.low_rank import A, Adapter, B, extract
+from wandistiller.export.low_rank import Adapter, extract
 from wandistiller.export.model_card import (
     BESIDE,
     HERE,
@@ -29,13 +29,13 @@ from wandistiller.flow import EULER
 from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.added_lora import added_changes, sum_of
-from wandistiller.wan.lora_files import LowRank
+from wandistiller.wan.lora_files import IN_A_FOLDER, A, B, LowRank
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.sampling import few_step_config
 from wandistiller.wan.weight_reader import WeightReader
 
 FILES = {
-    Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
+    Expert.HIGH_NOISE: IN_A_FOLDER,
     Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors",
 }
 """File names in a folder for diffusers."""
@@ -101,13 +101,14 @@ def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
         for name in source.experts:
             model = source.adapters(name)
             config = model.peft_config["default"]
+            layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
             adapter = Adapter(
                 adapter_state(model),
                 config.lora_alpha,
                 config.r,
                 config.to_dict(),
-                _ranks(model),
-                _factors(model),
+                _other_ranks(layer.r["default"] for layer in layers.values()),
+                {n: layer.scaling["default"] for n, layer in layers.items()},
             )
             yield _with_teachers(adapter, source, name)
         return
@@ -159,19 +160,11 @@ def _with_teachers(adapter: Adapter, source: Source, name: str) -> Adapter:
     return Adapter(state, adapter.rank, adapter.rank, note=note)
 
 
-def _factors(model: nn.Module) -> dict[str, float]:
-    """Return alpha / rank of each layer's adapter."""
-    return {n: m.scaling["default"] for n, m in model.named_modules() if hasattr(m, "lora_A")}
-
-
-def _ranks(model: nn.Module) -> str:
-    """Say which other ranks layers have."""
-    ranks = Counter(m.r["default"] for m in model.modules() if hasattr(m, "lora_A"))
-    return (
-        ""
-        if len(ranks) == 1
-        else f"; layers by rank: {', '.join(f'{n} of {r}' for r, n in sorted(ranks.items()))}"
-    )
+def _other_ranks(of_layers: Iterable[int]) -> str:
+    """Say how many layers have which rank, if there are several."""
+    ranks = sorted(Counter(of_layers).items())
+    listed = ", ".join(f"{n} of {rank}" for rank, n in ranks)
+    return f"; layers by rank: {listed}" if len(ranks) > 1 else ""
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
