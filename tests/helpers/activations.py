@@ -1,5 +1,6 @@
-"""Networks whose activations are measured, and the peak of the CPU's allocator."""
+"""Networks whose activations are measured, and the peak of the CPU's allocator; also called on ranks."""
 
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -9,10 +10,15 @@ import torch
 from small_wan import small_transformer
 from states import state
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from wandistiller.distributed import collectives
+from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.blocks import Blocks
 from wandistiller.student.projections_and_heads import add_projections
+from wandistiller.wan import text_padding
+from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.transformer import renew_rope, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -61,3 +67,26 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def config(layers: int, **more: int) -> TransformerConfig:
     return TransformerConfig.of(small_transformer(0, 1, **SIZES, **more).config).replaced(num_layers=layers)
+
+
+def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:
+    """Return this rank's peak bytes while all ranks share a sample: of both passes, and of a call."""
+    text_padding.TEXT_TOKENS = TEXT
+    model, _ = network(layers, engine)
+    share_sequences(model, Ranks.in_groups_of(collectives.world_size()))
+    with PausedExchanges():
+        passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
+        with torch.no_grad():
+            return passes, peak_bytes(lambda: predict(model, 1))
+
+
+class PausedExchanges(TorchDispatchMode):
+    """Wait after each exchange: gloo's threads free what they sent only when a core is free for them."""
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(0.01)
+        return result

@@ -113,6 +113,15 @@ def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise
     assert losses(replicas) == losses(swept)
 
 
+@pytest.mark.slow
+def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
+    folder: Path, wan2: Path, whole: Path
+) -> None:
+    middle = str(whole / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, "resumed", 1, resume=middle)
+    assert losses(resumed) == losses(whole)[2:] and of_critic(resumed) == of_critic(whole)[2:]
+
+
 def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) -> None:
     output = trained(folder, wan2, "data_free", 1, cache_dir=str(folder / "own"), max_steps=1)
     assert len(losses(output)) == 1 and not list((folder / "own" / "latents").rglob("*.safetensors"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from ranks import run, wandistiller
+from ranks import wandistiller
 from safetensors.torch import load_file
 from tensors import tensor_bytes
 

@@ -11,6 +11,7 @@ from slow_cases import slow_but
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
+from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.files import read_json
 
 STEPS = 20
@@ -53,6 +54,15 @@ def test_20_losses_and_bands_of_sigma_equal_a_plain_pytorch_loop_s_on_any_ranks_
         assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1
 
 
+@pytest.mark.parametrize("ranks", slow_but([], [1, 2]))
+def test_zero_3_with_a_replicated_teacher_has_the_losses_of_plain_pytorch(
+    ranks: int, folder: Path, wan2: Path, reference: list[float]
+) -> None:
+    more = {"deepspeed_config": student_engine(3), "teacher_deepspeed_config": REPLICATED}
+    output = train(folder, wan2, f"zero3_{ranks}", ranks=ranks, **more)
+    assert losses(output) == pytest.approx(reference, rel=1e-5)
+
+
 @pytest.mark.parametrize("strategy", slow_but([], ["offload", "gpu0", "cpu", "custom"]))
 def test_merged_text_padding_has_the_losses_of_plain_pytorch_with_512_rows(
     strategy: str, folder: Path, wan2: Path, reference: list[float]
@@ -82,6 +92,11 @@ def test_the_loss_curve_is_bitwise_the_same_for_every_placement(
     del given["teacher_deepspeed_config"]
     wandistiller("train", "--recipe", write_json(folder / f"{strategy}.json", given), ranks=2, cwd=folder)
     assert losses(folder / strategy) == of_replicas
+
+
+def test_the_loss_in_each_band_of_sigma_is_that_of_its_samples() -> None:
+    found = by_sigma(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0.05, 0.19, 0.2, 1.0]))
+    assert found == {"0-0.2": 1.5, "0.2-0.4": 4.0, "0.8-1": 8.0}
 
 
 @pytest.mark.slow

@@ -115,6 +115,20 @@ def test_a_longer_run_begins_as_the_shorter_one_and_makes_only_new_samples(
     assert files == {f: f.stat().st_mtime_ns for f in files}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_a_repaired_file_is_used_again_and_all_else_stays(tmp_path: Path, wan1: Path) -> None:
+    write_media(tmp_path, 10, corrupt=(3,))
+    broken = samples_by_step(a_run(tmp_path, wan1))
+    assert len(skipped(tmp_path)) == 1
+    write_media(tmp_path, 10)
+    repaired = samples_by_step(a_run(tmp_path, wan1))
+    assert skipped(tmp_path) == []
+    pairs = zip(sum(broken, []), sum(repaired, []), strict=True)
+    changed = [(before[0], after[0]) for before, after in pairs if before != after]
+    assert changed and all(after == 3 != before for before, after in changed)
+
+
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_strict_stops_with_the_files_named(media: Path, wan1: Path, tmp_path: Path, ranks: int) -> None:
     file = write_json(tmp_path / "strict.json", a_run(media, wan1, f"strict{ranks}", strict=True))

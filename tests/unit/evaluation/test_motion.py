@@ -54,6 +54,12 @@ def test_the_speed_of_rendered_clips_is_theirs_and_those_that_stand_still_have_n
     assert metric("speed").ratio(speed_B, whole_B, 0)["value"] == pytest.approx(speed)
 
 
+def test_rendered_clips_are_fully_right_and_slower_ones_move_less() -> None:
+    assert metric("fully_right").compute(rendered(1.0)).tolist() == [1, 1]
+    slow, whole = (metric("frame_motion").compute(rendered(speed)) for speed in (0.5, 1.0))
+    assert slow[0] < 0.8 * whole[0]
+
+
 @pytest.mark.parametrize(
     ("ratio", "warns"), [(SLOW - 0.01, True), (SLOW, False), (1.2, False), (None, False)]
 )

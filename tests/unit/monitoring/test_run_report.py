@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -256,3 +258,40 @@ def test_every_colour_of_the_page_has_one_for_dark_screens() -> None:
     assert "color-scheme: light dark" in light and re.findall(r"--\w+", dark) == names
     assert not re.search(r"#[0-9a-f]{3}", re.sub(r":root \{.*?\}", "", STYLE))
     assert set(re.findall(r"var\((--\w+)\)", STYLE)) == set(names)
+
+
+WIDTHS = """<iframe id=page src="{page}" style="border: 0; width: {width}px; height: 900px"></iframe><script>
+page.onload = () => {{
+  const root = page.contentDocument.documentElement, boxes = [...root.querySelectorAll("body, body *")];
+  const right = Math.max(...boxes.map(box => box.getBoundingClientRect().right));
+  const paper = page.contentWindow.getComputedStyle(page.contentDocument.body).backgroundColor;
+  document.title = "measured " + Math.ceil(right) + " of " + root.clientWidth + " " + paper;
+}}</script>"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.slow  # Chromium takes seconds to start
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("scheme", "paper"), [(0, "rgb(18, 18, 18)"), (1, "rgb(255, 255, 255)")])
+def test_in_chromium_the_page_ends_at_the_right_of_the_screen_dark_and_light(
+    finished: Path, tmp_path: Path, width: int, scheme: int, paper: str
+) -> None:
+    output = shutil.copytree(finished, tmp_path / "run")
+    path = "/data/" + "a_folder_without_a_blank_" * 8
+    (output / "alarms.jsonl").write_text(json.dumps({"step": 1, "kind": "plateau", "alarm": path}) + "\n")
+    head = " | ".join(["on 64 prompts", *(f"student, {steps} steps" for steps in (1, 2, 4, 8))])
+    row = " | ".join(["squared error to the asked picture", *["0.00314 (0.00161 to 0.00464)"] * 4])
+    (output / "evaluation.md").write_text(f"# a\n\n| {head} |\n|---|\n| {row} |\n")
+    drawn(output / "evaluation")
+    frame = tmp_path / "frame.html"
+    frame.write_text(WIDTHS.format(page=report(output).as_uri(), width=width))
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    )
+    flags += " --disable-component-update --disable-sync --allow-file-access-from-files --dump-dom"
+    flags += f" --virtual-time-budget=5000 --blink-settings=preferredColorScheme={scheme}"
+    command = [str(CHROMIUM), *flags.split(), f"--user-data-dir={tmp_path / 'user'}", frame.as_uri()]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    right, of, found = re.search(r"measured (\d+) of (\d+) (rgb.*?\))", page).groups()
+    assert int(right) <= int(of) <= width and found == paper

@@ -96,6 +96,15 @@ def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
+    batch, v = start(), keyed_normal((4, *SHAPE), "v")
+    at = renoised(batch, v)
+    target = target_of_samples(Dmd2(), at, OF_TEACHER)
+    assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
+    assert target.numbers["cosine"].tolist() == pytest.approx([1.0] * 4)
+    assert target.numbers["gap"].max() == 0 and target.numbers["critic_lag"].abs().max() == 0
+
+
 def test_a_longer_critic_is_apart_in_length_alone_and_a_perpendicular_one_has_no_cosine() -> None:
     at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
     signs = torch.tensor([1.0, -1.0]).repeat(at.x_t_BCFHW.numel() // 2).view_as(at.x_t_BCFHW)

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from checkpointed import save
 from diffusers import WanTransformer3DModel
 from ranks import edit_json
+from slow_cases import slow_but
 
+from wandistiller.checkpoint import loading
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
@@ -19,6 +23,8 @@ from wandistiller.student.initialize import start_model
 from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import pipeline
+
+LAYERS = 4  # of the small teacher; its width is 2 heads x 32
 
 
 def started(
@@ -179,6 +185,22 @@ def engine(stage: int, **more: Any) -> EngineConfig:
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}, **more}
     return student_engine(load(ds), 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    slow_but([(2, torch.float32), (3, torch.bfloat16)], product((1, 2, 3), (torch.float32, torch.bfloat16))),
+)
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_gives_back_the_start_weights(
+    tmp_path: Path, wan1: Path, stage: int, dtype: torch.dtype
+) -> None:
+    model = started(wan1, num_layers=1)
+    # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
+    expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
+    student = Learner({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
+    folder = save(student, tmp_path, 1)
+    assert_equal(dict(loading.read_weights(folder, Expert.HIGH_NOISE)), expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -13,8 +13,10 @@ from activations import (
     network,
     peak_bytes,
     predict,
+    shared_peaks,
     student_engine,
 )
+from ranks import call
 from slow_cases import slow_but
 
 from wandistiller.batch import Prediction
@@ -115,3 +117,13 @@ def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
     share_sequences(model, ImaginedRanks(4))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtype: str) -> None:
+    engine, how = student_engine(dtype, checkpoint="blocks"), {"accelerator": False, "sharers": 2}
+    passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
+    given = config(6), engine, LATENT, 1
+    planned = activation_bytes(*given, **how).transient, call_bytes(*given, **how)[0]
+    assert planned == pytest.approx((passes, a_call), rel=0.15)

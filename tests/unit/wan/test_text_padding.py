@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from published_wan import LARGE, SMALL
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
@@ -52,6 +53,16 @@ def test_outputs_equal_those_with_512_rows(lengths: list[int]) -> None:
     model = small_transformer(0)
     stock = outputs(model, lengths)
     torch.testing.assert_close(outputs(merge_text_padding(model), lengths), stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["1.3B", "14B"])
+@torch.no_grad()
+def test_outputs_of_published_shapes_equal_those_with_512_rows(config: dict) -> None:
+    torch.manual_seed(0)
+    model = WanTransformer3DModel.from_config(config | {"num_layers": 1})
+    model.proj_out.weight.normal_(std=0.02)
+    stock = outputs(model, [9, 60])
+    torch.testing.assert_close(outputs(merge_text_padding(model), [9, 60]), stock, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -88,6 +88,15 @@ def test_pixels_in_tiles_differ_from_whole_ones_by_half_a_hundredth_on_average(v
     assert 0 < (tiled - whole).abs().mean() < 0.005
 
 
+@torch.no_grad()
+def test_pixels_of_an_untrained_wan_vae_in_tiles_differ_by_a_tenth_at_the_most() -> None:
+    torch.manual_seed(0)
+    vae, z_BCFHW = FittingVae(**VAE21).eval(), torch.randn(1, 16, 3, 8, 40)
+    whole = decoded(vae, z_BCFHW)
+    tiled = decoded(in_tiles(vae, z_BCFHW, "decode"), z_BCFHW)
+    assert 0 < (tiled - whole).abs().max() < 0.1
+
+
 @pytest.mark.parametrize(("call", "shape", "measured_mib"), MEASURED)
 def test_on_a_cpu_tiles_take_at_most_what_is_planned(
     call: str, shape: tuple[int, ...], measured_mib: int

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import wandistiller, write_json
+from recipes import recipe
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 
@@ -109,3 +112,25 @@ def test_an_index_that_names_a_missing_file_is_a_problem(teacher: Path) -> None:
     shard.unlink()
     (text,) = problems(teacher)
     assert text.startswith(f"{shard}: there is no such file. Fetch this file again: `hf download")
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["zero_inference_cpu"], ["zero_inference_cpu", "owner", "host_cpu", "files"])
+)
+def test_a_teacher_with_a_nan_stops_both_ranks_with_one_message(
+    name: str, tmp_path: Path, wan2: Path, copy_of: Callable[..., Path]
+) -> None:
+    folder = copy_of(wan2, weights=True)
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors["proj_out.weight"][-1, -1] = float("nan")  # in the part of the last rank
+        return tensors
+
+    rewrite(folder / "transformer_2", spoil)
+    more = {"max_steps": 1, "teacher_deepspeed_config": f"ds_configs/teacher/{name}.json"}
+    given = recipe(tmp_path, folder, output_dir=str(tmp_path / "out"), **more)
+    file = write_json(tmp_path / "run.json", given)
+    error = wandistiller("train", "--recipe", file, ranks=2, code=2).stderr
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    damaged = folder / "transformer_2" / NAME
+    assert f"{damaged}: tensor `proj_out.weight` holds numbers that are not finite" in error
