@@ -115,7 +115,7 @@ def _sorted_keys(file: Path, keys: list[str]) -> tuple[dict[str, dict[str, str]]
         first = next(iter(keys), "none")
         raise ConfigError(f"{file}: has no LoRA of a Wan transformer; its first key is {first}.")
     if unknown:
-        text = "is of no linear layer of a Wan transformer. Give a file without it"
+        text = "is no LoRA of a linear layer of a Wan transformer. Give a file without such keys"
         raise ConfigError(f"{file}: `{unknown[0]}` {text}.")
     return layers, left_out
 
