@@ -100,7 +100,7 @@ def read_without_weights(file: Path) -> LoraFile:
     [
         (None, "cannot be read as a .safetensors file"),
         ({"something": torch.zeros(1)}, "has no LoRA of a Wan transformer; its first key is something"),
-        ({"diffusion_model.head": torch.zeros(1)}, "is no LoRA of a Wan that diffusers can read"),
+        ({"diffusion_model.head": torch.zeros(1)}, "has no LoRA of a Wan transformer; its first key is"),
     ],
 )
 def test_another_file_is_refused_with_what_is_in_it(

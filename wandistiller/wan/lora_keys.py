@@ -1,0 +1,88 @@
+"""Keys of LoRA files, as trainers write them: which layer of diffusers' Wan each is of, and what of it."""
+
+import re
+from typing import NamedTuple
+
+from wandistiller.wan.original_names import original_name
+from wandistiller.wan.structure import ATTENTIONS, IMAGE_MAPS, in_block
+
+PREFIX = re.compile(
+    r"(?:base_model\.model\.)?"
+    r"(?:transformer\.|(?:model\.)?diffusion_model\.|pipe\.dit\.|lora_unet__?|lora_transformer_|lycoris_)?"
+)
+"""What stands before a layer's name: peft; diffusers, ComfyUI, DiffSynth, kohya and VideoX-Fun, LyCORIS."""
+A, B, ALPHA, DIFFERENCE, NO_WEIGHT = "a", "b", "alpha", "difference", "no_weight"
+PARTS = {
+    A: r"(?:lora_A(?:\.[^.]+)?|lora[._]down)\.weight",
+    B: r"(?:lora_B(?:\.[^.]+)?|lora[._]up)\.weight",
+    ALPHA: "alpha",
+    DIFFERENCE: "diff",
+    NO_WEIGHT: r"diff_b|diff_m|lora_B(?:\.[^.]+)?\.bias",
+}
+"""Parts of a layer's change, and their endings; peft has its adapter's name in them."""
+KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in PARTS.items())})")
+OTHER_METHODS = {
+    "DoRA": re.compile("dora_scale|lora_magnitude_vector"),
+    "LoKr": re.compile("lokr_"),
+    "LoHa": re.compile("hada_"),
+    "OFT": re.compile("oft_"),
+    "LoRA of convolutions": re.compile("lora_mid"),
+}
+"""Methods whose change is no product of two matrices, and what their keys have."""
+ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+IN_BLOCKS = (
+    *(f"{attention}.{layer}" for attention in ATTENTIONS for layer in ATTENTION_LAYERS),
+    *(f"attn2.{layer}" for layer in IMAGE_MAPS),
+    *("ffn.net.0.proj", "ffn.net.2"),
+)
+OUTSIDE = (
+    *(f"condition_embedder.{of}_embedder.linear_{n}" for of in ("time", "text") for n in (1, 2)),
+    *(f"condition_embedder.image_embedder.ff.net.{layer}" for layer in ("0.proj", "2")),
+    *("condition_embedder.time_proj", "proj_out"),
+)
+"""Linear layers, by diffusers' names."""
+FIRST = in_block(0) + "."
+IN_BLOCK = re.compile(r"blocks[._](\d+)[._]")
+LAYERS = {
+    spelling.replace(".", "_"): layer
+    for layer in (*(FIRST + layer for layer in IN_BLOCKS), *OUTSIDE)
+    for spelling in (layer, original_name(f"{layer}.").removesuffix("."))
+}
+"""Diffusers' and the original names, with _ for each dot, which kohya's trainers write; the first block's."""
+
+
+class LoraKey(NamedTuple):
+    """What a key is of."""
+
+    layer: str
+    """A linear layer by diffusers' name; empty: it is none of a Wan transformer's."""
+    part: str
+    """Of `PARTS`; empty: unknown."""
+
+
+def lora_key(key: str) -> LoraKey:
+    """Return what a key is of."""
+    if not (found := KEY.fullmatch(key)):
+        return LoraKey("", "")
+    return LoraKey(_layer(found["layer"]), found.lastgroup)
+
+
+def _layer(name: str) -> str:
+    """Return diffusers' name of a linear layer; empty if it is none."""
+    name = name[PREFIX.match(name).end() :]
+    if not (block := IN_BLOCK.match(name)):
+        return LAYERS.get(name.replace(".", "_"), "")
+    layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
+    return layer.replace(FIRST, in_block(int(block[1])) + ".", 1)
+
+
+def other_method(key: str) -> str:
+    """Return which method other than LoRA a key is of; empty: none that is known."""
+    return next((method for method, has in OTHER_METHODS.items() if has.search(key)), "")
+
+
+def kind(key: str) -> str:
+    """Say what a key changes that is no weight of a linear layer."""
+    if "norm" in key:
+        return "norms"
+    return "biases" if key.endswith(("diff_b", "bias")) else "others"
