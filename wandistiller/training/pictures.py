@@ -130,8 +130,8 @@ class PictureDrawer:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
             row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
-        elif self.data.has_rollouts(self._items):
-            row, stats = self._row(lambda items, *_: self.data.x0_of(items), vae, seeds=1)
+        elif self.data.has_rollouts(self._items, self.job.size):
+            row, stats = self._row(lambda items, *_: self.data.x0_of(items, self.job.size), vae, seeds=1)
         else:
             return {}, {}
         return {"teacher": row}, {"teacher": stats}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_data import noise
 from image_wans import A14B, Wans
 from ranks import edit_json
 from recipes import recipe
@@ -61,3 +62,31 @@ def test_every_prompt_with_the_same_image_has_its_picture(wans: Wans) -> None:
     data = rows(wans, "same.jsonl", *({"prompt": prompt, "image": "0.png"} for prompt in prompts))
     job = job_of(wans, data_path=data, sample_prompts=prompts, objective={"name": "dmd2", "steps": 2})
     assert [item.prompt for item in prepare(job)[0].sample_items] == prompts
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_teacher_s_clips_of_pictures_are_those_of_the_run_s_size(wans: Wans) -> None:
+    """Of two pictures: a wide one as the run's clips, and a tall one in a bucket of its own."""
+    for name, shape in {"wide": (80, 40), "tall": (40, 80)}.items():
+        noise(0)[0].resize(shape).save(wans.data.with_name(f"{name}.png"))
+    data = rows(wans, "two.jsonl", *({"prompt": "left", "image": f"{n}.png"} for n in ("wide", "tall")))
+    more = {"sample_prompts": None, "objective": "trajectory", "buckets": [[32, 64], [64, 32]]}
+    job = job_of(wans, data_path=data, rollout_steps=3, **more)
+    made, _, _ = prepare(job)
+    wide, tall = made.sample_items
+    assert [made.has_rollouts(items, job.size) for items in ([wide], [tall], [wide, tall])] == [
+        True,
+        False,
+        False,
+    ]
+    assert made.x0_of([wide], job.size).shape[1:] == job.folder.latent_shape(32, 64, 5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_video_is_no_sample_of_the_teacher(wans: Wans) -> None:
+    data = rows(
+        wans, "both.jsonl", {"prompt": "left", "image": "0.png"}, {"prompt": "top", "video": "clip.gif"}
+    )
+    job = job_of(wans, data_path=data, sample_prompts=None, objective="velocity", rollout_steps=1)
+    made, _, _ = prepare(job)
+    assert [made.has_rollouts([item], job.size) for item in made.sample_items] == [True, False]
