@@ -1,18 +1,22 @@
 """What a run keeps of its teacher, and what its pictures are of, before anything is trained."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image_data import noise
+import torch
+from image_data import image_data, noise
 from image_wans import A14B, Wans
 from ranks import edit_json
 from recipes import recipe
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
+from wandistiller.data.media_cache import Sample
+from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.prepare import _teacher_fingerprint, prepare
 
 
@@ -90,3 +94,24 @@ def test_a_video_is_no_sample_of_the_teacher(wans: Wans) -> None:
     job = job_of(wans, data_path=data, sample_prompts=None, objective="velocity", rollout_steps=1)
     made, _, _ = prepare(job)
     assert [made.has_rollouts([item], job.size) for item in made.sample_items] == [True, False]
+
+
+@pytest.mark.parametrize("change", [os.utime, os.remove], ids=["touched", "removed"])
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_goes_on_when_a_file_of_its_data_changes(
+    wans: Wans, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    data = image_data(tmp_path, pictures=1)
+    job = job_of(wans, data_path=str(data), cache_dir=str(tmp_path / "cache"), sample_prompts=None)
+    made, conditions, _ = prepare(job)
+    drawer, (item, _) = PictureDrawer(job, made, conditions, None, None), made.sample_items
+
+    def found() -> list[torch.Tensor]:
+        given = conditions.of([Sample(item, job.size)])
+        return [given.joined_BCFHW, made.x0_of([item], job.size), drawer._given["given"].stills]
+
+    before = found()
+    change(item.image)
+    assert all(map(torch.equal, before, found()))
+    missing = PictureDrawer(job, made, conditions, None, None)._given
+    assert [*missing] == ["given"] * item.image.exists()
