@@ -68,6 +68,14 @@ def test_every_prompt_with_the_same_image_has_its_picture(wans: Wans) -> None:
     assert [item.prompt for item in prepare(job)[0].sample_items] == prompts
 
 
+def test_prompts_of_pictures_are_cleaned_as_those_of_the_data(wans: Wans) -> None:
+    written, cleaned = "she’s turning  &amp; left", "she's turning & left"
+    given = [{"prompt": written, "image": "0.png"}, {"prompt": "a", "image": "1.png"}]
+    data = rows(wans, "written.jsonl", *given)
+    job = job_of(wans, data_path=data, sample_prompts=[written])
+    assert [item.prompt for item in job.sample_items] == job.run.sample_prompts == [cleaned]
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_the_teacher_s_clips_of_pictures_are_those_of_the_run_s_size(wans: Wans) -> None:
     """Of two pictures: a wide one as the run's clips, and a tall one in a bucket of its own."""
