@@ -196,7 +196,7 @@ class PictureDrawer:
         """Sample with the teacher, or read what it drew before the run was stopped."""
         run = self.job.run
         settings = run.seed, seed, run.height, run.width, run.num_frames, run.sample_steps, run.shift
-        names = [digest("picture", item.prompt, *settings, *self._frames_of(item)) for item in items]
+        names = [digest("picture", *item.key, *settings, *self._frames_of(item)) for item in items]
         kept = [self.data.measured.read(name) for name in names]
         if all(collectives.gather_objects(all(kept))):  # a call may be collective
             progress.skip(run.sample_steps)
