@@ -12,6 +12,7 @@ from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.colours import RGB, background_of
 from wandistiller.data.dataset import PromptDataset, PromptItem
+from wandistiller.data.known_media import KnownMedia
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
@@ -106,10 +107,10 @@ class Job:
         r = self.run
         return Rollouts(r.rollout_steps, r.rollouts_per_prompt, self.keeps_path, r.seed, r.shift)
 
-    @property
+    @cached_property
     def reader(self) -> MediaReader:
         r = self.run
-        return MediaReader(r.video_fps, self.background, r.fit, r.clips_per_video)
+        return KnownMedia(r.video_fps, self.background, r.fit, r.clips_per_video)
 
     @property
     def picks_samples(self) -> bool:

@@ -12,6 +12,7 @@ from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
+from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
 from wandistiller.engine.engine_config import EngineConfig
@@ -201,7 +202,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
         sample_every=sample_every,
         prepare_batch=run.prepare_batch or (4 if run.num_frames == 1 else 1),
         sample_interval=None,
-        sample_prompts=run.sample_prompts or [item.prompt for item in items.spread()],
+        sample_prompts=[*map(clean, run.sample_prompts or ())] or [item.prompt for item in items.spread()],
         teacher_dtype=None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
         **dataclasses.asdict(EngineOverrides()),

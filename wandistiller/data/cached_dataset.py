@@ -135,7 +135,6 @@ class CachedData:
         for number in selection.shuffled(samples):
             by_size.setdefault(samples[number].size, []).append(number)
         self._common = max(by_size.values(), key=len)
-        self._rollout = next((s for s in samples.values() if not s.item.media), None)
 
     def item_at(self, sample_index: int) -> PromptItem:
         """Return the prompt, and the medium if there is one, at a global index."""
@@ -175,12 +174,11 @@ class CachedData:
     def _moved(self, t: Tensor) -> Tensor:
         return to_device(t, self._latents.device)
 
-    def has_rollouts(self, items: list[PromptItem]) -> bool:
-        return self._rollout is not None and all(self._rollout_key(i) in self._latents for i in items)
+    def has_rollouts(self, items: list[PromptItem], size: Size) -> bool:
+        """Return whether the teacher's first rollout of each item is cached, at this size."""
+        samples = [Sample(item, size) for item in items]
+        return all(not s.item.media and self._latents.key(s) in self._latents for s in samples)
 
-    def x0_of(self, items: list[PromptItem]) -> Tensor:
+    def x0_of(self, items: list[PromptItem], size: Size) -> Tensor:
         """Return x0_BCFHW of the teacher's first rollout of each item."""
-        return torch.stack([self._latents[self._rollout_key(i)] for i in items]).to(self._latents.device)
-
-    def _rollout_key(self, item: PromptItem) -> str:
-        return self._latents.key(Sample(item, self._rollout.size))
+        return self._x0([self._latents.key(Sample(item, size)) for item in items])

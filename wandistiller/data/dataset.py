@@ -4,7 +4,6 @@ import hashlib
 import os
 import unicodedata
 from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from wandistiller.data.lines import (
     require_images,
     tables_in,
 )
+from wandistiller.data.names import Namesakes, has_name
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
@@ -83,6 +83,8 @@ class PromptItem:
     """The image that a clip begins with, which the teacher makes."""
     last_image: Path | None = None
     """The one that it ends with."""
+    namesake: int = 0
+    """Number among rows of this prompt whose images have these names, in other folders."""
 
     @property
     def images(self) -> list[Path]:
@@ -90,9 +92,9 @@ class PromptItem:
         return [image for image in (self.image, self.last_image) if image]
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """Key of random numbers: the prompt and the names of the given images."""
-        return self.prompt, *(image.name for image in self.images)
+    def key(self) -> tuple[str | int, ...]:
+        """Key of random numbers: the prompt, the names of the given images, and the number of a namesake."""
+        return self.prompt, *(image.name for image in self.images), *filter(None, [self.namesake])
 
     @property
     def begins_with(self) -> Path | None:
@@ -216,7 +218,7 @@ class _Index:
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
-        self.kinds, self.hashes = array("B"), array("Q")
+        self.kinds, self.hashes, self._namesakes = array("B"), array("Q"), Namesakes()
         self._tables: dict[int, Table] = {}
         self._looked_up: Counter[str] = Counter()
         """Names in each column that is not used that were looked for."""
@@ -239,7 +241,7 @@ class _Index:
 
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
         given = (None, *media) if self.kinds[row] in GIVEN else media[:1]
-        return PromptItem(prompt, *given)
+        return PromptItem(prompt, *given, namesake=self._namesakes.number(row))
 
     def add_folder(self) -> None:
         seen = {os.path.realpath(self._root)}  # links may lead back
@@ -274,12 +276,12 @@ class _Index:
             whole = os.path.normpath(os.path.join(inside, name))
             stem = unicodedata.normalize("NFC", stem)
             if ending in media:
-                if not self._takes_thumbnails and ending not in videos and _has(composed, stem, videos):
+                if not self._takes_thumbnails and ending not in videos and has_name(composed, stem, videos):
                     self.thumbnails += 1
                 else:
                     self._add_medium(whole)
-            elif ending.lower() == ".txt" and not _has(composed, stem, media):
-                unused = [folder / f"{stem}{e}" for e in unknown if _has(composed, stem, [e])]
+            elif ending.lower() == ".txt" and not has_name(composed, stem, media):
+                unused = [folder / f"{stem}{e}" for e in unknown if has_name(composed, stem, [e])]
                 unused += [folder / name] * (stem in unfinished and not unused)
                 self.unknown += unused
                 if not unused:
@@ -367,6 +369,8 @@ class _Index:
         self._offset.append(offset)
         self.kinds.append(self._type_of(*media))
         self.hashes.append(_hash(prompt, *media))
+        if self.kinds[-1] in GIVEN:
+            self._namesakes.add(len(self.kinds) - 1, self.hashes[-1], prompt, *media)
 
     def _type_of(self, medium: str = "", *last: str) -> MediaType:
         if is_video(medium):
@@ -378,12 +382,6 @@ class _Index:
         self.wrong += 1
         if self.wrong <= SHOWN:
             self.problems.append(problem)
-
-
-def _has(names: list[str], stem: str, endings: list[str]) -> bool:
-    """Return whether a sorted list has a name; a set would double the memory of a long list."""
-    places = ((stem + ending, bisect_left(names, stem + ending)) for ending in endings)
-    return any(place < len(names) and names[place] == name for name, place in places)
 
 
 def _ending(name: str) -> str:

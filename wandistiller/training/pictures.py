@@ -13,6 +13,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions, still
 from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import MediaError
 from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
@@ -79,6 +80,7 @@ class PictureDrawer:
         self._items, self._prompts = data.sample_items, [item.prompt for item in data.sample_items]
         self._first: tuple[dict[str, Row], Stats] | None = None
         self._told = False
+        self._given = self._given_row() if collectives.rank() == 0 else {}
 
     def draw_teacher(self) -> None:
         """Draw the teacher's pictures, or decode cached ones, once for all of the student's."""
@@ -94,16 +96,20 @@ class PictureDrawer:
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
-            self._write(job.picture(done), self._given() | rows)
+            self._write(job.picture(done), self._given | rows)
         return {name: row.middle for name, row in rows.items()}, of_rows
 
-    def _given(self) -> dict[str, Row]:
-        """Return the row of the frames that an image-to-video Wan is given, if it is one."""
+    def _given_row(self) -> dict[str, Row]:
+        """Return the row of the frames that an image-to-video Wan is given, if it is one, read now."""
         job = self.job
         if not job.folder.config.takes_image:
             return {}
         samples = [Sample(item, job.size) for item in self._items]
-        looks = [self._look(still(job.folder, job.reader, sample)) for sample in samples]
+        try:
+            looks = [self._look(still(job.folder, job.reader, sample)) for sample in samples]
+        except MediaError as error:  # it changed since it was encoded
+            collectives.log0("samples   without the row `%s`: a file of the data %s", GIVEN, error)
+            return {}
         return {GIVEN: Row(*map(torch.stack, zip(*looks, strict=True)))}
 
     def _write(self, file: Path, rows: dict[str, Row]) -> None:
@@ -130,8 +136,8 @@ class PictureDrawer:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
         if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
             row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
-        elif self.data.has_rollouts(self._items):
-            row, stats = self._row(lambda items, *_: self.data.x0_of(items), vae, seeds=1)
+        elif self.data.has_rollouts(self._items, self.job.size):
+            row, stats = self._row(lambda items, *_: self.data.x0_of(items, self.job.size), vae, seeds=1)
         else:
             return {}, {}
         return {"teacher": row}, {"teacher": stats}
@@ -190,7 +196,7 @@ class PictureDrawer:
         """Sample with the teacher, or read what it drew before the run was stopped."""
         run = self.job.run
         settings = run.seed, seed, run.height, run.width, run.num_frames, run.sample_steps, run.shift
-        names = [digest("picture", item.prompt, *settings, *self._frames_of(item)) for item in items]
+        names = [digest("picture", *item.key, *settings, *self._frames_of(item)) for item in items]
         kept = [self.data.measured.read(name) for name in names]
         if all(collectives.gather_objects(all(kept))):  # a call may be collective
             progress.skip(run.sample_steps)

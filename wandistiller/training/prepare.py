@@ -34,7 +34,7 @@ from wandistiller.utils.logging import set_activity
 from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.given_frames import encoder_folders
 from wandistiller.wan.loaded_components import load_vae
-from wandistiller.wan.sampling import denoise
+from wandistiller.wan.sampling import denoise, pipeline_config
 
 Skipped = dict[str, str]
 """Entry of skipped.json: file, reason and prompt."""
@@ -175,9 +175,9 @@ def _sample_items(
     """Return what pictures are of; if picked from the data, without what was skipped there. Collective."""
     items, used = job.sample_items, list(dict.fromkeys(sample.item for sample in samples.values()))
     if job.folder.config.takes_image:
-        drawn = {conditions.key(s).frames: s for s in (Sample(item, job.size) for item in items)}
-        unusable = conditions.fill_frames([*drawn.values()])
-        return [s.item for k, s in drawn.items() if k not in unusable] or used[:8]
+        drawn = [Sample(item, job.size) for item in items]
+        unusable = conditions.fill_frames(drawn)
+        return [s.item for s in drawn if conditions.key(s).frames not in unusable] or used[:8]
     if not skipped or not job.picks_samples:
         return items
     out, left = {entry["prompt"] for entry in skipped}, list(dict.fromkeys(item.prompt for item in used))
@@ -251,7 +251,9 @@ def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
     quantized = quantized_facts(job.teacher).values()
     images = [fingerprint(encoder_folders(job.folder))] if job.folder.config.takes_image else []
-    parts = text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added, *images
+    # rollouts name their shift; a folder that is saved anew may have another version
+    sampler = job.folder.boundary, pipeline_config(job.folder, 1.0) | {"_diffusers_version": ""}
+    parts = text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added, *images, sampler
     return digest(weights, *parts)
 
 

@@ -53,6 +53,28 @@ def test_a_row_may_have_an_image_or_a_video(tmp_path: Path, ending: str) -> None
     assert [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))] == files
 
 
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_of_rows_with_one_prompt_and_name_of_an_image_the_later_have_noise_of_their_own(
+    tmp_path: Path, is_absolute: bool
+) -> None:
+    """Whatever the machine calls the folders; all other rows have the noise of their prompt and names."""
+    given = [("a", "day/f.png"), ("a", "g.png"), ("a", "night/f.png"), ("b", "night/f.png")]
+    given += [("a", "night/f.png"), ("a", "f.png")]  # a duplicate, and the third of this name
+    touched(tmp_path, *(name for _, name in given))
+    start = f"{tmp_path}/" if is_absolute else ""
+    rows = [{"prompt": prompt, "image": start + name} for prompt, name in given]
+    items = read_dataset(str(table(tmp_path / "t.jsonl", rows)), first_frames=True)
+    shared, other = ("a", "f.png"), [("a", "g.png"), ("b", "f.png")]
+    assert [item.key for item in items] == [shared, other[0], (*shared, 1), other[1], (*shared, 2)]
+
+
+def test_files_of_one_name_in_the_folders_of_a_folder_have_noise_of_their_own(tmp_path: Path) -> None:
+    for image in touched(tmp_path, "day/f.png", "day/g.png", "night/f.png"):
+        image.with_suffix(".txt").write_text("a")
+    items = read_dataset(str(tmp_path), first_frames=True)
+    assert [item.key for item in items] == [("a", "f.png"), ("a", "g.png"), ("a", "f.png", 1)]
+
+
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
 def test_a_row_may_have_the_images_that_its_clip_begins_and_ends_with(tmp_path: Path, ending: str) -> None:
     first, last, *_ = touched(tmp_path, "a.png", "b.png", "c.mp4")

@@ -19,7 +19,8 @@ LEVELS = [0, 64, 128, 192, 255]
 
 
 def drawer(frames: int) -> PictureDrawer:
-    job = SimpleNamespace(run=SimpleNamespace(num_frames=frames), folder=SimpleNamespace(fps=16))
+    folder = SimpleNamespace(fps=16, config=SimpleNamespace(takes_image=False))
+    job = SimpleNamespace(run=SimpleNamespace(num_frames=frames), folder=folder)
     data = SimpleNamespace(sample_items=[PromptItem(prompt) for prompt in PROMPTS])
     return PictureDrawer(job, data, None, None, None)
 
