@@ -1,6 +1,7 @@
 """Image-to-video Wans from data with first frames to students that stock diffusers opens."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe, recipe_file
 from safetensors import safe_open
+from safetensors.torch import load_file
 from slow_cases import slow_but
 from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
@@ -52,8 +54,9 @@ def wans(tmp_path_factory: pytest.TempPathFactory) -> Wans:
 
 @pytest.fixture(scope="module", params=slow_but([A14B], IMAGE_FORMS))
 def run(request: pytest.FixtureRequest, wans: Wans) -> tuple[str, Path]:
-    """A run of each form on one rank: of two steps of dmd2."""
+    """A run of each form on one rank: of two steps of dmd2, on images between black bars."""
     more = {"sample_prompts": None} if request.param == A14B else {}
+    more |= {"fit": "letterbox", "background": "black"}
     return request.param, wans.train(request.param, f"run {request.param}", objective=DMD2, **more)
 
 
@@ -110,7 +113,13 @@ def test_pictures_of_training_begin_with_the_given_frames(wans: Wans, run: tuple
     assert (height - captions) / (tile + gap) == 7  # given; teacher and student in three frames
 
 
-def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(
+def encoded_frames(cache: Path) -> list[Tensor]:
+    """Return the encoded given frames in a cache."""
+    tensors = [load_file(file) for file in (cache / "frames").rglob("*.safetensors")]
+    return [t for named in tensors for key, t in named.items() if re.search("joined|first", key)]
+
+
+def test_the_evaluation_draws_from_the_given_frames_of_training_and_has_figures_of_motion(
     wans: Wans, run: tuple[str, Path]
 ) -> None:
     form, output = run
@@ -118,6 +127,8 @@ def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(
     wandistiller("evaluate", "--student_path", output, *words, "--quick", "--steps", "2")
     figures = read_json(output / "evaluation.json")
     assert figures["ratio"]["motion"]["value"] > 0 and figures["relative_velocity_error"]["all"]
+    (frames,) = encoded_frames(output / "cache")
+    assert any(torch.equal(frames, trained) for trained in encoded_frames(wans.folder / f"cache {form}"))
 
 
 @pytest.mark.slow

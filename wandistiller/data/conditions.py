@@ -94,7 +94,10 @@ def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tens
     """
     if images := sample.item.images:
         return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
-    return reader.read(sample.item.media, sample.size, sample.clip)[:, given_places(folder.config)]
+    places, size = given_places(folder.config), sample.size
+    if places == [0] and not sample.clip:  # the others may be missing
+        size = replace(size, num_frames=1)
+    return reader.read(sample.item.media, size, sample.clip)[:, places]
 
 
 def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:

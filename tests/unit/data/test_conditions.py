@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from small_wan import IMAGE_FORMS, make_wan
 
-from wandistiller.data.conditions import Conditions
+from wandistiller.data.conditions import Conditions, given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
-from wandistiller.data.media import MediaReader, Size
+from wandistiller.data.media import MediaError, MediaReader, Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan
@@ -56,6 +56,18 @@ def test_a_row_of_two_images_gives_what_diffusers_prepares_of_them(
     torch.testing.assert_close(given.joined_BCFHW, joined, rtol=1e-5, atol=1e-5)
     states = pipe.encode_image([first, last], CPU).flatten(0, 1)
     torch.testing.assert_close(given.image_BLD[0], states, rtol=1e-5, atol=1e-5)
+
+
+def test_a_wan_that_is_given_the_first_frame_alone_takes_it_from_a_video_that_is_too_short(
+    both_ends: WanFolder, tmp_path: Path
+) -> None:
+    first_alone = open_wan(str(make_wan(tmp_path / "wan", **IMAGE_FORMS["Wan2.2-TI2V-5B"])))
+    first, second = (Image.new("RGB", (SIDE, SIDE), colour) for colour in ("black", "white"))
+    first.save(tmp_path / "short.gif", save_all=True, append_images=[second], duration=60)
+    sample = Sample(PromptItem("a", tmp_path / "short.gif"), Size(SIDE, SIDE, FRAMES))
+    assert torch.equal(given_frames(first_alone, READER, sample), -torch.ones(3, 1, SIDE, SIDE))
+    with pytest.raises(MediaError, match="has 2 frame"):
+        given_frames(both_ends, READER, sample)
 
 
 def test_the_caches_know_a_row_by_both_of_its_images(
