@@ -9,7 +9,7 @@ import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
-from image_data import PROMPTS, image_data, with_last_images
+from image_data import PROMPTS, image_data, noise, with_last_images
 from image_wans import A14B, BOTH_ENDS, ENGINE, SIZE, TI2V, WAN21, Wans
 from on_ranks.placements import differences
 from PIL import Image
@@ -92,6 +92,21 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
     few = few_steps(facts.shift, 2, None)
     ours, _ = denoise(velocity, student, facts.shift, noise, conditioning, 2, few)
     assert (ours - theirs).norm() / theirs.norm() < 1e-3
+
+
+@pytest.mark.slow
+def test_the_call_in_the_card_of_a_student_draws_a_clip(
+    run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, output = run
+    code = (output / "student" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace("THIS_FOLDER", str(output / "student")).replace("bfloat16", "float32")
+    for seed, name in enumerate(("image.png", "last_image.png")):
+        noise(seed)[0].save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    about = next(imageio_ffmpeg.read_frames("video.mp4"))
+    assert about["size"] == (SIZE["width"], SIZE["height"])
 
 
 @pytest.mark.slow
