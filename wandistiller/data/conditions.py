@@ -105,8 +105,9 @@ def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
     try:
         return reader.read(image, replace(sample.size, num_frames=1))
     except MediaError as error:
-        which = f"its last image {image} " if image == sample.item.last_image else ""
-        raise MediaError(f"{which}{error}") from None
+        if image == sample.item.last_image:
+            error.args = (f"its last image {image} {error}",)
+        raise
 
 
 def ends_problems(folder: WanFolder, items: Iterable[PromptItem]) -> list[str]:

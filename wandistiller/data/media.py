@@ -62,6 +62,9 @@ WIDEST = 2.0
 class MediaError(Exception):
     """The reason why an image or video cannot be used; without its name."""
 
+    passing = False
+    """True if the system refused to read it, which may be other than the file's fault."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -135,7 +138,9 @@ def load_media(
     except UNREADABLE as error:
         if package := missing_package(path):
             raise MediaError(f"cannot be read: this needs: pip install {package}") from None
-        raise MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}") from None
+        refused = MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
+        refused.passing = isinstance(error, OSError) and error.errno is not None
+        raise refused from None
     if len(fitted) < size.num_frames:
         raise MediaError(f"has {len(fitted)} frame(s) at {fps:g} a second, the run wants {size.num_frames}")
     return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
