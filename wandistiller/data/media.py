@@ -20,7 +20,7 @@ from torch import Tensor
 from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
-from wandistiller.utils.files import digest, file_fingerprint
+from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
 
 UNREADABLE = (
     ArithmeticError,
@@ -94,10 +94,16 @@ class MediaReader:
         return load_media(*given, fit=self.fit, clip=clip, clips=self.clips)
 
     def key(self, path: Path, size: Size, clip: int = 0) -> str:
-        """Return a key of what is read."""
+        """Return a key of what is read.
+
+        An image that clips begin or end with has one of its content: the teacher's clips take hours. Other
+        media may be a million files, which are not read for it.
+        """
         more = pixels_depend_on(path, self.background, self.fit)
         if clip:  # the first is that of a run of one clip
             more.append(f"clip {clip} of {self.clips}")
+        if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
+            return digest(content_fingerprint(path), str(size), *more)
         return digest(file_fingerprint(path), str(size), self.fps, *more)
 
 

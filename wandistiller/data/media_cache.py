@@ -66,6 +66,9 @@ class MediaCache(TensorCache):
             the next run may be able to read it.
         """
         known = collectives.broadcast_object(self._known_unusable())
+        # a file that was moved is tried again, and named where it is
+        moved = {k for k, s in samples.items() if k in known and not known[k].startswith(f"{source(s)}: ")}
+        known = {key: why for key, why in known.items() if key not in moved}
         missing = self.missing_keys(key for key in samples if key not in known)
         files = own_batches(of_one_size(missing, samples, self._samples_per_file))
         unusable: dict[str, str] = {}

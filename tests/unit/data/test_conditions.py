@@ -1,5 +1,6 @@
 """What a Wan is given of rows with the images that clips begin and end with, against diffusers' pipeline."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,36 @@ def test_the_caches_know_a_row_by_both_of_its_images(
     Image.new("RGB", (SIDE, SIDE)).save(last)
     assert frames.key(sample).frames != keys[0][0] and latents.key(sample) != keys[0][1]
     assert (frames.key(rows[2]).frames, latents.key(rows[2])) == keys[2][:2]
+
+
+def test_the_caches_know_given_images_wherever_they_lie_and_at_any_rate_of_videos(
+    both_ends: WanFolder, sample: Sample, tmp_path: Path
+) -> None:
+    def keys(row: Sample, fps: float) -> tuple[str | None, str]:
+        how = {"reader": MediaReader(fps), "samples_per_file": 1}
+        rollouts = Rollouts(2, 1, False, 0, 3.0)
+        latents = LatentCache(tmp_path, both_ends, rollouts, CPU, teacher_fingerprint="", **how)
+        return Conditions(tmp_path, both_ends, CPU, **how).key(row).frames, latents.key(row)
+
+    (there := tmp_path / "there").mkdir()
+    moved = [Path(shutil.copyfile(image, there / image.name)) for image in sample.item.images]
+    elsewhere = replace(sample, item=PromptItem("a red circle", None, *moved))
+    assert keys(sample, 16.0) == keys(sample, 20.0) == keys(elsewhere, 16.0)
+    pixels = Image.open(moved[0]).rotate(180)
+    pixels.save(moved[0])
+    assert not {*keys(sample, 16.0)} & {*keys(elsewhere, 16.0)}
+
+
+def test_an_image_that_cannot_be_read_is_named_where_it_lies_now(
+    both_ends: WanFolder, sample: Sample, tmp_path: Path
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    sample.item.image.write_bytes(b"no picture")
+    for folder in (tmp_path, there):
+        images = [Path(shutil.copyfile(i, there / i.name)) for i in sample.item.images]
+        row = replace(sample, item=PromptItem("a", None, *images)) if folder == there else sample
+        (why,) = conditions(tmp_path / "cache", both_ends).fill_frames([row]).values()
+        assert why.startswith(f"{folder / NAMES[0]}: cannot be read: ")
 
 
 def test_a_last_image_that_cannot_be_read_is_named(
