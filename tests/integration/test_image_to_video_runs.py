@@ -1,6 +1,7 @@
 """Image-to-video Wans from data with first frames to students that stock diffusers opens."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
-from image_data import PROMPTS, image_data, with_last_images
+from image_data import PROMPTS, image_data, noise, with_last_images
 from image_wans import A14B, BOTH_ENDS, ENGINE, SIZE, TI2V, WAN21, Wans
 from on_ranks.placements import differences
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe, recipe_file
 from safetensors import safe_open
+from safetensors.torch import load_file
 from slow_cases import slow_but
 from small_wan import IMAGE_FORMS, make_wan
 from torch import Tensor
@@ -52,8 +54,9 @@ def wans(tmp_path_factory: pytest.TempPathFactory) -> Wans:
 
 @pytest.fixture(scope="module", params=slow_but([A14B], IMAGE_FORMS))
 def run(request: pytest.FixtureRequest, wans: Wans) -> tuple[str, Path]:
-    """A run of each form on one rank: of two steps of dmd2."""
+    """A run of each form on one rank: of two steps of dmd2, on images between black bars."""
     more = {"sample_prompts": None} if request.param == A14B else {}
+    more |= {"fit": "letterbox", "background": "black"}
     return request.param, wans.train(request.param, f"run {request.param}", objective=DMD2, **more)
 
 
@@ -92,6 +95,21 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
 
 
 @pytest.mark.slow
+def test_the_call_in_the_card_of_a_student_draws_a_clip(
+    run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, output = run
+    code = (output / "student" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace("THIS_FOLDER", str(output / "student")).replace("bfloat16", "float32")
+    for seed, name in enumerate(("image.png", "last_image.png")):
+        noise(seed)[0].save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    about = next(imageio_ffmpeg.read_frames("video.mp4"))
+    assert about["size"] == (SIZE["width"], SIZE["height"])
+
+
+@pytest.mark.slow
 def test_sample_writes_a_clip_that_begins_with_the_image(wans: Wans, run: tuple[str, Path]) -> None:
     form, output = run
     size = [word for key, value in SIZE.items() for word in (f"--{key}", str(value))]
@@ -110,7 +128,13 @@ def test_pictures_of_training_begin_with_the_given_frames(wans: Wans, run: tuple
     assert (height - captions) / (tile + gap) == 7  # given; teacher and student in three frames
 
 
-def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(
+def encoded_frames(cache: Path) -> list[Tensor]:
+    """Return the encoded given frames in a cache."""
+    tensors = [load_file(file) for file in (cache / "frames").rglob("*.safetensors")]
+    return [t for named in tensors for key, t in named.items() if re.search("joined|first", key)]
+
+
+def test_the_evaluation_draws_from_the_given_frames_of_training_and_has_figures_of_motion(
     wans: Wans, run: tuple[str, Path]
 ) -> None:
     form, output = run
@@ -118,6 +142,8 @@ def test_the_evaluation_draws_from_the_given_frames_and_has_figures_of_motion(
     wandistiller("evaluate", "--student_path", output, *words, "--quick", "--steps", "2")
     figures = read_json(output / "evaluation.json")
     assert figures["ratio"]["motion"]["value"] > 0 and figures["relative_velocity_error"]["all"]
+    (frames,) = encoded_frames(output / "cache")
+    assert any(torch.equal(frames, trained) for trained in encoded_frames(wans.folder / f"cache {form}"))
 
 
 @pytest.mark.slow

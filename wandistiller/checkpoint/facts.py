@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
-from wandistiller.utils.validation import Count, NotNegative, types_of, value_problems
+from wandistiller.utils.validation import Count, NotNegative, Positive, types_of, value_problems
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -50,7 +50,10 @@ class Facts:
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     image_to_video: bool | None = None
-    """True if its clips begin with a given image."""
+    """True if its clips begin with a given image; then the settings by which its media were read."""
+    video_fps: Positive | None = None
+    fit: Literal["crop", "letterbox"] | None = None
+    background: str | None = None
     ema: float | None = None
     ema_start: int | None = None
     learning_rates: dict[str, float] | None = None

@@ -4,6 +4,7 @@ from wandistiller.cli.flags import SampleFlags
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.evaluation.candidates import Candidate, read_candidate
@@ -15,7 +16,7 @@ from wandistiller.evaluation.draw_samples import (
     sample,
     sampling_problems,
 )
-from wandistiller.evaluation.items import image_problems, read_items
+from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
 from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.pipeline import usual_for
@@ -67,6 +68,6 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
             "sample", flags.context_parallel, collectives.world_size(), heads, patches
         )
         problems += inside_problems("output", flags.output, {"model": folder.path})
-    if problems:
+    if problems := problems or frame_problems(folder, reader_of(model.facts, folder), items, Size(*size)):
         raise ConfigError(*problems)
     return model, items, settings

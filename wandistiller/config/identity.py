@@ -105,6 +105,7 @@ def adapters(job: Job) -> dict[str, Any]:
 def provenance(job: Job) -> Facts:
     """Return the origin of the student for its export, stored as `facts` in every checkpoint."""
     r, few = job.run, job.schedule.few
+    media = ("video_fps", "fit", "background") if job.folder.config.takes_image else ()
     return Facts(
         teacher_path=r.teacher_path,
         teacher_revision=job.folder.revision,
@@ -130,6 +131,7 @@ def provenance(job: Job) -> Facts:
         bases=[base.value for base in job.bases.values()] or None,
         teacher_lora=as_settings(job.folder.added) or None,
         image_to_video=job.folder.config.takes_image or None,
+        **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),
         **tuning(job),
     )

@@ -5,6 +5,7 @@ import torch
 from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
+from wandistiller.data.lines import NEGATIVE_PROMPT
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.engine.lr_preview import LEAD, steps_without_learning
@@ -12,6 +13,9 @@ from wandistiller.student.shared_base import obstacle
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.transformer import count_parameters
+
+NOT_BESIDE = "{}, which is not beside the table, and the like"
+OF_ALL = "that of the recipe is for all prompts"
 
 
 def without_learning(engine: EngineConfig, max_steps: int) -> list[str]:
@@ -63,7 +67,8 @@ def summary(job: Job) -> list[str]:
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
     unused = [
-        f"          column `{column}` is not used: {name}, which is not beside the table, and the like"
+        f"          column `{column}` is not used: "
+        + (OF_ALL if column == NEGATIVE_PROMPT else NOT_BESIDE.format(name))
         for column, name in job.items.unused.items()
     ]
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"

@@ -87,7 +87,10 @@ def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tens
     """
     if images := sample.item.images:
         return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
-    return reader.read(sample.item.media, sample.size, sample.clip)[:, given_places(folder.config)]
+    places, size = given_places(folder.config), sample.size
+    if places == [0] and not sample.clip:  # the others may be missing
+        size = replace(size, num_frames=1)
+    return reader.read(sample.item.media, size, sample.clip)[:, places]
 
 
 def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
@@ -95,8 +98,9 @@ def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
     try:
         return reader.read(image, replace(sample.size, num_frames=1))
     except MediaError as error:
-        which = f"its last image {image} " if image == sample.item.last_image else ""
-        raise MediaError(f"{which}{error}") from None
+        if image == sample.item.last_image:
+            error.args = (f"its last image {image} {error}",)
+        raise
 
 
 def ends_problems(folder: WanFolder, items: Iterable[PromptItem]) -> list[str]:

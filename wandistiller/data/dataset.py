@@ -19,6 +19,7 @@ from wandistiller.data.lines import (
     LISTS,
     LONGEST_LINE,
     MEDIA,
+    NEGATIVE_PROMPT,
     NO_MEDIA,
     VIDEOS,
     Table,
@@ -122,7 +123,7 @@ class PromptDataset(Sequence[PromptItem]):
             hashes: 64-bit hash of each row's content.
             unknown: files that have a prompt beside them and an ending that is not known.
             thumbnails: number of pictures beside videos that were left out.
-            unused: columns that name media which are not there, and are not used, with such a name.
+            unused: columns of media that are not there, and of negative prompts: not used, with such a text.
         """
         self.unknown, self.thumbnails, self.unused = unknown, thumbnails, unused or {}
         self._read, hashes_N = read, np.asarray(hashes, dtype=np.uint64)
@@ -220,7 +221,7 @@ class _Index:
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes, self._namesakes = array("B"), array("Q"), Namesakes()
         self._tables: dict[int, Table] = {}
-        self._looked_up: Counter[str] = Counter()
+        self._looked_up = Counter({NEGATIVE_PROMPT: MOST_LOOKED_UP})  # its texts are no names
         """Names in each column that is not used that were looked for."""
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
@@ -343,7 +344,7 @@ class _Index:
         if missing := [path.parent / name for name in media if not in_any_form(path.parent / name).is_file()]:
             raise ValueError(f"no such file: {missing[0]}. Fix the name.")
         for column, text in others:
-            if "." in text[-6:] and _ending(text) in MEDIA:
+            if column == NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
                 self._require_no_file(column, text, path)
         self._add(offset, prompt, *media)
@@ -356,7 +357,7 @@ class _Index:
         if in_any_form(path.parent / text).is_file():
             raise ValueError(
                 f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
-                "file, or take it out."
+                f"file, to {LAST_IMAGE} if a clip ends with it, or take it out."
             )
 
     def _add_file(self, name: str) -> None:

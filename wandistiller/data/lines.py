@@ -38,6 +38,8 @@ MEDIA_COLUMNS = (
 """The same for media, of which a row has one."""
 LAST_IMAGE = "last_image"
 """The column of the image that a clip ends with, beside that of the one that it begins with."""
+NEGATIVE_PROMPT = "negative_prompt"
+"""A column that other trainers use; here it is a key of the recipe, for all prompts."""
 USED_COLUMNS = {*PROMPT_COLUMNS, *MEDIA_COLUMNS, LAST_IMAGE}
 LEFT_OUT = set(
     """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
@@ -85,7 +87,7 @@ class TextLines:
         """Yield the byte after a record, its number of lines, and its content.
 
         Raises:
-            ValueError: with the reason; a record is too long, or not UTF-8.
+            ValueError: with the reason; a record is too long, is several lines, or not UTF-8.
         """
         end = start
         stream.seek(start)
@@ -94,6 +96,8 @@ class TextLines:
             if len(raw) > LONGEST_LINE:
                 raise ValueError(f"over {LONGEST_LINE} bytes. Write one prompt a line.")
             line = raw.decode("utf-8" if end else "utf-8-sig").strip()
+            if "\r" in line:
+                raise ValueError("lines end with CR alone, as on old Macs. Save the file with LF.")
             end += len(raw)
             yield end, 1, "" if line.startswith("#") else line
 
@@ -113,9 +117,11 @@ class JsonLines(TextLines):
             entry = json.loads(line, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
-        pairs = entry.items() if isinstance(entry, dict) else ()
+        row = [(k.strip().lower(), value) for k, value in entry.items()] if isinstance(entry, dict) else []
+        if twice := _twice([key for key, _ in row]):
+            raise ValueError(f"two keys `{twice}`, which differ in capitals or spaces. Keep one.")
         remedy = 'Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
-        return _item([(key.strip().lower(), value) for key, value in pairs], f"no prompt. {remedy}")
+        return _item(row, f"no prompt. {remedy}")
 
 
 class Table:
@@ -132,8 +138,8 @@ class Table:
                 f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header "
                 "such as prompt,file, or write one prompt a line into a .txt."
             )
-        if twice := [name for name in used if used.count(name) > 1]:
-            raise ValueError(f"two columns `{twice[0]}`. Keep one.")
+        if twice := _twice(used):
+            raise ValueError(f"two columns `{twice}`. Keep one.")
 
     def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, list[str]]]:
         """Yield the byte after a record, its number of lines, and its fields.
@@ -195,6 +201,11 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
     if last and not media:
         raise ValueError(f"`{LAST_IMAGE}` is {last[0][1]}, and there is no first one. Write `image` too.")
     return prompt.strip(), [name for _, name in media[:1] + last], others
+
+
+def _twice(names: list[str]) -> str | None:
+    """Return the first of the names that is a used column and occurs twice."""
+    return next((name for name in names if name in USED_COLUMNS and names.count(name) > 1), None)
 
 
 def require_images(first: str, last: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
-from wandistiller.utils.files import digest, file_fingerprint
+from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
 
 UNREADABLE = (
     ArithmeticError,
@@ -61,6 +61,9 @@ WIDEST = 2.0
 
 class MediaError(Exception):
     """The reason why an image or video cannot be used; without its name."""
+
+    passing = False
+    """True if the system refused to read it, which may be other than the file's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +109,24 @@ class MediaReader:
         except UNREADABLE as error:
             if package := missing_package(path):
                 raise MediaError(f"cannot be read: this needs: pip install {package}") from None
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise MediaError(f"cannot be read: {reason}") from None
+            refused = MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
+            refused.passing = isinstance(error, OSError) and error.errno is not None
+            raise refused from None
         if len(fitted) < most:
             raise MediaError(f"has {len(fitted)} frame(s) at {self.fps:g} a second, the run wants {most}")
         return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
     def key(self, path: Path, size: Size, clip: int = 0) -> str:
+        """Return a key of what is read.
+
+        An image that clips begin or end with has one of its content: the teacher's clips take hours. Other
+        media may be a million files, which are not read for it.
+        """
         more = pixels_depend_on(path, self.background, self.fit)
         if clip:  # the first is that of a run of one clip
             more.append(f"clip {clip} of {self.clips}")
+        if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
+            return digest(content_fingerprint(path), str(size), *more)
         return digest(file_fingerprint(path), str(size), self.fps, *more)
 
     def _length(self, path: Path) -> int:

@@ -62,22 +62,29 @@ class MediaCache(TensorCache):
             name: of the progress.
 
         Returns:
-            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored.
+            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
+            the next run may be able to read it.
         """
         known = collectives.broadcast_object(self._known_unusable())
+        # a file that was moved is tried again, and named where it is
+        moved = {k for k, s in samples.items() if k in known and not known[k].startswith(f"{source(s)}: ")}
+        known = {key: why for key, why in known.items() if key not in moved}
         missing = self.missing_keys(key for key in samples if key not in known)
         files = own_batches(of_one_size(missing, samples, self._samples_per_file))
         unusable: dict[str, str] = {}
+        passing: set[str] = set()
         with collectives.raise_on_all_ranks():
             if files:
                 encode, progress = encoder(), Progress(name, sum(map(len, files)), "sample")
                 for keys in until_stopped(files):
                     found = {key: samples[key] for key in keys}
-                    unusable |= self._encode(found, source, encode, progress)
+                    unusable |= self._encode(found, source, encode, progress, passing)
         collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
-        new = {key: why for of_rank in collectives.gather_objects(unusable) for key, why in of_rank.items()}
-        if new and collectives.rank() == 0:
-            write_json(self._unusable, known | new)
+        of_ranks = collectives.gather_objects((unusable, passing))
+        new = {key: why for found, _ in of_ranks for key, why in found.items()}
+        lasting = {key: why for key, why in new.items() if not any(key in tried for _, tried in of_ranks)}
+        if lasting and collectives.rank() == 0:
+            write_json(self._unusable, known | lasting)
         self.missing_keys(missing)
         return {key: why for key, why in (known | new).items() if key in samples}
 
@@ -90,11 +97,19 @@ class MediaCache(TensorCache):
             return {}
 
     def _encode(
-        self, samples: dict[str, Sample], source: Callable[[Sample], Path], encode: Encode, progress: Progress
+        self,
+        samples: dict[str, Sample],
+        source: Callable[[Sample], Path],
+        encode: Encode,
+        progress: Progress,
+        passing: set[str],
     ) -> dict[str, str]:
         """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
 
         They are encoded one by one, as a video alone takes gigabytes.
+
+        Args:
+            passing: gets the keys of those that the next run may be able to read.
         """
         tensors, unusable = {}, {}
         for key, sample in until_stopped(samples.items()):
@@ -102,6 +117,7 @@ class MediaCache(TensorCache):
                 tensors[key] = encode(sample)
             except MediaError as error:
                 unusable[key] = f"{source(sample)}: {error}."
+                passing |= {key} if error.passing else set()
             progress.advance()
         if tensors:
             self.write(tensors, {key: str(source(samples[key])) for key in tensors})

@@ -26,6 +26,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.candidates import Candidate
+from wandistiller.evaluation.items import reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
@@ -136,11 +137,13 @@ def draw(
     seeds: list[int],
     sampling: Sampling,
     progress: Progress | None = None,
+    reader: MediaReader | None = None,
 ) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
 
     Args:
         samples: of an image-to-video pipeline one, which takes one image a call (diffusers 0.42.1).
+        reader: how the given frames are read; needed by an image-to-video pipeline.
     """
 
     def after_step(*_: Any) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def draw(
             progress.advance()
         return {}
 
-    settings = asdict(sampling) | _images(folder, samples)
+    settings = asdict(sampling) | _images(folder, reader, samples)
     steps = settings.pop("steps")
     with torch.random.fork_rng():
         torch.manual_seed(seeds[0])  # of noise between steps, which is not the generators' (diffusers 0.42.1)
@@ -164,12 +167,12 @@ def draw(
     return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
 
 
-def _images(folder: WanFolder, samples: list[Sample]) -> dict[str, Image.Image]:
+def _images(folder: WanFolder, reader: MediaReader | None, samples: list[Sample]) -> dict[str, Image.Image]:
     """Return the arguments of an image-to-video pipeline, with the given frames."""
     if not folder.config.takes_image:
         return {}
     (one,) = samples
-    pixels_CTHW = given_frames(folder, MediaReader(float(folder.fps)), one)
+    pixels_CTHW = given_frames(folder, reader, one)
     frames = [to_pil(p_CHW / 2 + 0.5) for p_CHW in pixels_CTHW.unbind(1)]
     return dict(zip(("image", "last_image"), frames, strict=False))
 
@@ -198,10 +201,12 @@ def sample(
     set_steps(pipeline, model.trained, sampling.steps, folder.boundary, added=bool(folder.added))
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(items)))
+    reader = reader_of(model.facts, folder)
     size = Size(sampling.height, sampling.width, sampling.num_frames)
     progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)
     for _, i, counts in round_robin(numbers, ranks):
-        video_CFHW = draw(pipeline, folder, [Sample(items[i], size)], [seed + i], sampling, progress)[0]
+        one = [Sample(items[i], size)]
+        video_CFHW = draw(pipeline, folder, one, [seed + i], sampling, progress, reader)[0]
         if counts:
             file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
             drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()

@@ -21,6 +21,7 @@ from wandistiller.distributed.round_robin import batched, number_of_rounds, roun
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
+from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.quantization_error import SAMPLES
@@ -93,6 +94,11 @@ class Evaluation:
         return [Sample(item, Size(s.height, s.width, s.num_frames)) for item in self.items]
 
     @property
+    def reader(self) -> MediaReader:
+        """How the given frames are read."""
+        return reader_of(self.facts, self.teacher)
+
+    @property
     def shown(self) -> list[int]:
         """Numbers of the prompts in the picture, ten at most."""
         return list(range(0, len(self.prompts), -(-len(self.prompts) // 10)))
@@ -143,7 +149,7 @@ class Evaluator:
     def __init__(self, settings: Evaluation, ranks: Ranks = ALONE):
         self._settings, self._ranks, self._device = settings, ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
-        cache, reader = settings.output / "cache", MediaReader(float(settings.teacher.fps))
+        cache, reader = settings.output / "cache", settings.reader
         self._samples = settings.samples
         self._conditions = Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1)
         self._conditions.text.fill([*settings.prompts, negative])
@@ -165,7 +171,7 @@ class Evaluator:
         with memory.running():
             if s.placement is None:
                 given = s.teacher, s.teacher_sampling, self._null_LD, s.dtype
-                candidate = DiffusersPipeline(*given, ranks=self._ranks)
+                candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
             else:
                 given = s.teacher, s.teacher_sampling, self._conditions, s.placement, self._vae
                 candidate = PlacedTeacher(*given, ranks=self._ranks)
@@ -190,7 +196,7 @@ class Evaluator:
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
             given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts, s.teacher.boundary
-            candidate = DiffusersPipeline(*given, ranks=self._ranks)
+            candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
         for index, chunk, counts in round_robin(self._batches, self._ranks):

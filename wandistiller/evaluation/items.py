@@ -5,9 +5,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from wandistiller.data.conditions import ends_problems
+from wandistiller.checkpoint.facts import Facts
+from wandistiller.data.colours import WHITE, background_of
+from wandistiller.data.conditions import ends_problems, given_frames
 from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
+from wandistiller.data.media import CROP, MediaError, MediaReader, Size
+from wandistiller.data.media_cache import Sample
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.pipeline import WanFolder
 
@@ -60,6 +64,23 @@ def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = 
             + remedy
         ]
     return ends_problems(folder, items)
+
+
+def reader_of(facts: Facts, folder: WanFolder) -> MediaReader:
+    """Return how given frames are read: as in the run that made a model, else cropped, over white."""
+    background = background_of(facts.background) if facts.background else WHITE
+    return MediaReader(facts.video_fps or float(folder.fps), background, facts.fit or CROP)
+
+
+def frame_problems(folder: WanFolder, reader: MediaReader, items: list[PromptItem], size: Size) -> list[str]:
+    """List the images and videos whose given frames cannot be used, with the reasons; all are read."""
+    problems = {}
+    for item in items if folder.config.takes_image else []:
+        try:
+            given_frames(folder, reader, Sample(item, size))
+        except MediaError as error:
+            problems[f"{item.begins_with}: {error}."] = None
+    return [*problems]
 
 
 def _names_a_file(word: str) -> bool:

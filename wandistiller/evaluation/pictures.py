@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import Tensor
 
 from wandistiller.data.conditions import still
-from wandistiller.data.media import MediaReader
 from wandistiller.evaluation.evaluator import Evaluation
 from wandistiller.monitoring.charts import Chart, Line, svg
 from wandistiller.monitoring.evaluated import Figures
@@ -21,7 +20,7 @@ def write_pictures(settings: Evaluation, file: Path, rows: dict[str, list[Tensor
     """Write middle frames, and of clips all frames and an animation; return the files of those two."""
     prompts, stem = [settings.prompts[i] for i in settings.shown], file.with_suffix("")
     if (folder := settings.teacher).config.takes_image:
-        reader, samples = MediaReader(float(folder.fps)), settings.samples
+        reader, samples = settings.reader, settings.samples
         rows = {"given": [still(folder, reader, samples[i]) for i in settings.shown]} | rows
     middle = {label: [clip[:, clip.shape[1] // 2] for clip in clips] for label, clips in rows.items()}
     save_grid(file, middle, prompts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from wandistiller.batch import Conditioning, State
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.conditions import Conditions
+from wandistiller.data.media import MediaReader
 from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
@@ -44,6 +45,7 @@ class DiffusersPipeline:
         facts: Facts | None = None,
         handover: float | None = None,
         *,
+        reader: MediaReader | None = None,
         ranks: Ranks = ALONE,
     ):
         """Load it.
@@ -51,9 +53,10 @@ class DiffusersPipeline:
         Args:
             facts: of a student, the sampling that it is trained for.
             handover: noise level at which the experts of a two-expert student change.
+            reader: how the given frames are read; needed by an image-to-video pipeline.
         """
         self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
-        self._folder = folder
+        self._folder, self._reader = folder, reader
         trained = facts if facts and facts.few_steps else None
         self._trained, self._handover = trained, handover if folder.boundary is not None else None
         self._added = bool(folder.added)
@@ -75,7 +78,7 @@ class DiffusersPipeline:
         set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)
         self._outside.seconds, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
-        pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress)
+        pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress, self._reader)
         self.denoising = time.monotonic() - start - self._outside.seconds
         return pixels_BCFHW
 

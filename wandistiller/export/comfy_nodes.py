@@ -3,6 +3,7 @@
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import RENOISE, FlowSchedule
+from wandistiller.wan.given_frames import given_places
 
 COMFY = """
 In ComfyUI, `{latent}` has width {width}, height {height}, length {num_frames}. ComfyUI knows neither the
@@ -37,6 +38,7 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
     latent = "EmptyHunyuanLatentVideo" if facts.config.out_channels == 16 else "Wan22ImageToVideoLatent"
     if facts.image_to_video:
         latent = "WanImageToVideo" if facts.config.joined_channels else latent
+        latent = "WanFirstLastFrameToVideo" if len(given_places(facts.config)) == 2 else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:

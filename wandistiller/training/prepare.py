@@ -40,6 +40,8 @@ Skipped = dict[str, str]
 """Entry of skipped.json: file, reason and prompt."""
 STEPS = 4
 """Sampling steps of the images on which the error of quantised weights is measured."""
+STRICT = "`strict` is true: fix these files or take them out; without it they are skipped."
+SKIPPED = "skipped.json"
 NAMED = 3
 """Greatest number of skipped media that are named in the log."""
 
@@ -118,18 +120,24 @@ def _select(
     )
     samples: dict[int, Sample] = {}
     skipped: dict[int, Skipped] = {}
+    found: list[Skipped] = []
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
         unusable = _encode({n: samples[n] for n in new}, job, latents, conditions)
         if unusable and job.run.strict:
-            raise ConfigError(*_messages(sorted(set(unusable.values()))))  # the clips of a video have one
+            # the clips of a video have one
+            raise ConfigError(*_messages(sorted(set(unusable.values())), STRICT))
         skipped |= {n: _entry(samples[n].item, why) for n, why in unusable.items()}
-        new = selection.replace(unusable)
-    each = {tuple(entry.values()): entry for entry in skipped.values()}
-    found = sorted(each.values(), key=lambda entry: entry["file"])
-    if collectives.rank() == 0:
-        _report(job, found)
+        each = {tuple(entry.values()): entry for entry in skipped.values()}
+        found = sorted(each.values(), key=lambda entry: entry["file"])
+        try:
+            new = selection.replace(unusable)
+        except ConfigError as error:
+            _report(job, found)
+            why = [f"{entry['file']}: {entry['reason']}" for entry in found]
+            raise ConfigError(str(error), *_messages(why, f"All are in {job.output / SKIPPED}.")) from None
+    _report(job, found)
     return selection, {n: samples[n] for n in selection.used()}, found
 
 
@@ -156,7 +164,9 @@ def _entry(item: PromptItem, problem: str) -> Skipped:
 
 def _report(job: Job, skipped: list[Skipped]) -> None:
     """Write the list of skipped media and of files whose ending is not known, or remove an earlier one."""
-    file = job.output / "skipped.json"
+    if collectives.rank() != 0:
+        return
+    file = job.output / SKIPPED
     file.unlink(missing_ok=True)
     unknown = "its ending is not known; save it as .png, .jpg or .mp4."
     listed = skipped + [_entry(PromptItem(caption(f), f), unknown) for f in job.items.unknown]
@@ -185,9 +195,8 @@ def _sample_items(
     return kept or [PromptItem(prompt) for prompt in left[:8]]
 
 
-def _messages(problems: list[str]) -> list[str]:
+def _messages(problems: list[str], remedy: str) -> list[str]:
     more = [f"{len(problems) - SHOWN} more cannot be used."] if len(problems) > SHOWN else []
-    remedy = "`strict` is true: fix these files or take them out; without it they are skipped."
     return [*problems[:SHOWN], *more, remedy]
 
 

@@ -167,6 +167,15 @@ def file_fingerprint(path: Path) -> str:
     return digest(str(path), status.st_size, status.st_mtime_ns)
 
 
+def content_fingerprint(path: Path) -> str:
+    """Fingerprint a file by name and content, wherever it lies; if it cannot be read, as the one above."""
+    try:
+        with path.open("rb") as stream:
+            return digest(path.name, hashlib.file_digest(stream, "blake2b").hexdigest())
+    except OSError:
+        return file_fingerprint(path)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Copy a folder; within a file system by hard links, which take no space and survive a move.
 

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 from planned import EIGHT_80, published_job
+from recipes import recipe
 
+from wandistiller.config.run_config import RunConfig
 from wandistiller.config.summary import summary
+from wandistiller.config.validate import read_job
 
 
 def test_of_one_expert_there_is_one_guidance_and_no_share_of_steps(published: Path) -> None:
@@ -21,3 +24,10 @@ def test_of_two_experts_each_has_its_guidance_and_its_share_of_the_steps(publish
         f" steps, {100 * (1 - 0.875 / (5 - 4 * 0.875)):.3g} % of them with the teacher's high-noise expert"
         in text
     )
+
+
+def test_a_column_of_negative_prompts_is_said_to_be_unused(wan1: Path, tmp_path: Path) -> None:
+    (rows := tmp_path / "t.csv").write_text("prompt,negative_prompt\na,blurry\n")
+    job = read_job(RunConfig(**recipe(tmp_path, wan1, data_path=str(rows))), 1)
+    told = "column `negative_prompt` is not used: that of the recipe is for all prompts"
+    assert told in "\n".join(summary(job))

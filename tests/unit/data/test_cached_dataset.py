@@ -146,8 +146,11 @@ def test_data_without_a_readable_medium_is_an_error(tmp_path: Path, wan1: Path) 
     for i in range(3):
         (tmp_path / "media" / f"{i}.png").write_bytes(b"no image")
         (tmp_path / "media" / f"{i}.txt").write_text("a cat")
-    with pytest.raises(ConfigError, match="None of the images and videos can be used."):
+    with pytest.raises(ConfigError) as raised:
         samples_by_step(a_run(tmp_path, wan1, data_path=str(tmp_path / "media")))
+    assert str(raised.value).startswith("None of the images and videos can be used.")
+    assert [f"{i}.png: cannot be read: " in str(raised.value) for i in range(4)] == [True] * 3 + [False]
+    assert len(skipped(tmp_path)) == 3 and "skipped.json" in str(raised.value)
 
 
 @pytest.mark.usefixtures("one_rank")

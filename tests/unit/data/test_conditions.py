@@ -1,5 +1,6 @@
 """What a Wan is given of rows with the images that clips begin and end with, against diffusers' pipeline."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import torch
 from PIL import Image
 from small_wan import IMAGE_FORMS, make_wan
 
-from wandistiller.data.conditions import Conditions
+from wandistiller.data.conditions import Conditions, given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
-from wandistiller.data.media import MediaReader, Size
+from wandistiller.data.media import MediaError, MediaReader, Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import WanFolder, open_wan
@@ -58,6 +59,18 @@ def test_a_row_of_two_images_gives_what_diffusers_prepares_of_them(
     torch.testing.assert_close(given.image_BLD[0], states, rtol=1e-5, atol=1e-5)
 
 
+def test_a_wan_that_is_given_the_first_frame_alone_takes_it_from_a_video_that_is_too_short(
+    both_ends: WanFolder, tmp_path: Path
+) -> None:
+    first_alone = open_wan(str(make_wan(tmp_path / "wan", **IMAGE_FORMS["Wan2.2-TI2V-5B"])))
+    first, second = (Image.new("RGB", (SIDE, SIDE), colour) for colour in ("black", "white"))
+    first.save(tmp_path / "short.gif", save_all=True, append_images=[second], duration=60)
+    sample = Sample(PromptItem("a", tmp_path / "short.gif"), Size(SIDE, SIDE, FRAMES))
+    assert torch.equal(given_frames(first_alone, READER, sample), -torch.ones(3, 1, SIDE, SIDE))
+    with pytest.raises(MediaError, match="has 2 frame"):
+        given_frames(both_ends, READER, sample)
+
+
 def test_the_caches_know_a_row_by_both_of_its_images(
     both_ends: WanFolder, sample: Sample, tmp_path: Path
 ) -> None:
@@ -73,6 +86,36 @@ def test_the_caches_know_a_row_by_both_of_its_images(
     Image.new("RGB", (SIDE, SIDE)).save(last)
     assert frames.key(sample).frames != keys[0][0] and latents.key(sample) != keys[0][1]
     assert (frames.key(rows[2]).frames, latents.key(rows[2])) == keys[2][:2]
+
+
+def test_the_caches_know_given_images_wherever_they_lie_and_at_any_rate_of_videos(
+    both_ends: WanFolder, sample: Sample, tmp_path: Path
+) -> None:
+    def keys(row: Sample, fps: float) -> tuple[str | None, str]:
+        how = {"reader": MediaReader(fps), "samples_per_file": 1}
+        rollouts = Rollouts(2, 1, False, 0, 3.0)
+        latents = LatentCache(tmp_path, both_ends, rollouts, CPU, teacher_fingerprint="", **how)
+        return Conditions(tmp_path, both_ends, CPU, **how).key(row).frames, latents.key(row)
+
+    (there := tmp_path / "there").mkdir()
+    moved = [Path(shutil.copyfile(image, there / image.name)) for image in sample.item.images]
+    elsewhere = replace(sample, item=PromptItem("a red circle", None, *moved))
+    assert keys(sample, 16.0) == keys(sample, 20.0) == keys(elsewhere, 16.0)
+    pixels = Image.open(moved[0]).rotate(180)
+    pixels.save(moved[0])
+    assert not {*keys(sample, 16.0)} & {*keys(elsewhere, 16.0)}
+
+
+def test_an_image_that_cannot_be_read_is_named_where_it_lies_now(
+    both_ends: WanFolder, sample: Sample, tmp_path: Path
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    sample.item.image.write_bytes(b"no picture")
+    for folder in (tmp_path, there):
+        images = [Path(shutil.copyfile(i, there / i.name)) for i in sample.item.images]
+        row = replace(sample, item=PromptItem("a", None, *images)) if folder == there else sample
+        (why,) = conditions(tmp_path / "cache", both_ends).fill_frames([row]).values()
+        assert why.startswith(f"{folder / NAMES[0]}: cannot be read: ")
 
 
 def test_a_last_image_that_cannot_be_read_is_named(

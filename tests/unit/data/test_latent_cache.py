@@ -1,5 +1,7 @@
 """The latent cache, and the sampling loop against the one of diffusers' pipeline."""
 
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -274,3 +276,23 @@ def test_an_unusable_medium_is_named_remembered_and_tried_again_once_repaired(
         assert list(unusable().values()) == [message]
     picture(bad)
     assert unusable() == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_medium_that_the_system_refuses_to_read_is_tried_again_as_it_is(
+    tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sample = Sample(PromptItem("a", picture(tmp_path / "a.png")), SIZE)
+
+    def unusable() -> list[str]:
+        cached = cache_in(tmp_path, wan1)
+        return list(cached.fill_media({cached.key(sample): sample}).values())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as refused:
+        refused.setattr(Image, "open", refuse)
+        assert f"{sample.item.media}: cannot be read: [Errno {number}]" in unusable()[0]
+    assert unusable() == []

@@ -247,6 +247,35 @@ def test_a_column_of_media_that_are_not_there_and_not_used_is_remembered(tmp_pat
     assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"src": "0.mp4"}
 
 
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
+def test_a_column_of_negative_prompts_is_remembered_as_not_used(tmp_path: Path, ending: str) -> None:
+    rows = [{"prompt": "a", "negative_prompt": text} for text in ("", "blurry", "dark")]
+    assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"negative_prompt": "blurry"}
+
+
+@pytest.mark.parametrize("column", ["last_frame", "first_frame"])
+def test_a_column_that_is_not_used_may_be_renamed_to_the_last_image(tmp_path: Path, column: str) -> None:
+    touched(tmp_path, "a.png", "b.png")
+    rows = table(tmp_path / "t.csv", [{"prompt": "a", "image": "a.png", column: "b.png"}])
+    with pytest.raises(ConfigError, match="Rename it to image, video or file, to last_image if a clip ends"):
+        read_dataset(str(rows), first_frames=True)
+
+
+@pytest.mark.parametrize("keys", [("Image", "image"), ("last_image", " last_image"), ("Prompt", "prompt")])
+def test_keys_that_differ_in_capitals_or_spaces_are_refused(tmp_path: Path, keys: tuple[str, str]) -> None:
+    touched(tmp_path, "a.png", "b.png")
+    row = {"prompt": "a", "image": "a.png"} | dict(zip(keys, ("a.png", "b.png"), strict=True))
+    with pytest.raises(ConfigError, match=f"line 1: two keys `{keys[1].strip()}`, which differ in capitals"):
+        read_dataset(str(table(tmp_path / "t.jsonl", [row])))
+
+
+@pytest.mark.parametrize("text", ["one\rtwo\r", "# a list\rone\rtwo"])
+def test_lists_whose_lines_end_as_on_old_macs_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.txt").write_bytes(text.encode())
+    with pytest.raises(ConfigError, match="t.txt, line 1: lines end with CR alone, as on old Macs."):
+        read_dataset(str(tmp_path / "t.txt"))
+
+
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     touched(tmp_path, "real/a.png", "data/x")
     (tmp_path / "real/a.txt").write_text("a prompt")

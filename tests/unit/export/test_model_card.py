@@ -1,18 +1,23 @@
 """The front matter and the instructions of a model card, by what was exported and of which teacher."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
+from PIL import Image, ImageOps
 from published_wan import hub_cache
+from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.data.media import Size, load_media
 from wandistiller.export import model_card
-from wandistiller.export.comfy_nodes import split_step
+from wandistiller.export.comfy_nodes import comfy_nodes, split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
@@ -33,6 +38,11 @@ def facts(teacher: WanFolder, **more: Any) -> Facts:
 
 def about(teacher: WanFolder, run: Path, **more: Any) -> Source:
     return Source(run / "checkpoints" / "step_00000005", facts(teacher, **more), {"seed": 0})
+
+
+def in_call(card: Path) -> str:
+    """Return the lines of a card that open and run the pipeline."""
+    return card.read_text().split("```python\n")[1].split("```")[0]
 
 
 @pytest.fixture
@@ -181,9 +191,37 @@ def test_a_card_saves_an_image_or_a_video(
     teacher: WanFolder, tmp_path: Path, num_frames: int, call: str
 ) -> None:
     write_pipeline_card(tmp_path, about(teacher, tmp_path, num_frames=num_frames), "org/student")
-    code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = in_call(tmp_path / "README.md")
     compile(code, "card", "exec")
     assert call in code and ("export_to_video" in code) == (num_frames > 1)
+
+
+@pytest.mark.parametrize("form", IMAGE_FORMS)
+def test_cards_of_image_to_video_give_the_frames_that_the_wan_takes(form: str, tmp_path: Path) -> None:
+    teacher = open_wan(str(make_wan(tmp_path / "wan", **IMAGE_FORMS[form])))
+    source = about(teacher, tmp_path, image_to_video=True, num_frames=5)
+    both = form == "Wan2.1-FLF2V-14B"
+    write_pipeline_card(tmp_path, source, "")
+    assert (
+        'last_image=ImageOps.fit(load_image("last_image.png"), ' in in_call(tmp_path / "README.md")
+    ) == both
+    joined = "WanFirstLastFrameToVideo" if both else "WanImageToVideo"
+    latent = "Wan22ImageToVideoLatent" if form == "Wan2.2-TI2V-5B" else joined
+    assert f"In ComfyUI, `{latent}` has" in comfy_nodes(source.facts, "Load Diffusion Model")
+
+
+@pytest.mark.parametrize("fit", [None, "crop", "letterbox"])
+def test_images_in_a_card_s_call_are_fitted_as_in_training(fit: str | None, tmp_path: Path) -> None:
+    more = {"image_to_video": True, "num_frames": 5, "fit": fit, "background": fit and "#102030"}
+    write_pipeline_card(tmp_path, about(open_wan("tiny-i2v"), tmp_path, **more), "")
+    noise = torch.randint(256, (100, 200, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(noise.numpy()).save(tmp_path / "image.png")
+    call = re.search(r"image=(ImageOps.*LANCZOS.*?\)), prompt", in_call(tmp_path / "README.md"))[1]
+    names = {"Image": Image, "ImageOps": ImageOps, "load_image": lambda file: Image.open(tmp_path / file)}
+    found = eval(call, names)
+    wanted = load_media(tmp_path / "image.png", Size(64, 64, 1), 16.0, (16, 32, 48), fit=fit or "crop")
+    difference = (torch.from_numpy(np.array(found)).permute(2, 0, 1) / 127.5 - 1 - wanted[:, 0]).abs()
+    assert difference.mean() < 0.01  # it scales what is cut out, training cuts what is scaled
 
 
 def test_what_is_published_names_no_place_on_the_machine() -> None:

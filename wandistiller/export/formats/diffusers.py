@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.data.media import LETTERBOX
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
@@ -16,6 +17,7 @@ from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
 from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
+from wandistiller.wan.given_frames import given_places
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
 from wandistiller.wan.sampling import few_step_config, pipeline_config
@@ -101,6 +103,17 @@ def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Pat
     write_json(folder / "model_index.json", index)
 
 
+def _images(facts: Facts) -> str:
+    """Return the images in the call of an image-to-video pipeline, cut or between bars as in training."""
+    letterbox = facts.fit == LETTERBOX
+    method, more = ("pad", f", {facts.background!r}") if letterbox else ("fit", "")
+    size = f"({facts.width}, {facts.height})"
+    return "".join(
+        f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{more}), '
+        for name in ("image", "last_image")[: len(given_places(facts.config))]
+    )
+
+
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     """Write README.md of a pipeline."""
     facts, save = source.published, SAVE_IMAGE
@@ -108,9 +121,8 @@ def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
     given = {"pipeline": "WanPipeline", "load": "", "image": ""}
     if facts.image_to_video:
-        size = f"(({facts.width}, {facts.height}))"
-        image = f'image=load_image("image.png").resize{size}, '
-        given = {"pipeline": "WanImageToVideoPipeline", "load": ", load_image", "image": image}
+        load = ", load_image\nfrom PIL import Image, ImageOps"
+        given = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
     more = given | {"made": student_sentence(facts), "where": repository or HERE, "save": save}
     text = CARD.format(**vars(facts), **more)
     if save is SAVE_IMAGE:
