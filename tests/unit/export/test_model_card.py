@@ -15,7 +15,7 @@ from published_wan import hub_cache
 from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.data.media import Size, load_media
+from wandistiller.data.media import MediaReader, Size
 from wandistiller.export import model_card
 from wandistiller.export.comfy_nodes import comfy_nodes, split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
@@ -219,7 +219,7 @@ def test_images_in_a_card_s_call_are_fitted_as_in_training(fit: str | None, tmp_
     call = re.search(r"image=(ImageOps.*LANCZOS.*?\)), prompt", in_call(tmp_path / "README.md"))[1]
     names = {"Image": Image, "ImageOps": ImageOps, "load_image": lambda file: Image.open(tmp_path / file)}
     found = eval(call, names)
-    wanted = load_media(tmp_path / "image.png", Size(64, 64, 1), 16.0, (16, 32, 48), fit=fit or "crop")
+    wanted = MediaReader(16.0, (16, 32, 48), fit or "crop").read(tmp_path / "image.png", Size(64, 64, 1))
     difference = (torch.from_numpy(np.array(found)).permute(2, 0, 1) / 127.5 - 1 - wanted[:, 0]).abs()
     assert difference.mean() < 0.01  # it scales what is cut out, training cuts what is scaled
 
