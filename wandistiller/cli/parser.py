@@ -115,6 +115,11 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
 
 
+def _text_or_json(text: str) -> Any:
+    """Return the value of a setting that is a name, or an object or list as in a recipe."""
+    return _json(text) if text.lstrip().startswith(("{", "[")) else text
+
+
 def _add_flags(command: argparse.ArgumentParser, settings: type) -> None:
     """Add the flag of each field; limits of their types are checked later, with the recipe's values."""
     groups: dict[str, Any] = {"": command}
@@ -145,7 +150,8 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         (kind,) = typing.get_args(kinds[0])
         how["nargs"] = "+"
     name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
-    return {"type": _json if kind is dict else kind, "metavar": name} | how
+    read = _json if kind is dict else _text_or_json if kind is str and dict in kinds else kind
+    return {"type": read, "metavar": name} | how
 
 
 def read(argv: list[str] | None) -> tuple[str, Any]:

@@ -15,6 +15,19 @@ def test_a_launcher_s_local_rank_is_accepted_before_and_after_the_command(words:
     assert read(words.split()) == ("train", RunFlags())
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"file": "style.safetensors", "strength": 0.8}', {"file": "style.safetensors", "strength": 0.8}),
+        ('["a.safetensors", {"file": "b.safetensors"}]', ["a.safetensors", {"file": "b.safetensors"}]),
+        ("style.safetensors", "style.safetensors"),
+    ],
+)
+def test_a_setting_with_several_forms_has_the_recipe_s_forms_as_a_flag(text: str, value: object) -> None:
+    _, given = read(["train", "--teacher_lora", text, "--student_config", '{"num_layers": 2}'])
+    assert given.settings == {"teacher_lora": value, "student_config": {"num_layers": 2}}
+
+
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         parser().parse_args([command, "--help"])
