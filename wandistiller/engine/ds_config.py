@@ -17,7 +17,7 @@ from wandistiller.engine.ds_schema import (
     section_types,
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
-from wandistiller.engine.engine_config import BatchSize, EngineConfig
+from wandistiller.engine.engine_config import BatchSize, EngineConfig, unshared
 from wandistiller.utils.errors import ConfigError, nearest, unknown_keys
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, check, value_problems
@@ -114,7 +114,7 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
     """
     if wrong := value_problems(json.where, json.raw, dict.fromkeys(BATCH_KEYS, Count)):
         raise ConfigError(*wrong)
-    total, micro, accumulation = (json.raw.get(k) for k in BATCH_KEYS)
+    total, micro, accumulation = given = [json.raw.get(k) for k in BATCH_KEYS]
     if total is None and micro is None:
         raise ConfigError(
             f"{json.where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or "
@@ -130,6 +130,8 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
         raise ConfigError(
             json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
         )
+    if total is not None and micro * accumulation * world != total and None in given:
+        raise ConfigError(json.problem("train_batch_size", total, unshared(total, world, *given[1:])))
     if total is not None and micro * accumulation * world != total:
         raise ConfigError(
             f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "

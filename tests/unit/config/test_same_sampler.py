@@ -33,8 +33,8 @@ def test_experts_for_different_numbers_of_steps_are_refused_with_both_stages(
 ) -> None:
     assert problems(tmp_path, wan2, stage("high", 4), stage("low", 2)) == [
         "stage low: r.json: `objective` trains the low-noise expert for 2 steps (euler, shift 7), but stage "
-        "high the high-noise one for 4 steps (euler, shift 7). One sampler draws with both: write the same steps, "
-        "sampler and shift in both stages."
+        "high the high-noise one for 4 steps (euler, shift 7). One sampler draws with both: write the same "
+        "steps, sampler and shift in both stages."
     ]
 
 
