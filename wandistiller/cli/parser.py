@@ -14,7 +14,7 @@ from wandistiller import __version__
 from wandistiller.cli import flags
 from wandistiller.config.aliases import OlderSettings
 from wandistiller.config.run_config import RunConfig
-from wandistiller.utils.errors import nearest
+from wandistiller.utils.errors import closest
 from wandistiller.utils.files import PATH_ENDS, at_home
 
 COMMANDS = {
@@ -80,9 +80,10 @@ class _Parser(argparse.ArgumentParser):
         """Raise an error at an unknown flag, with the nearest that there is."""
         known, extras = super().parse_known_args(*given, **more)
         for word in extras:
-            flag = word.partition("=")[0]
-            near = nearest(flag, [f for f in self._option_string_actions if f.startswith("--")])
-            self.error(f"unrecognized arguments: {' '.join(extras)}.{near}".removesuffix("."))
+            flag = word.partition("=")[0].lstrip("-")  # dashes alone make no two words alike
+            near = closest(flag, [f[2:] for f in self._option_string_actions if f.startswith("--")])
+            hint = f" Did you mean `--{near}`?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(extras)}.{hint}".removesuffix("."))
         return known, extras
 
     def error(self, message: str) -> NoReturn:

@@ -1,6 +1,9 @@
 """Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
 
 import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
@@ -18,8 +21,8 @@ from wandistiller.engine.ds_schema import (
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
 from wandistiller.engine.engine_config import BatchSize, EngineConfig, unshared
-from wandistiller.utils.errors import ConfigError, nearest, unknown_keys
-from wandistiller.utils.files import read_json
+from wandistiller.utils.errors import ConfigError, closest, nearest, unknown_keys
+from wandistiller.utils.files import read_json, shipped
 from wandistiller.utils.validation import Count, check, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
@@ -33,11 +36,32 @@ LEAN_STAGE_3 = {
 }
 
 
-def load(source: str | dict[str, Any]) -> DeepSpeedJson:
-    """Read a DeepSpeed JSON, a file or a recipe's object."""
+def load(source: str | dict[str, Any], named: Iterable[str] = ()) -> DeepSpeedJson:
+    """Read a DeepSpeed JSON, a file or a recipe's object.
+
+    Args:
+        named: shipped ones, as they are named, for the message about one that is not there.
+    """
     if isinstance(source, dict):
         return DeepSpeedJson("recipe", present_form(source))
+    if problem := _unnamed(source, {Path(name).stem: name for name in named}):
+        raise ConfigError(problem)
     return DeepSpeedJson(source, present_form(read_json(source)))
+
+
+def _unnamed(source: str, named: dict[str, str]) -> str | None:
+    """Return the problem of a file that is not there, and by its place may be meant for a shipped one.
+
+    Args:
+        named: what to write for each, by the file's name without `.json`.
+    """
+    place = Path(source).parent.parts[:1]
+    if not named or place not in ((), ("ds_configs",)) or os.path.exists(shipped(source)):
+        return None
+    near = closest(Path(source).stem, named)
+    hint = f" Did you mean `{named[near]}`?" if near else ""
+    listed = ", ".join(dict.fromkeys(named.values()))
+    return f"{source}: no such file. Fix the path, or write one of: {listed}.{hint}"
 
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
