@@ -82,14 +82,12 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     state = read_state(folder)
     saved, identity = state["identity"], recorded["identity"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
-    if wrong := sorted(differ - set(allowed)):
-        raise ConfigError(*(_difference(folder, key, in_words(key, state, recorded)) for key in wrong))
-    return differ
-
-
-def _difference(folder: Path, key: str, words: str) -> str:
-    remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
-    return (
-        f"{folder}: holds a run with another {key}: {words}. "
-        f"Give another --output_dir, --resume never to start anew{remedy}."
+    if not (wrong := sorted(differ - set(allowed))):
+        return differ
+    remedy = "Give another --output_dir, --resume never to start anew"
+    if differ <= {*CHANGEABLE}:  # the flag that allows all of them
+        remedy += f", or --allow_changed {' '.join(sorted(differ))} to go on all the same"
+    words = {key: in_words(key, state, recorded) for key in wrong}
+    raise ConfigError(
+        *(f"{folder}: holds a run with another {key}: {text}. {remedy}." for key, text in words.items())
     )
