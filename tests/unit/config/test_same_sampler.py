@@ -1,11 +1,15 @@
 """Stages that train the two experts of one student: for one few-step sampler, or refused with both stages."""
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import ROOT
 
-from wandistiller.config.stages import placing, read_jobs, runs_of
+from wandistiller.config.stages import placing, read_jobs, read_runs, runs_of
+from wandistiller.objectives.registry import read_objective
 from wandistiller.utils.errors import ConfigError
 
 MATCH = {"name": "match", "student_config": {"num_layers": 2, "experts": "two"}}
@@ -62,3 +66,13 @@ def test_experts_may_be_refined_for_fewer_steps_one_after_the_other(
     stages: list[dict[str, Any]], tmp_path: Path, wan2: Path
 ) -> None:
     assert problems(tmp_path, wan2, *stages) == []
+
+
+def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_path: Path) -> None:
+    (command,) = re.findall(r"`(sed .*?)`", (ROOT / "docs" / "few_steps.md").read_text())
+    command, _, file = command.partition(" > ")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    (tmp_path / file).write_text(done.stdout)
+    runs = read_runs(str(tmp_path / file), {}, 8)
+    steps = {name: read_objective(run.objective).sampling_steps for name, run in runs.items()}
+    assert steps == {"match": None, "consistency": 2, "high": 2, "low": 2}
