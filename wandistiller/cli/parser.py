@@ -31,6 +31,11 @@ OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a n
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }
+ENDS = {
+    "plan": "Exit code 0 says that the input is sound, not that the run fits: `train --dry_run` ends with 2 "
+    "where it would be refused.",
+}
+"""Last sentences of the help of a command."""
 IGNORED = "ignored"
 """Destination of flags that are accepted and change nothing."""
 UNLISTED = ("sample_interval", "sample_dir")
@@ -46,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        how: dict[str, Any] = {"help": text, "description": text, "formatter_class": _Wide}
+        how: dict[str, Any] = {
+            "help": text,
+            "description": text,
+            "formatter_class": _Wide,
+            "epilog": ENDS.get(name),
+        }
         how["usage"] = f"wandistiller {name} {USAGE[name]}" if name in USAGE else None
         command = commands.add_parser(name, allow_abbrev=False, **how)
         _ignore_local_rank(command)
