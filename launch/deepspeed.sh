@@ -5,12 +5,7 @@
 # DEEPSPEED="--include gpu01@gpu02:0,1" and the like go to the launcher.
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-HOSTFILE=${HOSTFILE:-launch/hostfile}
-# without a hostfile the launcher would train on this node alone
-[ -f "$HOSTFILE" ] || {
-  echo "error: $HOSTFILE: no such file. Write one as in launch/hostfile.example, or set HOSTFILE." >&2
-  exit 2
-}
+. "$(dirname "$0")/hostfile.sh"
 # without --force_multi it would start a single remaining node on this machine, whatever its name
 exec deepspeed --hostfile "$HOSTFILE" --force_multi ${SSH_PORT:+--ssh_port "$SSH_PORT"} ${DEEPSPEED:-} \
   --module wandistiller "$@"

@@ -4,12 +4,7 @@
 #   NODE_RANK=0 MASTER_ADDR=gpu01 bash launch/no_ssh.sh train --recipe ds_configs/recipes/quickstart.json
 set -euo pipefail
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-HOSTFILE=${HOSTFILE:-launch/hostfile}
-# without a hostfile the launcher would train on each node alone
-[ -f "$HOSTFILE" ] || {
-  echo "error: $HOSTFILE: no such file. Write one as in launch/hostfile.example, or set HOSTFILE." >&2
-  exit 2
-}
+. "$(dirname "$0")/hostfile.sh"
 exec deepspeed --hostfile "$HOSTFILE" --no_ssh --node_rank "${NODE_RANK:?number of this node, from 0}" \
   --master_addr "${MASTER_ADDR:?name or address of node 0}" --master_port "${MASTER_PORT:-29500}" \
   ${DEEPSPEED:-} --module wandistiller "$@"

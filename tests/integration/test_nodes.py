@@ -193,3 +193,26 @@ def test_a_hostfile_that_does_not_exist_is_one_message(tmp_path: Path, script: s
     done = run(["bash", f"launch/{script}.sh", "train", "--recipe", "none.json"], code=2, **where)
     assert done.stderr.startswith(f"error: {tmp_path}/hostfile: no such file.")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["deepspeed", "no_ssh"])
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["# nodes", "", "gpu01 slots=8", "gpu02 slot=8"], ", line 4: `gpu02 slot=8`. Write a node and its"),
+        (["gpu01"], ", line 1: `gpu01`. Write a node and its number of processes, such as: gpu01 slots=8"),
+        (["gpu01 slots=8", "gpu01 slots=8"], ", line 2: gpu01 is there twice. Keep one."),
+        (["# nodes"], ": no node in it. Write one a line, such as: gpu01 slots=8"),
+    ],
+    ids=["a misspelt word", "no slots", "a node twice", "no node"],
+)
+def test_a_wrong_hostfile_is_one_message(lines: list[str], message: str, script: str, tmp_path: Path) -> None:
+    where = {
+        "HOSTFILE": f"{hostfile(tmp_path, *lines)}",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "here",
+        "PATH": PATH,
+    }
+    done = run(["bash", f"launch/{script}.sh", "train"], code=2, **where)
+    assert done.stderr.startswith(f"error: {tmp_path}/hostfile{message}")
+    assert done.stderr.count("\n") == 1

@@ -81,13 +81,12 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     state = read_state(folder)
     saved, identity = state["identity"], recorded["identity"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
-    problems = []
-    for key in sorted(differ - set(allowed)):
-        remedy = f", or --allow_changed {key} to go on all the same" if key in CHANGEABLE else ""
-        problems.append(
-            f"{folder}: holds a run with another {key}: {in_words(key, state, recorded)}. "
-            f"Give another --output_dir, --resume never to start anew{remedy}."
-        )
-    if problems:
-        raise ConfigError(*problems)
-    return differ
+    if not (wrong := sorted(differ - set(allowed))):
+        return differ
+    remedy = "Give another --output_dir, --resume never to start anew"
+    if differ <= {*CHANGEABLE}:  # the flag that allows all of them
+        remedy += f", or --allow_changed {' '.join(sorted(differ))} to go on all the same"
+    words = {key: in_words(key, state, recorded) for key in wrong}
+    raise ConfigError(
+        *(f"{folder}: holds a run with another {key}: {text}. {remedy}." for key, text in words.items())
+    )

@@ -15,6 +15,8 @@ from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import drop_noise, setup_logging
 
+READING = "reading   the recipe, the teacher's configs and the data"
+"""Printed before libraries are imported and all is checked: seconds, on a busy machine a minute."""
 MEMORY = re.compile("failed to map segment|allocate memory")
 """Errors of the dynamic linker, when there is not enough memory for a library."""
 
@@ -27,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     if too_little := process.too_little_memory():
         print(too_little, file=sys.stderr)
         return process.OUT_OF_MEMORY
+    if command in ("prepare", "train", "plan") and launchers.is_first(os.environ):
+        print(READING, file=sys.stderr, flush=True)
     try:  # imported here, so that --help and a wrong flag take no seconds
         from wandistiller.cli.failures import Failures
         from wandistiller.distributed import collectives

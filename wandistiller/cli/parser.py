@@ -14,7 +14,7 @@ from wandistiller import __version__
 from wandistiller.cli import flags
 from wandistiller.config.aliases import OlderSettings
 from wandistiller.config.run_config import RunConfig
-from wandistiller.utils.errors import nearest
+from wandistiller.utils.errors import closest
 from wandistiller.utils.files import PATH_ENDS, at_home
 
 COMMANDS = {
@@ -31,6 +31,11 @@ OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a n
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }
+ENDS = {
+    "plan": "Exit code 0 says that the input is sound, not that the run fits: `train --dry_run` ends with 2 "
+    "where it would be refused.",
+}
+"""Last sentences of the help of a command."""
 IGNORED = "ignored"
 """Destination of flags that are accepted and change nothing."""
 UNLISTED = ("sample_interval", "sample_dir")
@@ -46,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        how: dict[str, Any] = {"help": text, "description": text, "formatter_class": _Wide}
+        how: dict[str, Any] = {
+            "help": text,
+            "description": text,
+            "formatter_class": _Wide,
+            "epilog": ENDS.get(name),
+        }
         how["usage"] = f"wandistiller {name} {USAGE[name]}" if name in USAGE else None
         command = commands.add_parser(name, allow_abbrev=False, **how)
         _ignore_local_rank(command)
@@ -79,9 +89,10 @@ class _Parser(argparse.ArgumentParser):
         """Raise an error at an unknown flag, with the nearest that there is."""
         known, extras = super().parse_known_args(*given, **more)
         for word in extras:
-            flag = word.partition("=")[0]
-            near = nearest(flag, [f for f in self._option_string_actions if f.startswith("--")])
-            self.error(f"unrecognized arguments: {' '.join(extras)}.{near}".removesuffix("."))
+            flag = word.partition("=")[0].lstrip("-")  # dashes alone make no two words alike
+            near = closest(flag, [f[2:] for f in self._option_string_actions if f.startswith("--")])
+            hint = f" Did you mean `--{near}`?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(extras)}.{hint}".removesuffix("."))
         return known, extras
 
     def error(self, message: str) -> NoReturn:
@@ -114,6 +125,11 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
 
 
+def _text_or_json(text: str) -> Any:
+    """Return the value of a setting that is a name, or an object or list as in a recipe."""
+    return _json(text) if text.lstrip().startswith(("{", "[")) else text
+
+
 def _add_flags(command: argparse.ArgumentParser, settings: type) -> None:
     """Add the flag of each field; limits of their types are checked later, with the recipe's values."""
     groups: dict[str, Any] = {"": command}
@@ -144,7 +160,8 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         (kind,) = typing.get_args(kinds[0])
         how["nargs"] = "+"
     name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
-    return {"type": _json if kind is dict else kind, "metavar": name} | how
+    read = _json if kind is dict else _text_or_json if kind is str and dict in kinds else kind
+    return {"type": read, "metavar": name} | how
 
 
 def read(argv: list[str] | None) -> tuple[str, Any]:

@@ -22,8 +22,10 @@ from wandistiller.student.config import StudentConfig, read_student_config
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
+from wandistiller.teacher.strategies import strategies
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.added_lora import read_added
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
 from wandistiller.wan.structure import PARTS
@@ -127,7 +129,7 @@ def _read_student(
     run: RunConfig, folder: WanFolder, previous: Job | None
 ) -> tuple[StudentConfig, TransformerConfig, Start | None]:
     """Read the student's settings, its transformer's config, and the run that it starts from."""
-    json = load(run.student_config)
+    json = load(run.student_config, _shipped("students"))
     start = end_of(previous) if previous else read_start(json.raw.get("init"))
     if not start:
         return *read_student_config(json.where, json.raw, folder), None
@@ -137,6 +139,11 @@ def _read_student(
         remedy = f"{start.folder} has {start.experts}. Write that, or leave it out."
         raise ConfigError(json.problem("experts", student.experts, remedy))
     return student, transformer, start
+
+
+def _shipped(folder: str) -> list[str]:
+    """List the JSONs of a folder of ds_configs, as recipes name them."""
+    return [f"ds_configs/{folder}/{file.name}" for file in sorted((SHIPPED / folder).glob("*.json"))]
 
 
 def read_engine(
@@ -151,7 +158,8 @@ def read_engine(
     Raises:
         ConfigError: with all problems at once.
     """
-    json = load(DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config)
+    source = DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config
+    json = load(source, [AUTO, *_shipped("student")])
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
     json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
     engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
@@ -169,7 +177,9 @@ def read_teacher(run: RunConfig, world: int, *, here: bool) -> Placement:
     Raises:
         ConfigError: with all problems at once.
     """
-    teacher = read_placement(load(run.teacher_deepspeed_config).in_precision(run.teacher_dtype), world)
+    teacher = read_placement(
+        load(run.teacher_deepspeed_config, strategies()).in_precision(run.teacher_dtype), world
+    )
     problems = config_problems(teacher.engine, here=here)
     if problems := problems + (missing_problems(teacher.engine, teacher.weights) if here else []):
         raise ConfigError(*problems)

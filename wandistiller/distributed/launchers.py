@@ -105,7 +105,13 @@ def set_rank_variables(env: MutableMapping[str, str]) -> None:
         )
 
 
-def _present(env: MutableMapping[str, str]) -> list[str]:
+def is_first(env: Mapping[str, str]) -> bool:
+    """Return whether this is rank 0, by the variables of any launcher, before `set_rank_variables`."""
+    launcher = next(iter(_present(env)), None)
+    return env.get("RANK", env[LAUNCHERS[launcher][0]] if launcher else "0") == "0"
+
+
+def _present(env: Mapping[str, str]) -> list[str]:
     return [launcher for launcher, names in LAUNCHERS.items() if env.keys() >= {*names}]
 
 

@@ -1,6 +1,9 @@
 """Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
 
 import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
@@ -17,9 +20,9 @@ from wandistiller.engine.ds_schema import (
     section_types,
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
-from wandistiller.engine.engine_config import BatchSize, EngineConfig
-from wandistiller.utils.errors import ConfigError, nearest, unknown_keys
-from wandistiller.utils.files import read_json
+from wandistiller.engine.engine_config import BatchSize, EngineConfig, unshared
+from wandistiller.utils.errors import ConfigError, closest, nearest, unknown_keys
+from wandistiller.utils.files import read_json, shipped
 from wandistiller.utils.validation import Count, check, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
@@ -33,11 +36,32 @@ LEAN_STAGE_3 = {
 }
 
 
-def load(source: str | dict[str, Any]) -> DeepSpeedJson:
-    """Read a DeepSpeed JSON, a file or a recipe's object."""
+def load(source: str | dict[str, Any], named: Iterable[str] = ()) -> DeepSpeedJson:
+    """Read a DeepSpeed JSON, a file or a recipe's object.
+
+    Args:
+        named: shipped ones, as they are named, for the message about one that is not there.
+    """
     if isinstance(source, dict):
         return DeepSpeedJson("recipe", present_form(source))
+    if problem := _unnamed(source, {Path(name).stem: name for name in named}):
+        raise ConfigError(problem)
     return DeepSpeedJson(source, present_form(read_json(source)))
+
+
+def _unnamed(source: str, named: dict[str, str]) -> str | None:
+    """Return the problem of a file that is not there, and by its place may be meant for a shipped one.
+
+    Args:
+        named: what to write for each, by the file's name without `.json`.
+    """
+    place = Path(source).parent.parts[:1]
+    if not named or place not in ((), ("ds_configs",)) or os.path.exists(shipped(source)):
+        return None
+    near = closest(Path(source).stem, named)
+    hint = f" Did you mean `{named[near]}`?" if near else ""
+    listed = ", ".join(dict.fromkeys(named.values()))
+    return f"{source}: no such file. Fix the path, or write one of: {listed}.{hint}"
 
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
@@ -114,7 +138,7 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
     """
     if wrong := value_problems(json.where, json.raw, dict.fromkeys(BATCH_KEYS, Count)):
         raise ConfigError(*wrong)
-    total, micro, accumulation = (json.raw.get(k) for k in BATCH_KEYS)
+    total, micro, accumulation = given = [json.raw.get(k) for k in BATCH_KEYS]
     if total is None and micro is None:
         raise ConfigError(
             f"{json.where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or "
@@ -130,6 +154,8 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
         raise ConfigError(
             json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
         )
+    if total is not None and micro * accumulation * world != total and None in given:
+        raise ConfigError(json.problem("train_batch_size", total, unshared(total, world, *given[1:])))
     if total is not None and micro * accumulation * world != total:
         raise ConfigError(
             f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "

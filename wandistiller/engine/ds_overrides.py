@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS
+from wandistiller.engine.engine_config import unshared
 
 J = TypeVar("J", bound=DeepSpeedJson)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
@@ -59,14 +60,15 @@ def _batch_contradiction(json: DeepSpeedJson, micro: int, world: int) -> tuple[s
     if total is None or MICRO in fixed:
         return None
     share, rest = divmod(total, world * accumulation)
-    if not rest and (share == micro or (ACCUMULATION not in fixed and share % micro == 0)):
+    if rest:
+        return _listed(fixed), unshared(total, world, micro, fixed.get(ACCUMULATION))
+    if share == micro or (ACCUMULATION not in fixed and share % micro == 0):
         return None
     needed = f"{share}" if ACCUMULATION in fixed else f"a divisor of {share}"
-    write = f"Write `batch_size` {needed}, or" if share and not rest else "Either"
     text = f"{_listed(fixed)}; {micro} x {accumulation if ACCUMULATION in fixed else 'accumulation'}"
     return (
         f"{text} x {world} rank(s) cannot be {total}",
-        f"{write} leave `batch_size` out, or change the JSON.",
+        f"Write `batch_size` {needed}, or leave `batch_size` out, or change the JSON.",
     )
 
 

@@ -66,8 +66,14 @@ def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: s
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """Return ` Did you mean ...?`, or nothing when it is no text or no known word is near."""
+    near = closest(word, known)
+    return "" if near is None else f" Did you mean `{near}`?"
+
+
+def closest(word: object, known: Iterable[str]) -> str | None:
+    """Return the known word nearest to `word`, if one is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
-    return f" Did you mean `{near[0]}`?" if near else ""
+    return near[0] if near else None
 
 
 @contextmanager

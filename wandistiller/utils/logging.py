@@ -18,11 +18,13 @@ NOISE = {
     "DeepSpeed": ("before it has started", "Setting accelerator to CPU"),
     "torchao": ("Failed to load",),
     "torch.utils._pytree": ("is an Enum subclass",),
+    "transformers.utils.import_utils": ("requires torchvision (not installed); falling back",),
     "diffusers.quantizers.torchao.torchao_quantizer": ("Unable to import `torchao` Tensor objects",),
 }
 """Logger -> parts of its warnings in every run. deepspeed 0.19.8 reads its schedules' rate before the first
 step, and there is no GPU, as `plan` and `doctor` say. Where torchao 0.18 is installed, diffusers 0.42.1
-imports it: it has kernels for other GPUs and Pythons, and no longer all the names."""
+imports it: it has kernels for other GPUs and Pythons, and no longer all the names. transformers 5.23 reads
+images without torchvision too."""
 
 
 class _AboveBars(logging.StreamHandler):

@@ -15,6 +15,19 @@ def test_a_launcher_s_local_rank_is_accepted_before_and_after_the_command(words:
     assert read(words.split()) == ("train", RunFlags())
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"file": "style.safetensors", "strength": 0.8}', {"file": "style.safetensors", "strength": 0.8}),
+        ('["a.safetensors", {"file": "b.safetensors"}]', ["a.safetensors", {"file": "b.safetensors"}]),
+        ("style.safetensors", "style.safetensors"),
+    ],
+)
+def test_a_setting_with_several_forms_has_the_recipe_s_forms_as_a_flag(text: str, value: object) -> None:
+    _, given = read(["train", "--teacher_lora", text, "--student_config", '{"num_layers": 2}'])
+    assert given.settings == {"teacher_lora": value, "student_config": {"num_layers": 2}}
+
+
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         parser().parse_args([command, "--help"])
@@ -29,6 +42,13 @@ def test_the_help_has_a_word_for_each_value_and_a_text_for_each_flag(
     flags = re.findall(r"^  (--.*?)(?:  +|\n +)(\S.*)$", text, re.MULTILINE)
     assert not re.search(r"(?m)^  --\S+ [A-Z](?: |$)", text.replace("--profile_memory N", ""))
     assert all(re.match(r"[^-]", explanation) for _, explanation in flags)
+
+
+def test_the_help_of_plan_says_that_its_exit_code_is_not_whether_the_run_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(help_of("plan", capsys).split())
+    assert text.endswith("not that the run fits: `train --dry_run` ends with 2 where it would be refused.")
 
 
 def test_the_help_of_train_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:

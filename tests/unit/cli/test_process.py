@@ -11,6 +11,8 @@ import pytest
 from ranks import ROOT, environment, run
 from slow_cases import slow_but
 
+from wandistiller.cli.main import READING
+
 WORDS = [sys.executable, "-m", "wandistiller"]
 QUICKSTART = ["--recipe", str(ROOT / "ds_configs" / "recipes" / "quickstart.json")]
 
@@ -66,7 +68,7 @@ def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
     time.sleep(max(0, pause - time.monotonic()))
     process.send_signal(number)
     _, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (128 + number, f"interrupted by {number.name}\n")
+    assert (process.returncode, err) == (128 + number, f"{READING}\ninterrupted by {number.name}\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -122,6 +124,14 @@ def test_a_command_on_a_machine_without_a_gpu_prints_no_warning_of_deepspeed(tmp
     del env["DS_ACCELERATOR"]
     done = subprocess.run([*WORDS, "doctor"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert "Setting accelerator" not in done.stderr and "no GPU" in done.stderr
+
+
+def test_no_notice_says_that_images_are_read_without_torchvision(tmp_path: Path) -> None:
+    code = (
+        "from wandistiller.utils.logging import drop_noise\ndrop_noise()\nimport wandistiller.wan.components"
+    )
+    done = run([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert "torchvision" not in done.stderr
 
 
 def test_a_crash_inside_a_library_prints_where_python_was() -> None:

@@ -1,10 +1,15 @@
 """A run that does not go on from a checkpoint is told in words what was other."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wandistiller.checkpoint.difference import OTHERWISE, in_words
+from wandistiller.checkpoint.loading import FORMAT, STATE
+from wandistiller.checkpoint.resume import changed_keys
+from wandistiller.utils.errors import ConfigError
 
 RUN = {"teacher_path": "wan", "data_path": "p.txt", "height": 32, "student_config": {"num_layers": 2}}
 IDENTITY = {
@@ -68,3 +73,24 @@ def with_identity(**changes: Any) -> dict[str, Any]:
 )
 def test_what_was_other_is_said_with_both_values(key: str, now: dict[str, Any], words: str) -> None:
     assert in_words(key, SAVED, now) == words
+
+
+def refused(folder: Path, allowed: list[str], **identity: Any) -> list[str]:
+    (folder / STATE).write_text(json.dumps(SAVED | {"format": FORMAT}))
+    with pytest.raises(ConfigError) as caught:
+        changed_keys(folder, with_identity(**identity), allowed)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("allowed", "lines"), [([], 2), (["data"], 1)])
+def test_every_difference_is_told_the_one_flag_that_allows_all(
+    allowed: list[str], lines: int, tmp_path: Path
+) -> None:
+    problems = refused(tmp_path, allowed, data="1c", shift=3.0)
+    assert len(problems) == lines
+    assert all("or --allow_changed data shift to go on all the same." in problem for problem in problems)
+
+
+def test_no_flag_is_told_where_one_difference_cannot_be_allowed(tmp_path: Path) -> None:
+    problems = refused(tmp_path, [], student="1b", seed=7)
+    assert len(problems) == 2 and not any("--allow_changed" in problem for problem in problems)

@@ -163,7 +163,6 @@ def test_a_setting_replaces_the_value_of_the_default_json(key: str, value_in: st
     [
         ({"train_batch_size": 32}, 3, 2, "Write `batch_size` a divisor of 16, or leave"),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, 2, "Write `batch_size` 8, or leave"),
-        ({"train_batch_size": 3}, 1, 2, "Either leave `batch_size` out, or change the JSON."),
     ],
 )
 def test_a_batch_size_that_cannot_make_the_json_s_batch_is_told_what_could(
@@ -172,6 +171,21 @@ def test_a_batch_size_that_cannot_make_the_json_s_batch_is_told_what_could(
     ds = {"optimizer": ADAM} | ds
     message = refused({"deepspeed_config": ds}, {"batch_size": batch_size}, tmp_path, world)
     assert f"x {world} rank(s) cannot be {ds['train_batch_size']}" in message and remedy in message
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "remedy"),
+    [({}, ""), ({"batch_size": 8}, ", 8 at a time")],
+    ids=["left out", "given"],
+)
+def test_a_number_of_ranks_that_cannot_share_a_batch_is_told_which_can(
+    batch_size: dict[str, int], remedy: str, tmp_path: Path
+) -> None:
+    ds = {"optimizer": ADAM, "train_batch_size": 64}
+    message = refused({"deepspeed_config": ds}, batch_size, tmp_path, world=3)
+    assert "`train_batch_size` is 64. 64 samples cannot be shared by 3 ranks" in message
+    multiple = 3 * batch_size.get("batch_size", 1)
+    assert message.endswith(f"{remedy}; use 1, 2, 4 or 8, or write a multiple of {multiple}.")
 
 
 def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> None:

@@ -9,8 +9,10 @@ from ranks import run
 
 from wandistiller.distributed.launchers import (
     COUNTED,
+    LAUNCHERS,
     NUMBERS,
     environment_problems,
+    is_first,
     set_rank_variables,
     share_cores,
 )
@@ -84,3 +86,10 @@ def test_any_values_of_these_variables_are_named_or_taken() -> None:
         if not (problems := environment_problems(env)) and "SLURM_STEP_NODELIST" in env:
             set_rank_variables(env)
         assert all(problem.startswith(("environment: ", "port ")) for problem in problems)
+
+
+def test_one_process_alone_is_the_first_under_every_launcher() -> None:
+    rank_of = {"RANK": {}} | {names[0]: dict.fromkeys(names, "2") for names in LAUNCHERS.values()}
+    for name, env in rank_of.items():
+        assert [is_first(env | {name: number}) for number in "01"] == [True, False]
+    assert is_first({})
