@@ -95,7 +95,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
             require_weights(student)
         teacher = _folder(teachers, candidate.teacher_revision)
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
-        teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
+        teacher = _as_trained(teacher, facts)
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
         items = read_items(flags.prompts)
@@ -130,6 +130,20 @@ def _folder(name: str, revision: str | None = None) -> WanFolder:
     folder = open_wan(name, weights=True, revision=revision)
     require_weights(folder)
     return folder
+
+
+def _as_trained(teacher: WanFolder, facts: Facts) -> WanFolder:
+    """Return the teacher with the LoRA files that were added to it in training.
+
+    Raises:
+        ConfigError: they are not as they were.
+    """
+    teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
+    for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
+        if one.digest != digest:
+            text = "was added to the teacher, and is not as it was when the student was trained"
+            raise ConfigError(f"{one.file}: {text}. Put the file back that the run had.")
+    return teacher
 
 
 def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[Sampling, Sampling]:
