@@ -42,8 +42,10 @@ def files_of(path: Path, said: Expert | None = None) -> list[Path]:
 def expert_of(file: Path) -> Expert | None:
     """Return the expert that a LoRA file is for: by its run's facts, its place in a folder, or its name.
 
-    None: nothing says it.
+    None: nothing says it, or it is a folder, as a pipeline of both.
     """
+    if file.is_dir():
+        return None
     if facts_of(file).get("bases") == [Expert.LOW_NOISE.value]:
         return Expert.LOW_NOISE
     if file.name == FILES[Expert.LOW_NOISE]:

@@ -64,6 +64,11 @@ def test_a_file_s_own_name_goes_before_its_folder_s(tmp_path: Path) -> None:
     assert expert_of(file_in(tmp_path / "high", "style_low_v2")) is LOW
 
 
+def test_a_pipeline_s_folder_is_of_no_expert_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "high" / "wan_high_noise").mkdir(parents=True)
+    assert expert_of(tmp_path / "high" / "wan_high_noise") is None
+
+
 def test_two_files_in_a_folder_for_diffusers_are_the_experts_in_their_order(tmp_path: Path) -> None:
     first = file_in(tmp_path, "pytorch_lora_weights")
     assert files_of(tmp_path) == [first] and expert_of(first) is None
