@@ -19,7 +19,7 @@ COMPLEMENTS = {"red": "cyan", "green": "purple", "blue": "yellow", "white": "bla
 COMPLEMENTS |= {complement: colour for colour, complement in COMPLEMENTS.items()}
 
 
-def style(wan: Path, file: Path, *parts: str, seed: int = 0) -> Path:
+def style(wan: Path, file: Path, *parts: str, seed: int = 0, metadata: dict[str, str] | None = None) -> Path:
     """Write a LoRA in diffusers' names for the layers of the first expert whose names have one of `parts`."""
     state = {}
     for name, value in load_file(wan / "transformer" / WEIGHTS).items():
@@ -30,7 +30,8 @@ def style(wan: Path, file: Path, *parts: str, seed: int = 0) -> Path:
             state[f"transformer.{layer}.lora_B.weight"] = 0.1 * keyed_normal(
                 (outputs, RANK), seed, layer, "b"
             )
-    save_file(state, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, file, metadata)
     return file
 
 

@@ -18,11 +18,11 @@ from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.experts import Expert
-from wandistiller.export.source import FACTS
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
+from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
 

@@ -17,7 +17,11 @@ from styles import style
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
+from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, draw
+from wandistiller.experts import Expert
+from wandistiller.wan.added_lora import added_changes
+from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.pipeline import open_wan
 
 PROMPTS = ["a red circle on a blue background, left", "a blue square on a red background, center"]
@@ -112,6 +116,27 @@ def test_two_experts_take_the_files_that_name_them(folder: Path, wan2: Path) -> 
     assert by_name == drawn(folder, "said", *words, f"low_noise={other[1]}", f"high_noise={other[0]}")
     slow = other[0].rename(folder / "slow_motion.safetensors")  # a name with "low" in it
     assert by_name != drawn(folder, "each", *words, slow) == drawn(folder, "both", *words, *both(slow))
+
+
+def test_an_exported_folder_of_two_experts_is_added_as_its_run_s_files(folder: Path, wan2: Path) -> None:
+    """Adapters that begin as two files, and hardly learn."""
+    start = {
+        f"{s}_noise": str(style(wan2, folder / f"{s}.safetensors", "to_q", seed=i))
+        for i, s in enumerate(("high", "low"))
+    }
+    given = {"lora": {"rank": 4, "targets": ["to_q"], "start": start}, "student_config": {"experts": "two"}}
+    few = {"objective": {"name": "consistency", "edges": 4, "intervals": 8}, "deepspeed_config": ENGINE}
+    output = train(folder, wan2, "two", ranks=1, **given, **few, shift=7.0, max_steps=1, lr=1e-6)
+    wandistiller("export", "--checkpoint", output, "--output", folder / "two_files", "--adapter")
+    files = sorted((folder / "two_files").glob("*.safetensors"))
+    for words in ([output], [folder / "two_files"], files):
+        candidate = read_candidate(str(wan2), [*map(str, words)])
+        assert candidate.trained and candidate.trained.steps == 4
+        for expert in Expert:
+            wanted = read_lora(Path(start[expert.name.lower()])).layers
+            found = added_changes(candidate.folder.added, expert)
+            for layer, (a, b) in wanted.items():
+                torch.testing.assert_close(found[layer].b @ found[layer].a, b @ a, rtol=0.02, atol=0.01)
 
 
 def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:

@@ -4,9 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
+from PIL import Image
 from ranks import losses, wandistiller
 from recipes import recipe, recipe_file, train
 from safetensors.torch import load_file, save_file
@@ -125,6 +127,29 @@ def test_an_export_is_refused_once_the_teachers_lora_has_changed(
         error = wandistiller("export", "--checkpoint", adapters, *words, code=2).stderr
         assert "not as they were when they were trained" in error
     file.write_bytes(before)
+
+
+def test_an_evaluation_is_refused_once_the_teachers_lora_has_changed(
+    folder: Path, adapters: Path, wan2: Path, file: Path
+) -> None:
+    before = file.read_bytes()
+    style(wan2, file, "to_q", seed=1)
+    words = ["--prompts", "a red circle on a blue background, left", "--quick"]
+    error = wandistiller("evaluate", "--student_path", adapters, *words, code=2).stderr
+    assert f"{file}: was added to the teacher, and is not as it was" in error
+    file.write_bytes(before)
+
+
+def test_the_file_of_one_network_is_drawn_as_its_student(folder: Path, adapters: Path) -> None:
+    words = ["--prompts", "a red circle on a blue background, left", "--height", "32", "--width", "32"]
+    drawn = []
+    for name, model in {
+        "student": ["--model", adapters],
+        "file": ["--lora", adapters / "lora.safetensors"],
+    }.items():
+        wandistiller("sample", *model, *words, "--output", folder / name)
+        drawn.append(np.asarray(Image.open(folder / name / "0000.png")).astype(int))
+    assert np.abs(drawn[0] - drawn[1]).max() <= 4  # student and file are in bf16
 
 
 def test_a_smaller_student_is_exported_without_the_file_that_its_teacher_had(

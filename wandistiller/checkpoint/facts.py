@@ -47,6 +47,8 @@ class Facts:
     """Folder names of the teacher's networks whose weights the student's have beside their adapters."""
     teacher_lora: list[dict[str, Any]] | None = None
     """LoRA files added to the teacher's networks, as the recipe key."""
+    teacher_lora_digests: list[str] | None = None
+    """Hashes of the contents of these files."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     image_to_video: bool | None = None

@@ -89,7 +89,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         teacher = open_wan(teachers, weights=True, revision=candidate.teacher_revision)
         require_weights(teacher)
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
-        teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
+        teacher = _as_trained(teacher, facts)
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
         items = read_items(flags.prompts)
@@ -118,6 +118,20 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     if problems := _pair_problems(evaluation, flags.context_parallel, world):
         raise ConfigError(*problems)
     return evaluation
+
+
+def _as_trained(teacher: WanFolder, facts: Facts) -> WanFolder:
+    """Return the teacher with the LoRA files that were added to it in training.
+
+    Raises:
+        ConfigError: they are not as they were.
+    """
+    teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
+    for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
+        if one.digest != digest:
+            text = "was added to the teacher, and is not as it was when the student was trained"
+            raise ConfigError(f"{one.file}: {text}. Put the file back that the run had.")
+    return teacher
 
 
 def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[Sampling, Sampling]:

@@ -12,12 +12,11 @@ from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
 from wandistiller.student.full_start import full_starts
-from wandistiller.student.lora import Lora
+from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import digest, ends_of_files, file_digest, write_json
 from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.full_models import content, is_full_model
-from wandistiller.wan.lora_files import IN_A_FOLDER
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -94,10 +93,10 @@ def tuning(job: Job) -> dict[str, Any]:
 def adapters(job: Job) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
     lora, starts = job.run.lora, {e.value: content(place) for e, place in full_starts(job).items()}
-    for expert in Expert:
-        file = Lora(**lora).start_of(expert)
-        if file and not is_full_model(file):
-            starts[expert.value] = file_digest(file / IN_A_FOLDER if file.is_dir() else file)
+    files = {expert: place for expert, place in start_places(job).items() if not is_full_model(place)}
+    if not isinstance(lora.get("start"), dict):  # as in earlier versions one file counts for both
+        files = dict.fromkeys(Expert, files.get(Expert.HIGH_NOISE)) | files if files else {}
+    starts |= {expert.value: file_digest(file) for expert, file in files.items()}
     kept = {key: value for key, value in lora.items() if key != "start"}
     return kept | ({"start": starts} if starts else {})
 
@@ -130,6 +129,7 @@ def provenance(job: Job) -> Facts:
         before=job.start.history if job.start else None,
         bases=[base.value for base in job.bases.values()] or None,
         teacher_lora=as_settings(job.folder.added) or None,
+        teacher_lora_digests=[one.digest for one in job.folder.added] or None,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),

@@ -26,7 +26,7 @@ from wandistiller.teacher.strategies import strategies
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import SHIPPED
-from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.added_lora import as_settings, read_added, with_experts
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import usual_config
@@ -34,6 +34,8 @@ from wandistiller.wan.transformer_config import TransformerConfig
 
 ANY_SIZE = usual_config()
 """For a student that is not known yet."""
+OF_AN_EXPERT = '{{"file": "{file}", "expert": "{expert}"}}'
+"""An item of `teacher_lora` for one expert."""
 
 
 @contextmanager
@@ -72,7 +74,8 @@ def read_job(
     with collecting(problems):
         folder = open_wan(run.teacher_path, revision=run.teacher_revision)
         if run.teacher_lora:
-            folder = with_loras(folder, read_added("recipe", "teacher_lora", run.teacher_lora))
+            added = read_added("recipe", "teacher_lora", run.teacher_lora)
+            folder = with_loras(folder, with_experts("recipe", added, folder.configs, OF_AN_EXPERT))
     with collecting(problems):
         folder, items = _read_data(run, folder)
     with collecting(problems):
@@ -214,6 +217,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
         sample_interval=None,
         sample_prompts=[*map(clean, run.sample_prompts or ())] or [item.prompt for item in items.spread()],
         teacher_dtype=None,
+        teacher_lora=as_settings(folder.added) or None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
         **dataclasses.asdict(EngineOverrides()),
     )

@@ -1,23 +1,17 @@
 """The pipelines that are sampled and evaluated: a folder, or a run's student; LoRA files on them."""
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.export.source import FACTS
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.added_lora import as_settings, read_added
+from wandistiller.wan.added_lora import as_settings, read_added, with_experts
+from wandistiller.wan.lora_experts import FACTS, facts_beside, facts_of, files_of
 from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, run_problem, student_of, with_loras
-
-OF_EXPERT = re.compile(r"(?<![a-z])(high|low)(?:[ _-]?noise(?![a-z])|$)")
-"""In a file's name the expert that it is for; not in `slow_motion` or `low_poly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +78,24 @@ class Candidate:
         """
         folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
+        if alone := self._alone(folder):
+            folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
         given = [
-            {"file": file, "strength": self.strength} | _expert(said, file, folder)
+            {"file": file, "strength": self.strength} | ({"expert": said} if said else {})
             for said, file in self.files
         ]
-        return with_loras(folder, read_added("command line", "lora", given))
+        added = read_added("command line", "lora", given)
+        return with_loras(folder, with_experts("command line", added, folder.configs, "{expert}={file}"))
+
+    def _alone(self, folder: WanFolder) -> Expert | None:
+        """Return the teacher's one of two networks that a student with a LoRA file is; None: it has both."""
+        for said, file in self.files if len(folder.configs) == 2 else ():
+            made = _facts_of_lora(Path(file))
+            own = not self.name or Path(self.name).name == Path(made.teacher_path).name
+            one = [Expert(base) for base in made.bases or () if own or base == Expert.LOW_NOISE.value]
+            if not said and len(made.bases or ()) == len(one) == 1:
+                return one[0]
+        return None
 
 
 def read_candidate(
@@ -98,7 +105,8 @@ def read_candidate(
 
     Args:
         name: of a pipeline, or of a run's folder; None: what the LoRA files are for.
-        loras: names of files or of runs' folders; `high_noise=` or `low_noise=` before it: for one expert.
+        loras: names of files, or of folders of runs or for diffusers; `high_noise=` or `low_noise=` before
+            it: for one expert.
         strength: of all of them.
         teacher: the teacher's folder or hub id, where the user says where it is.
 
@@ -116,7 +124,7 @@ def read_candidate(
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    made = [(Path(file), _facts_of_lora(Path(file))) for _, file in files]
+    made = [(facts_beside(Path(file)), _facts_of_lora(Path(file))) for _, file in files]
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
     if name and not of_few_steps:
         where = Path(name) / FACTS
@@ -155,21 +163,10 @@ def _files(word: str) -> list[tuple[str, str]]:
     expert, equals, name = word.rpartition("=")
     if equals and expert not in ("high_noise", "low_noise"):
         expert, name = "", word
-    return [(expert, str(file)) for file in adapters_of(name) or [name]]
+    said = Expert[expert.upper()] if expert else None
+    return [(expert, str(file)) for file in adapters_of(name) or files_of(Path(name), said)]
 
 
 def _facts_of_lora(file: Path) -> Facts:
-    """Return the facts in the header of a LoRA file; defaults of a file that others made."""
-    try:
-        with safe_open(file, "pt") as opened:
-            return Facts.of(json.loads((opened.metadata() or {}).get("wandistiller", "{}")))
-    except (OSError, SafetensorError, ValueError):
-        return Facts()  # the reader of its weights has the message
-
-
-def _expert(said: str, file: str, folder: WanFolder) -> dict[str, str]:
-    """Return the expert of a LoRA: the one that is said, else the one in the file's name; of both none."""
-    if said or len(folder.configs) == 1:
-        return {"expert": said} if said else {}
-    side = OF_EXPERT.search(Path(file).stem.lower())
-    return {"expert": f"{side[1]}_noise"} if side else {}
+    """Return the facts of a LoRA file, from its header or its folder; defaults of a file that others made."""
+    return Facts.of(facts_of(file))

@@ -11,12 +11,13 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.export.source import FACTS, Source, clip, is_hub_id, sampler_in_words, without_places
+from wandistiller.export.source import Source, clip, is_hub_id, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
+from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_step_config, few_steps
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.export.source import FACTS
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.utils.files import atomic, open_as_umask_says
+from wandistiller.wan.lora_experts import FACTS
 
 
 def check_folder(target: Path) -> Path:

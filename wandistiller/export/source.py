@@ -25,8 +25,6 @@ from wandistiller.wan import transformer
 from wandistiller.wan.added_lora import read_added
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
 
-FACTS = "wandistiller.json"
-"""File in an export with the facts of its run."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LOCAL = ("/", "~", "./", "../")
 """Beginnings of a path on this machine."""

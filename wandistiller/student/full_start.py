@@ -12,6 +12,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
 from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora, linear_layers, set_change
+from wandistiller.student.start_places import start_places
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.low_rank import in_halves, largest_directions
@@ -28,16 +29,17 @@ KEPT = (
 
 
 def full_starts(job: Any) -> dict[Expert, Path]:
-    """Return the place of the full model that adapters of a `config.job.Job` begin with, by network."""
-    lora = Lora(**job.run.lora or {})
-    given = {expert: lora.start_of(expert) for expert in job.student_experts}
-    full = {expert: path for expert, path in given.items() if path and is_full_model(path)}
+    """Return the place of the full model that each network's adapters begin with; none of LoRA files."""
+    full = {expert: path for expert, path in start_places(job).items() if is_full_model(path)}
     return {expert: place_of(path, job.bases.get(expert, expert)) for expert, path in full.items()}
 
 
 def full_start_problems(job: Any) -> list[str]:
-    """List the problem of the full models that adapters begin with, from their headers."""
-    starts = full_starts(job)
+    """List the problem of what adapters begin with: of full models from their headers."""
+    try:
+        starts = full_starts(job)
+    except ConfigError as error:
+        return error.problems
     for place in starts.values():
         named, problem = f"recipe: `lora.start` is {place}, ", ""
         if not job.bases:

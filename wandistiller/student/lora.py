@@ -18,6 +18,7 @@ from wandistiller.utils.parameter_patterns import any_names, names_part, unknown
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
 from wandistiller.wan import transformer
 from wandistiller.wan.full_models import is_full_model
+from wandistiller.wan.lora_experts import files_of
 from wandistiller.wan.lora_files import left_out_words, read_lora
 from wandistiller.wan.structure import ATTENTION_MAPS, IMAGE_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -48,10 +49,12 @@ class Lora:
             (r for part, r in reversed((self.ranks or {}).items()) if names_part(part, layer)), self.rank
         )
 
-    def start_of(self, expert: Expert) -> Path | None:
-        """Return the file or folder that the adapters of an expert begin with."""
-        file = self.start.get(expert.name.lower()) if isinstance(self.start, dict) else self.start
-        return Path(file) if file else None
+    @property
+    def starts(self) -> list[tuple[Path, Expert | None]]:
+        """The LoRA files and full models that adapters begin with, and the experts that they are said for."""
+        given = self.start if isinstance(self.start, dict) else {"": self.start} if self.start else {}
+        said = [(Path(place), Expert[key.upper()] if key else None) for key, place in given.items()]
+        return [(file, expert) for place, expert in said for file in files_of(place, expert)]
 
 
 def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: TransformerConfig) -> list[str]:
@@ -76,7 +79,7 @@ def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: Trans
 def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -> list[str]:
     """List the problems of the LoRA files that adapters begin with; `full_start` has those of full models."""
     problems = []
-    for file in dict.fromkeys(filter(None, map(lora.start_of, Expert))):
+    for file in dict.fromkeys(place for place, _ in lora.starts):
         if is_full_model(file):
             continue
         try:

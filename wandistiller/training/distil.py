@@ -20,7 +20,7 @@ from wandistiller.engine.workarounds import destroy_engines, release_module_refe
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.formats.lora import INTO, LoraFormat
 from wandistiller.export.output import per_expert, replaced
-from wandistiller.export.source import FACTS, read_source
+from wandistiller.export.source import read_source
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
@@ -30,6 +30,7 @@ from wandistiller.training.quantized_base import log_base_errors
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
+from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import TINY
 
 

@@ -10,10 +10,11 @@ from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
 from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
-from wandistiller.student.lora import Lora, begin_with, set_no_change
+from wandistiller.student.lora import begin_with, set_no_change
 from wandistiller.student.projections_and_heads import add_heads
 from wandistiller.student.shared_base import hollow_model, on_base
 from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.start_places import start_places
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, without_guidance
 
@@ -77,7 +78,7 @@ class NetworkBuilder:
             start = FullStart(job, expert, place)
             start.fill()
             start.begin(model)
-        elif job.run.lora and (file := Lora(**job.run.lora).start_of(expert)):
+        elif file := start_places(job).get(expert):
             begin_with(model, file)
 
 

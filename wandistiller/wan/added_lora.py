@@ -1,7 +1,7 @@
 """LoRA files added to a pipeline's networks as their weights are read: W + strength B A."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
+from wandistiller.wan.lora_experts import IN_WORDS, expert_of, files_of, pair_problems, require_one_side
 from wandistiller.wan.lora_files import LowRank, left_out_words, read_lora
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -31,13 +32,23 @@ class AddedLora:
     expert: Literal["high_noise", "low_noise"] | None = None
     """The network that it is added to; None: to each."""
 
+    @property
+    def said(self) -> Expert | None:
+        """The expert that it is said to be for."""
+        return Expert[self.expert.upper()] if self.expert else None
+
     def is_for(self, expert: Expert) -> bool:
-        return self.expert in (None, expert.name.lower())
+        return self.said in (None, expert)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the file's content."""
+        return file_digest(Path(self.file))
 
     @property
     def identity(self) -> list[Any]:
         """Equal for the same change, wherever the file lies."""
-        return [file_digest(Path(self.file)), self.strength, self.expert]
+        return [self.digest, self.strength, self.expert]
 
 
 def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
@@ -57,6 +68,33 @@ def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
     if problems:
         raise ConfigError(*problems)
     return added
+
+
+def with_experts(
+    where: str, added: Iterable[AddedLora], networks: Iterable[Expert], write: str
+) -> list[AddedLora]:
+    """Replace folders by the files in them, and name the expert that each file is for, of two.
+
+    Args:
+        networks: of the pipeline that they are added to.
+        write: what to write for the file of an expert, with {expert} and {file}.
+
+    Raises:
+        ConfigError: files look like those of two experts, and nothing says which is whose.
+    """
+    files = [replace(one, file=str(file)) for one in added for file in files_of(Path(one.file), one.said)]
+    unsaid = [Path(one.file) for one in files if not one.said]
+    if len([*networks]) == 1:
+        require_one_side(where, unsaid)
+        return files
+    own = {file: expert_of(file) for file in unsaid}
+    if problems := pair_problems(where, [file for file, expert in own.items() if not expert], write):
+        raise ConfigError(*problems)
+    experts = [one.said or own[Path(one.file)] for one in files]
+    return [
+        replace(one, expert=expert and expert.name.lower())
+        for one, expert in zip(files, experts, strict=True)
+    ]
 
 
 def added_problems(
@@ -82,10 +120,10 @@ def added_problems(
 
 def added_lines(added: Iterable[AddedLora]) -> list[str]:
     """Say which LoRA file is added to what, and which of its keys are not."""
-    where = {None: "each network", "high_noise": "the high-noise expert", "low_noise": "the low-noise expert"}
+    where = {None: "each network"} | IN_WORDS
     lines = []
     for one in added:
-        lines.append(f"lora      {one.file}, strength {one.strength:g}, on {where[one.expert]}")
+        lines.append(f"lora      {one.file}, strength {one.strength:g}, on {where[one.said]}")
         if left := read_lora(Path(one.file), weights=False).left_out:
             lines.append(f"warning   {one.file}: {left_out_words(left)}")
     return lines

@@ -56,6 +56,8 @@ class FullModel:
         Raises:
             ConfigError: files are missing, truncated, or not safetensors.
         """
+        if place.is_file() and place.suffix != ".safetensors":
+            raise ConfigError(f"{place}: is read by its ending. Rename it to {place.stem}.safetensors.")
         self._reader = WeightReader(place.parent, place.stem) if place.is_file() else WeightReader(place)
         self.place, self._config, stored = place, config, self._reader.stored
         spellings = [

@@ -88,10 +88,12 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
     experts = {
         part: WanTransformer3DModel.from_pretrained(folder / part, **given).eval()
         for part in ("transformer", "transformer_2")
-        if not unused(index.get(part))
+        if not unused(index.get(part)) and Expert(part) in wan.configs
     }
     for part, network in experts.items() if added else ():
         add_changes(network, added_changes(added, Expert(part)))
+    if len(experts) == 1:  # under the name that diffusers calls
+        (experts["transformer"],) = (experts.popitem()[1],)
     image: dict[str, Any] = {}
     if wan.config.image_dim:
         image["image_encoder"] = load_image_encoder(folder / "image_encoder")

@@ -230,6 +230,16 @@ def test_a_damaged_full_model_is_an_error_that_names_its_weight(
         NetworkBuilder(job).trainable(Expert.HIGH_NOISE)
 
 
+def test_a_file_with_another_ending_is_refused_whatever_lies_beside(
+    wan1: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    file = stored(full_model(wan1), tmp_path / "full", "original")
+    start = Path(shutil.copy(file, file.with_suffix(".sft")))
+    assert refusal(tmp_path, wan1, str(start)) == (
+        f"{start}: is read by its ending. Rename it to few_steps.safetensors."
+    )
+
+
 def test_a_folder_without_weights_is_refused(wan1: Path, tmp_path: Path, one_rank: torch.device) -> None:
     (tmp_path / "empty").mkdir()
     assert "empty" in refusal(tmp_path, wan1, str(tmp_path / "empty"))

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import recipe
 from safetensors.torch import save_file
 from styles import style, with_style
 from torch import Tensor
+from trainers import job_of
 
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
@@ -60,6 +62,35 @@ def test_a_file_for_one_expert_leaves_the_other_as_it_is(wan2: Path, tmp_path: P
     folder = added(wan2, {"file": file, "expert": "low_noise"})
     assert torch.equal(weight(folder, Expert.HIGH_NOISE), weight(plain, Expert.HIGH_NOISE))
     assert not torch.equal(weight(folder, Expert.LOW_NOISE), weight(plain, Expert.LOW_NOISE))
+
+
+@pytest.mark.parametrize(
+    "names", [("my_HIGH_v1", "my_LOW_v1"), ("pytorch_lora_weights", "pytorch_lora_weights_2")]
+)
+def test_a_recipe_s_files_of_two_experts_or_the_folder_of_them_go_each_to_its_own(
+    names: tuple[str, str], wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    files = [
+        str(style(wan2, tmp_path / "two" / f"{n}.safetensors", "to_q", seed=i)) for i, n in enumerate(names)
+    ]
+    sides = {"high_noise": files[0], "low_noise": files[1]}
+    wanted = added(wan2, *({"file": file, "expert": side} for side, file in sides.items()))
+    folder = [str(tmp_path / "two")] if names[0] == "pytorch_lora_weights" else []
+    for given in (files, *folder):
+        job = job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=given))
+        assert job.folder.identity == wanted.identity
+        assert {one["expert"]: one["file"] for one in job.run.teacher_lora} == sides
+        for expert in Expert:
+            assert torch.equal(weight(job.folder, expert), weight(wanted, expert))
+
+
+def test_files_whose_names_do_not_say_the_expert_are_refused_with_what_to_write(
+    wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    files = [str(style(wan2, tmp_path / f"{side}_style.safetensors", "to_q")) for side in "hl"]
+    with pytest.raises(ConfigError) as raised:
+        job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=files))
+    assert 'Write {"file": "FILE", "expert": "high_noise"}' in str(raised.value)
 
 
 def test_the_identity_is_that_of_the_content_and_of_how_it_is_added(wan1: Path, tmp_path: Path) -> None:

@@ -29,16 +29,12 @@ from wandistiller.flow import EULER
 from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.added_lora import added_changes, sum_of
-from wandistiller.wan.lora_files import IN_A_FOLDER, A, B, LowRank
+from wandistiller.wan.lora_experts import FILES
+from wandistiller.wan.lora_files import A, B, LowRank
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.sampling import few_step_config
 from wandistiller.wan.weight_reader import WeightReader
 
-FILES = {
-    Expert.HIGH_NOISE: IN_A_FOLDER,
-    Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors",
-}
-"""File names in a folder for diffusers."""
 INTO = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
 """Argument of diffusers' `load_lora_weights` for a network."""
 CARD = """# A Wan LoRA distilled with wandistiller

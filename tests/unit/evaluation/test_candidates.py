@@ -1,0 +1,107 @@
+"""The pipelines that the command line names: which LoRA file is added to which of their networks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from styles import WEIGHTS, style, with_style
+from torch import Tensor
+
+from wandistiller.evaluation.candidates import read_candidate
+from wandistiller.experts import Expert
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.added_lora import added_changes
+from wandistiller.wan.loaded_components import load_pipeline
+from wandistiller.wan.pipeline import WanFolder
+
+LAYER = "blocks.0.attn1.to_q"
+FEW = {"shift": 5.0, "steps": 2, "few_steps": [1.0, 0.5], "sampler": "euler"}
+
+
+def pair(wan: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    high, low = (folder / f"{name.format(side)}.safetensors" for side in ("HIGH", "LOW"))
+    return style(wan, high, "to_q", seed=1), style(wan, low, "to_q", seed=2)
+
+
+def change_in(file: Path) -> Tensor:
+    state = load_file(file)
+    return state[f"transformer.{LAYER}.lora_B.weight"] @ state[f"transformer.{LAYER}.lora_A.weight"]
+
+
+def changes(folder: WanFolder) -> list[Tensor]:
+    found = (added_changes(folder.added, expert)[LAYER] for expert in Expert)
+    return [b @ a for a, b in found]
+
+
+@pytest.mark.parametrize("name", ["lora_{}_fp16", "{}/model", "style_{}_v2"])
+def test_each_of_two_experts_takes_the_file_of_its_name(name: str, wan2: Path, tmp_path: Path) -> None:
+    files = pair(wan2, tmp_path, name)
+    found = changes(read_candidate(str(wan2), [str(file) for file in files]).folder)
+    torch.testing.assert_close(found, [change_in(file) for file in files])
+
+
+def test_what_is_said_goes_before_the_name(wan2: Path, tmp_path: Path) -> None:
+    high, low = pair(wan2, tmp_path, "lora_{}_fp16")
+    found = changes(read_candidate(str(wan2), [f"low_noise={high}", f"high_noise={low}"]).folder)
+    torch.testing.assert_close(found, [change_in(low), change_in(high)])
+
+
+def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_facts(
+    wan2: Path, tmp_path: Path
+) -> None:
+    names = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights_2.safetensors")
+    files = [style(wan2, tmp_path / "ours" / name, "to_q", seed=n) for n, name in enumerate(names)]
+    (tmp_path / "ours" / "wandistiller.json").write_text(json.dumps(FEW))
+    wanted = [change_in(file) for file in files]
+    for words in ([str(tmp_path / "ours")], [str(file) for file in files]):
+        candidate = read_candidate(str(wan2), words)
+        torch.testing.assert_close(changes(candidate.folder), wanted)
+        assert candidate.trained and candidate.trained.steps == 2
+
+
+@pytest.mark.parametrize("sides", [("h_style", "l_style"), ("style_hn", "style_ln"), ("Xhighy", "Xlowy")])
+def test_names_that_differ_as_those_of_experts_and_do_not_say_it_are_refused(
+    sides: tuple[str, str], wan2: Path, tmp_path: Path
+) -> None:
+    files = [str(style(wan2, tmp_path / f"{side}.safetensors", "to_q")) for side in sides]
+    with pytest.raises(ConfigError, match="Write high_noise=FILE, and the same with low_noise"):
+        _ = read_candidate(str(wan2), files).folder
+    assert len(read_candidate(str(wan2), [f"low_noise={files[0]}", files[1]]).folder.added) == 2
+
+
+def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> None:
+    files = [style(wan2, tmp_path / f"{n}.safetensors", "to_q", seed=i) for i, n in enumerate("ab")]
+    wanted = sum(change_in(file) for file in files)
+    found = changes(read_candidate(str(wan2), [str(file) for file in files]).folder)
+    torch.testing.assert_close(found, [wanted, wanted])
+
+
+def test_the_files_of_two_experts_are_refused_for_one_network(wan1: Path, tmp_path: Path) -> None:
+    files = [str(file) for file in pair(wan1, tmp_path, "lora_{}_fp16")]
+    with pytest.raises(ConfigError, match="and here is one network. Give one"):
+        _ = read_candidate(str(wan1), files).folder
+    assert len(read_candidate(str(wan1), files[:1]).folder.added) == 1
+
+
+@pytest.mark.parametrize(("base", "strange"), [("transformer", False), ("transformer_2", True)])
+def test_the_file_of_a_run_of_one_network_is_drawn_as_that_network_alone(
+    base: str, strange: bool, wan2: Path, tmp_path: Path
+) -> None:
+    """Of the teacher's other network nothing is loaded; the low-noise one says itself which it is."""
+    facts = {"bases": [base], "teacher_path": "elsewhere" if strange else str(wan2)}
+    file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata={"wandistiller": json.dumps(facts)})
+    candidate = read_candidate(str(wan2), [str(file)])
+    pipe = load_pipeline(candidate.folder, torch.float32)
+    merged = with_style(wan2, tmp_path / "merged", (file, 1.0), experts=(base,))
+    wanted = load_file(merged / base / WEIGHTS)[f"{LAYER}.weight"]
+    assert pipe.transformer_2 is None and pipe.config.boundary_ratio is None
+    torch.testing.assert_close(pipe.transformer.get_parameter(f"{LAYER}.weight").detach(), wanted)
+
+
+def test_the_file_of_one_network_may_be_said_for_one_of_two(wan2: Path, tmp_path: Path) -> None:
+    facts = {"wandistiller": json.dumps({"bases": ["transformer_2"]})}
+    file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata=facts)
+    folder = read_candidate(str(wan2), [f"high_noise={file}"]).folder
+    assert len(folder.configs) == 2 and not added_changes(folder.added, Expert.LOW_NOISE)

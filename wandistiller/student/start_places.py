@@ -1,0 +1,50 @@
+"""Which LoRA file or full model the adapters of each of a student's networks begin with."""
+
+from pathlib import Path
+from typing import Any
+
+from wandistiller.experts import Expert
+from wandistiller.student.lora import Lora
+from wandistiller.utils.errors import ConfigError
+from wandistiller.wan.lora_experts import IN_WORDS, expert_of, require_one_side
+
+
+def start_places(job: Any) -> dict[Expert, Path]:
+    """Return the place for each network of a `config.job.Job` whose adapters `lora.start` begins.
+
+    A file of an expert is for the network that is made of that one of the teacher's.
+
+    Raises:
+        ConfigError: a file is for an expert that no network is made of, or is for one and would begin both.
+    """
+    starts = Lora(**job.run.lora or {}).starts
+    bases = job.bases or {expert: expert for expert in job.student_experts}
+    if others := [one for one in starts if one[1] and one[1] not in bases.values()]:
+        raise ConfigError(*(_of_none(place, said, [*bases.values()]) for place, said in others))
+    if len(job.folder.configs if job.bases else bases) == 1:
+        require_one_side("recipe: `lora.start`", [place for place, said in starts if not said])
+        return {network: place for place, _ in starts for network in bases}
+    experts = [(place, said or expert_of(place)) for place, said in starts]
+    found = {network: place for network, base in bases.items() for place, of in experts if of in (None, base)}
+    if lacking := [base for network, base in bases.items() if network not in found]:
+        for place, of in [one for one, (_, said) in zip(experts, starts, strict=True) if not said]:
+            raise ConfigError(_of_one(place, of, lacking, alone=len(bases) == 1))
+    return found
+
+
+def _of_none(place: Path, said: Expert, bases: list[Expert]) -> str:
+    key, own = said.name.lower(), " and ".join(f'"{base.name.lower()}"' for base in bases)
+    return (
+        f"recipe: `lora.start.{key}` is {place}, and no network of the student is made of {IN_WORDS[said]}. "
+        f"Leave it out, or write {own} in place of it."
+    )
+
+
+def _of_one(place: Path, of: Expert, lacking: list[Expert], *, alone: bool) -> str:
+    """Say that a file for one expert would begin the adapters of another too, or of another alone."""
+    others = " and ".join(IN_WORDS[base] for base in lacking)
+    whole = f"the student is made of {others} alone" if alone else f"the student has {others} too"
+    key = (lacking[0] if alone else of).name.lower()
+    remedy = f'Write {{"{key}": "{place}"}}' + (", if it is meant for that" if alone else "")
+    more = "" if alone else f', with "{lacking[0].name.lower()}" beside it where that has a file'
+    return f"recipe: `lora.start` is {place}, which is for {IN_WORDS[of]}, and {whole}. {remedy}{more}."
