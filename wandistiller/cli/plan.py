@@ -114,6 +114,11 @@ def _of_run(
     best = [*islice(choices(job, with_disk(job, True), here=here, keeps_sharing=keeps), LISTED)]
     simplest = "shipped JSONs that fit, the simplest first:"
     lines.append(simplest if best else "no combination of the shipped JSONs fits")
+    own, tried = (
+        run.teacher.weights or run.teacher.engine.precision for run in (job, best[0].job if best else job)
+    )
+    if tried != own:
+        lines[-1] = f"none fits with the teacher's weights in {own}; in {tried} fit, the simplest first:"
     for choice in best:
         seconds = StepTime(choice.job, machine, rates).floor()
         lines.append(f"  {seconds:>9.3f} s a step at least: {choice}")

@@ -93,6 +93,13 @@ def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., 
     assert "30 layers, replicated, bfloat16" in text and "\nfits: " in text
 
 
+def test_the_weights_of_what_fits_are_named_where_its_own_do_not(output: Callable[..., str]) -> None:
+    lora = ("--lora", '{"rank": 16}', "--teacher_deepspeed_config", "stream8")
+    text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora)
+    which = "none fits with the teacher's weights in int8; in bfloat16 fit, the simplest first:"
+    assert f"\n{which}\n" in text and ", teacher files, " in text.partition(which)[2]
+
+
 def test_of_a_teacher_that_accelerate_will_place_no_verdict_is_given(output: Callable[..., str]) -> None:
     machine = "--gpus 1 --gpu_memory 24 --host_memory 256 --disk 1000"
     text = output(machine, "--teacher_device_strategy", "sequential")
