@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from wandistiller.config.cross_checks import block_problems, sequence_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
+from wandistiller.config.validate import leaves_engine_open
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
@@ -374,7 +375,7 @@ def resolve_auto(job: Job) -> Job:
 
 def left_open(job: Job) -> tuple[bool, bool]:
     """Return whether the student's engine is `auto`, and whether the teacher's placement is."""
-    return job.run.deepspeed_config == AUTO, job.teacher.name == AUTO
+    return leaves_engine_open(job.run), job.teacher.name == AUTO
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
