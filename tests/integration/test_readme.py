@@ -190,7 +190,8 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     count, each = row[0].strip("`").partition("_")[0].split("x")
     recipe = f"ds_configs/machines/{row[0].strip('`')}_few_step.json"
     printed = planned(recipe, machine_of(count, each, of_host), capsys)
-    *_, gpu, cpu, on_disk = map(float, re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE))
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
+    gpu, cpu, on_disk = (max(fits[kind::3]) for kind in (0, 1, 2))
     assert "NOT fit" not in printed and [f"{gib:.0f}" for gib in (gpu, cpu)] == [device, host]
     assert on_disk == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
     assert [f"{h:.0f}" for h in in_hours(printed, r"for \d+ steps")] == hours

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.cli.flags import PlanFlags
-from wandistiller.cli.plan_report import duration, report
+from wandistiller.cli.plan_report import cost, duration, report
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import ONLY_FLAGS, RunConfig
 from wandistiller.config.stages import STAGES, in_stages, placing, read_jobs, runs_of
@@ -21,6 +21,7 @@ from wandistiller.planner import hardware_rates
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, this_machine
+from wandistiller.planner.other_work import whole_run
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
 from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.errors import ConfigError, problem
@@ -82,9 +83,12 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
         job = replace(job, previous=before)
         text, before, best[job.stage] = _of_run(job, machine, rates, here, flags.price_per_gpu_hour, keeps)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
-        total += StepTime(before, machine, rates).steps()
+        total += whole_run(before, machine, rates)
     if len(jobs) > 1:
-        lines.append(f"all {len(jobs)} stages: at least {duration(total)} for their steps")
+        what = "for their steps, the work before these and pictures"
+        lines.append(f"all {len(jobs)} stages: at least {duration(total)} {what}")
+    if len(jobs) > 1 and (price := flags.price_per_gpu_hour) is not None:
+        lines.append(f"they cost at least {cost(total, machine, price)}")
     if file := flags.recommend:
         lines += _recommend(file, runs, {"output_dir": f"runs/{file.stem}"} | given, best, machine)
 
@@ -109,6 +113,11 @@ def _of_run(
     best = [*islice(choices(job, with_disk(job, True), here=here, keeps_sharing=keeps), LISTED)]
     simplest = "shipped JSONs that fit, the simplest first:"
     lines.append(simplest if best else "no combination of the shipped JSONs fits")
+    own, tried = (
+        run.teacher.weights or run.teacher.engine.precision for run in (job, best[0].job if best else job)
+    )
+    if tried != own:
+        lines[-1] = f"none fits with the teacher's weights in {own}; in {tried} fit, the simplest first:"
     for choice in best:
         seconds = StepTime(choice.job, machine, rates).floor()
         lines.append(f"  {seconds:>9.3f} s a step at least: {choice}")

@@ -8,7 +8,7 @@ from wandistiller.engine.transfers import Transfer
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine, demands
-from wandistiller.planner.other_work import before_the_steps, pictures
+from wandistiller.planner.other_work import ROLLOUTS, before_the_steps, pictures, whole_run
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.step_time import StepTime
@@ -135,13 +135,12 @@ def _transfer(one: Transfer, rates: Rates) -> str:
 def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:
     """Estimates of the time and cost of all steps and of the cache, and the data they need."""
     run, costs = job.run, StepTime(job, machine, rates)
-    steps, cache, warm_up = costs.steps(), costs.rollouts(), costs.warm_up()
-    beside = sum(work.seconds for work in before_the_steps(job, machine, rates))
-    teacher, student, times = pictures(job, machine, rates)
+    steps, warm_up = costs.steps(), costs.warm_up()
+    cache = dict(before_the_steps(job, machine, rates)).get(ROLLOUTS)
     samples, available = job.updates * job.batch.total, job.epoch
     lines = [
         f"the whole run, an estimate: at least {duration(steps)} for {run.max_steps} steps"
-        + (f" and, before them, {duration(warm_up)} of the critic alone" if warm_up else "")
+        + (f", {duration(warm_up)} of it of the critic alone before them" if warm_up else "")
         + (f", and {duration(cache)} for the teacher's rollouts if the cache is empty" if cache else ""),
         *other_lines(job, machine, rates),
         f"it trains on {samples} samples; the data have {available}, "
@@ -149,17 +148,21 @@ def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) ->
         f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",
     ]
     if price is not None:
-        seconds = steps + beside + teacher + times * student
-        hours = seconds / 3600 * (machine.ranks if machine.device_free is not None else 0)
-        lines.append(f"it costs at least {hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}")
+        lines.append(f"it costs at least {cost(whole_run(job, machine, rates), machine, price)}")
     return lines
+
+
+def cost(seconds: float, machine: Machine, price: float) -> str:
+    """The price of so many seconds of a machine, and its GPU-hours."""
+    hours = seconds / 3600 * (machine.ranks if machine.device_free is not None else 0)
+    return f"{hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}"
 
 
 def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
     works, lines = before_the_steps(job, machine, rates), []
     if works:
         parts = ", ".join(f"{duration(work.seconds)} for {work.what}" for work in works)
-        whole = duration(sum(work.seconds for work in works))
+        whole = f"{duration(sum(work.seconds for work in works))} without encoding the data"
         lines.append(f"before step 1, with an empty cache: at least {whole}; {parts}")
     teacher, student, times = pictures(job, machine, rates)
     once = f"{duration(teacher)} for the teacher's, once, and " if teacher else ""

@@ -204,6 +204,11 @@ class Job:
         return dataclasses.replace(self.folder, configs=configs)
 
     @property
+    def has_whole_teacher(self) -> bool:
+        """True if all of the teacher's experts are there, as its pictures need."""
+        return len(self.teachers_folder.configs) == len(self.folder.configs)
+
+    @property
     def is_cut(self) -> bool:
         """True if the student is narrower than the teacher that it is made of."""
         sizes = attrgetter(*WIDTH_KEYS)

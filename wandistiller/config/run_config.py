@@ -15,6 +15,8 @@ from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
 """Value that leaves the student's engine or the teacher's placement to `planner.resolve_auto`."""
+ZERO = "zero_optimization"
+"""Section of the student's JSON that AUTO in its place leaves to it too; the rest of the JSON stays."""
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
 Amount = Annotated[int, Gt(0), Le(10**6)]

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from wandistiller.config.aliases import TEACHER, teacher_file, without_aliases
-from wandistiller.config.run_config import AUTO, RunConfig, read_run_config
+from wandistiller.config.run_config import AUTO, ZERO, RunConfig, read_run_config
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
@@ -45,6 +45,10 @@ def merged(
         place[TEACHER] = teacher_file(place[TEACHER])
     elif TEACHER in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
+    own = values.get("deepspeed_config", AUTO)
+    if flags.get("deepspeed_config") == AUTO != own and isinstance(own, str | dict):
+        with collecting(problems):  # its batch, optimizer and schedule stay
+            flags["deepspeed_config"] = load(own).replaced(**{ZERO: AUTO}).raw
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
     if emulated is not None:
         values |= _open_precisions(values | flags, named, emulated)

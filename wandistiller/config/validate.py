@@ -9,7 +9,7 @@ from wandistiller.checkpoint import resume
 from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
 from wandistiller.config.job import Job
 from wandistiller.config.resumed import end_of, resumed
-from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, RunConfig
+from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, ZERO, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
@@ -149,6 +149,11 @@ def _shipped(folder: str) -> list[str]:
     return [f"ds_configs/{folder}/{file.name}" for file in sorted((SHIPPED / folder).glob("*.json"))]
 
 
+def leaves_engine_open(run: RunConfig) -> bool:
+    """Return whether `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
+    return run.deepspeed_config == AUTO or load(run.deepspeed_config).raw.get(ZERO) == AUTO
+
+
 def read_engine(
     run: RunConfig, ranks: int, transformer: TransformerConfig, steps: int, *, here: bool
 ) -> EngineConfig:
@@ -163,6 +168,8 @@ def read_engine(
     """
     source = DEFAULT_ENGINE if run.deepspeed_config == AUTO else run.deepspeed_config
     json = load(source, [AUTO, *_shipped("student")])
+    if json.raw.get(ZERO) == AUTO:
+        json = json.replaced(**{ZERO: load(DEFAULT_ENGINE).raw[ZERO]})
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
     json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
     engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)

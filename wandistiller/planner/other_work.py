@@ -3,17 +3,19 @@
 from collections import Counter
 from collections.abc import Iterator
 from math import ceil, floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert, expert_at
 from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.step_time import StepTime, rollouts_of
 from wandistiller.student.calibration import number_of_samples
 from wandistiller.student.config import IMPORTANCE, source_experts
 from wandistiller.student.layer_importance import blocks_left
 from wandistiller.training.interval import DRAWING
+
+ROLLOUTS = "the teacher's rollouts"
 
 
 class Work(NamedTuple):
@@ -24,16 +26,16 @@ class Work(NamedTuple):
 
 
 def before_the_steps(job: Job, machine: Machine, rates: Rates) -> list[Work]:
-    """Work of networks before step 1, with an empty cache; encoding, which takes less, is not in it."""
+    """Work of networks before step 1, without encoding; the cache has what the stages before made."""
     early = _OtherWork(job, machine, rates)
-    works = [Work("the teacher's rollouts", early.step.rollouts())]
+    works = [Work(ROLLOUTS, early.rollouts())]
     if not job.resume_from and job.needs_latents:
         works += early.measurements()
     return [work for work in works if work.seconds]
 
 
 def pictures(job: Job, machine: Machine, rates: Rates) -> tuple[float, float, int]:
-    """Seconds of the teacher's pictures, which are drawn once, of the student's, and how often those are."""
+    """Seconds of the teacher's pictures that no stage before drew, the student's, and how often those are."""
     work, run = _OtherWork(job, machine, rates), job.run
     teacher, student = work.drawn()
     between = max(60 * run.sample_minutes, (DRAWING - 1) * student)
@@ -41,9 +43,45 @@ def pictures(job: Job, machine: Machine, rates: Rates) -> tuple[float, float, in
     return teacher, student, min(run.max_steps, max(ceil(run.max_steps / run.sample_every), by_clock))
 
 
+def whole_run(job: Job, machine: Machine, rates: Rates) -> float:
+    """Least seconds of a run: its steps, the work before them and the pictures."""
+    teacher, student, times = pictures(job, machine, rates)
+    before = sum(work.seconds for work in before_the_steps(job, machine, rates))
+    return before + StepTime(job, machine, rates).steps() + teacher + times * student
+
+
+def _before(job: Job) -> Iterator[Job]:
+    """Yield the stages before whose teacher is the same, and keeps what it makes in the same cache."""
+    stage = job
+    while stage := stage.previous:
+        if _teacher_of(stage) == _teacher_of(job):
+            yield stage
+
+
+def _teacher_of(job: Job) -> tuple[Any, ...]:
+    """Return what all that the teacher makes depends on."""
+    run, teacher = job.run, job.teacher
+    weights = run.teacher_path, run.teacher_lora, teacher.engine.precision, teacher.weights
+    guidance = run.guidance_scale, run.guidance_scale_2, run.negative_prompt
+    return job.cache, *weights, *guidance, job.size, run.seed, run.shift
+
+
+def _teachers_seeds(job: Job) -> int:
+    """Return how many pictures the teacher draws for each prompt."""
+    draws = job.objective.needs_teacher and job.has_whole_teacher
+    return draws * (2 if job.schedule.few else 1)
+
+
 class _OtherWork:
     def __init__(self, job: Job, machine: Machine, rates: Rates):
         self.job, self.rates, self.step = job, rates, StepTime(job, machine, rates)
+
+    def rollouts(self) -> float:
+        """Rollouts beyond those of the stages before."""
+        number, settings = rollouts_of(self.job), self.job.rollouts
+        same = (stage for stage in _before(self.job) if stage.rollouts == settings)
+        left = number - max(map(rollouts_of, same), default=0)
+        return self.step.rollouts() * left / number if left > 0 else 0.0
 
     def measurements(self) -> Iterator[Work]:
         """Calls on the calibration samples, which all ranks make alike, without guidance."""
@@ -81,8 +119,10 @@ class _OtherWork:
     def drawn(self) -> tuple[float, float]:
         """Seconds of the pictures of the teacher, and of the student once; ranks share the prompts."""
         j, run = self.job, self.job.run
-        own = ceil(len(run.sample_prompts or ()) / j.batch.ranks) * (2 if j.schedule.few else 1)
-        calls = len(j.drawn.sigmas) if j.drawn else run.sample_steps
-        has_teacher = j.objective.needs_teacher
-        teacher = run.sample_steps * self._teacher(own, j.batch.micro, guided=True) if has_teacher else 0.0
+        own, calls = ceil(len(run.sample_prompts or ()) / j.batch.ranks), run.sample_steps
+        pictures = run.sample_prompts, calls
+        same = (s for s in _before(j) if (s.run.sample_prompts, s.run.sample_steps) == pictures)
+        left = max(0, _teachers_seeds(j) - max(map(_teachers_seeds, same), default=0))
+        teacher = calls * self._teacher(left * own, j.batch.micro, guided=True)
+        calls, own = (len(j.drawn.sigmas), 2 * own) if j.drawn else (calls, own)
         return teacher, calls * own * self.step.student_call(1)

@@ -7,13 +7,14 @@ teacher JSON is read by teacher/placements/auto.py, which loads nothing and deci
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from wandistiller.config.cross_checks import block_problems, sequence_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
+from wandistiller.config.validate import leaves_engine_open
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
@@ -28,6 +29,7 @@ from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
+from wandistiller.teacher.quantized import Weights, missing_problems
 from wandistiller.teacher.strategies import teacher_jsons
 from wandistiller.teacher.teacher_json import quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
@@ -51,6 +53,8 @@ TEACHERS = (
 """In ds_configs/teacher/, the simplest first: weights that stay where they compute, that arrive once for all
 micro-steps, at every call from other ranks or CPU memory, and from a disk. What computes on the CPU beside
 GPUs comes last, and before it any other that is a candidate."""
+WEIGHTS = (None, "int8", "nf4")
+"""Formats of the teacher's weights in the shipped JSONs, the exact one first."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
 SHARERS = (2, 4, 8)
@@ -187,24 +191,45 @@ def choices(
     """Yield each pair of shipped JSONs that fits, the simplest first, at the largest micro-batch that does.
 
     The groups of STUDENTS follow each other, and in each the teachers, and of each teacher the students; but
-    pairs that have no room for ENOUGH tokens come after those of their group that have it.
+    pairs that have no room for ENOUGH tokens come after those of their group that have it. Another of
+    `formats` is tried only where none fits in those before.
 
     Args:
         choose: as in `pairs`, and `here` too.
         keeps_sharing: as many ranks as now compute each sample; else of a video any number.
     """
-    size = job.size
-    enough = ceil(ENOUGH / job.folder.tokens(size.height, size.width, size.num_frames))
-    for each in [job] if keeps_sharing else sharings(job, machine):
-        for _, group in groupby(pairs(each, machine, choose, here), key=lambda pair: pair.group):
-            few = []
-            for pair in group:
-                if found := pair.largest(machine, suits):
-                    if found.job.batch.micro >= min(enough, pair.sizes[-1].batch.micro):
-                        yield found
-                    else:
-                        few.append(found)
-            yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
+    for weights in formats(job, choose):
+        sharing = [job] if keeps_sharing else sharings(job, machine)
+        every = (pairs(each, machine, choose, here, weights) for each in sharing)
+        fitting = chain.from_iterable(_fitting(each, machine, suits) for each in every)
+        if first := next(fitting, None):
+            yield first
+            yield from fitting
+            return
+
+
+def _fitting(every: list[Pair], machine: Machine, suits: Callable[[Choice], bool]) -> Iterator[Choice]:
+    """Yield the largest micro-batch that fits and suits of each pair, in the order of `choices`."""
+    for _, group in groupby(every, key=lambda pair: pair.group):
+        few = []
+        for pair in group:
+            size, largest = pair.sizes[0].size, pair.sizes[-1].batch.micro
+            tokens = pair.sizes[0].folder.tokens(size.height, size.width, size.num_frames)
+            if found := pair.largest(machine, suits):
+                if found.job.batch.micro >= min(ceil(ENOUGH / tokens), largest):
+                    yield found
+                else:
+                    few.append(found)
+        yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
+
+
+def formats(job: Job, choose: tuple[bool, bool] = (True, True)) -> list[Weights]:
+    """Return the formats of the teacher's weights in which it is tried: first the run's own, then the exact.
+
+    Args:
+        choose: as in `pairs`.
+    """
+    return list(dict.fromkeys([job.teacher.weights, *(WEIGHTS if choose[1] else ())]))
 
 
 def sharings(job: Job, machine: Machine) -> Iterator[Job]:
@@ -221,16 +246,22 @@ def sharings(job: Job, machine: Machine) -> Iterator[Job]:
 
 
 def pairs(
-    job: Job, machine: Machine, choose: tuple[bool, bool] = (True, True), here: bool = False
+    job: Job,
+    machine: Machine,
+    choose: tuple[bool, bool] = (True, True),
+    here: bool = False,
+    weights: Weights | Literal["as given"] = OWN,
 ) -> list[Pair]:
     """The combinations at the run's global batch that its other settings allow, the simplest first.
 
     Args:
         choose: whether to choose the student's engine, and the teacher's placement; else it stays as it is.
         here: `machine` is this one, which must be able to build the engines.
+        weights: format of the teacher's, if it is chosen.
     """
     student, teacher = choose
-    placements = [*_teachers(job, machine, here)] if teacher else [(OWN, job.teacher)]
+    weights = job.teacher.weights if weights == OWN else weights
+    placements = [*_teachers(job, machine, here, weights)] if teacher else [(OWN, job.teacher)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
     groups = [[*_students(job, group, here)] for group in names] if student else [[(OWN, [job])]]
@@ -279,24 +310,35 @@ def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
                 yield sized
 
 
-def _teachers(job: Job, machine: Machine, here: bool) -> Iterator[tuple[str, Placement]]:
-    """The shipped placements that `machine` may gain from, with the run's own keys, the simplest first."""
-    given = {key: value for key, value in job.teacher.engine.block.items() if key in Placement.keys()}
-    for name, placement in teachers(job.teacher.engine.precision, machine.topology):
+def _teachers(job: Job, machine: Machine, here: bool, weights: Weights) -> Iterator[tuple[str, Placement]]:
+    """The shipped placements that `machine` may gain from, with the run's own keys, the simplest first.
+
+    In the run's own format every placement that holds it, in another the shipped JSONs that name it.
+    """
+    engine, own = job.teacher.engine, weights == job.teacher.weights
+    keys = {key for key in Placement.keys() if own or key != "weights"}
+    given = {key: value for key, value in engine.block.items() if key in keys}
+    for name, placement in teachers(engine.precision, machine.topology, None if own else weights):
         placement = with_keys(placement, **given)
-        if not (placement.weights_problems() or here and config_problems(placement.engine)):
+        lacks = missing_problems(engine, weights) + config_problems(placement.engine) if here else []
+        if not placement.weights_problems() + lacks:
             yield name, placement
 
 
 @once_for_each
-def teachers(dtype: str, topology: Topology) -> list[tuple[str, Placement]]:
-    """The shipped teacher JSONs that `auto` compares, checked, the simplest first."""
+def teachers(dtype: str, topology: Topology, weights: Weights = None) -> list[tuple[str, Placement]]:
+    """The shipped teacher JSONs that `auto` compares, checked, the simplest first.
+
+    Args:
+        dtype: the teacher's precision.
+        weights: format of its weights, if they are quantised.
+    """
     candidates, late = [], []
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed
             shipped = load(f"ds_configs/teacher/{name}.json").in_precision(dtype)
             placement = read_placement(shipped, topology.ranks)
-            if placement.is_candidate(topology) and not placement.weights:  # which would change velocities
+            if placement.is_candidate(topology) and placement.weights == weights:
                 place = late if placement.on_cpu and topology.accelerator else candidates
                 place.append((name, placement))
     return candidates + late
@@ -328,7 +370,7 @@ def resolve_auto(job: Job) -> Job:
 
 def left_open(job: Job) -> tuple[bool, bool]:
     """Return whether the student's engine is `auto`, and whether the teacher's placement is."""
-    return job.run.deepspeed_config == AUTO, job.teacher.name == AUTO
+    return leaves_engine_open(job.run), job.teacher.name == AUTO
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
@@ -342,7 +384,8 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     choose = left_open(job)
     if best := next(choices(job, machine, choose, here), None):
         return best
-    least = (pair.least(machine) for pair in pairs(job, machine, choose, here))
+    every = chain.from_iterable(pairs(job, machine, choose, here, w) for w in formats(job, choose))
+    least = (pair.least(machine) for pair in every)
     near = sorted(least, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))

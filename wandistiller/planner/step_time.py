@@ -115,6 +115,12 @@ def _shares(job: Job) -> dict[Latent, float]:
     return {latent: share for latent, share in shares.items() if share}
 
 
+def rollouts_of(job: Job) -> int:
+    """Return the number of the run's samples that the teacher makes, of prompts without media."""
+    samples = int(job.items.made.sum()) * job.run.rollouts_per_prompt
+    return min(samples, job.updates * job.batch.total) if job.needs_latents else 0
+
+
 @once_for_each
 def _step_flops(shape: list[Any], latent: Latent, policy: dict[str, Any] | None) -> int:
     """Operations of the student's forward and backward pass over one sample, by its `student_shape`."""
@@ -196,13 +202,10 @@ class StepTime:
         return min(predicting, optimizer.moving(self.rates))
 
     def rollouts(self) -> float:
-        """Least seconds of arithmetic to fill an empty cache with rollouts of all prompts without media."""
+        """Least seconds of arithmetic to fill an empty cache with all rollouts of `rollouts_of`."""
         j, call = self.job, self.teacher_call()
-        if not j.needs_latents:
-            return 0.0
-        samples = int(j.items.made.sum()) * j.run.rollouts_per_prompt
-        samples = min(samples, j.updates * j.batch.total)
-        return samples / j.batch.ranks * j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
+        each = j.run.rollout_steps * call.tflop / call.tflops / j.batch.micro
+        return rollouts_of(j) / j.batch.ranks * each
 
     def _mean(self, of: Callable[[Latent], float]) -> float:
         """Mean over the samples of a function of the latent's shape."""

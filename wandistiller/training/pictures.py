@@ -134,7 +134,7 @@ class PictureDrawer:
 
     def _first_row(self, vae: Vae) -> tuple[dict[str, Row], Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
-        if self.teacher and len(self.job.teachers_folder.configs) == len(self.job.folder.configs):
+        if self.teacher and self.job.has_whole_teacher:
             row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
         elif self.data.has_rollouts(self._items, self.job.size):
             row, stats = self._row(lambda items, *_: self.data.x0_of(items, self.job.size), vae, seeds=1)

@@ -1,5 +1,6 @@
 """Times of rollouts, measurements and pictures of published Wans, against sums done by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from planned import EIGHT_80, ONE_24, RATES
 from planned import published_job as job
 
 from wandistiller.cli.plan_report import duration, other_lines
-from wandistiller.planner.other_work import before_the_steps, pictures
+from wandistiller.config.job import Job
+from wandistiller.planner.other_work import before_the_steps, pictures, whole_run
 from wandistiller.planner.step_time import StepTime
 from wandistiller.wan.flops import forward_flops
 
@@ -74,6 +76,7 @@ def test_the_parts_before_step_1_are_named_with_their_times(published: Path) -> 
     run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **IMPORTANT, **GPU)
     early, drawn = other_lines(run, ONE_24, RATES)
     assert early.startswith("before step 1, with an empty cache: at least ")
+    assert " without encoding the data; " in early
     assert " for the teacher's rollouts, " in early and " for the importance of blocks, " in early
     assert drawn.startswith("pictures: at least ") and "0.0 h" not in early + drawn
 
@@ -82,3 +85,60 @@ def test_a_duration_is_in_the_unit_that_shows_it() -> None:
     assert [duration(s) for s in (0.3, 61, 90, 3000, 5400, 360_000)] == [
         *("0.3 s", "61 s", "2 min", "50 min", "1.5 h", "100.0 h")
     ]
+
+
+FEW = {"objective": {"name": "consistency", "edges": 4}}
+
+
+def stages(published: Path, *later: dict[str, Any], **first: Any) -> list[Job]:
+    """Runs of a 1.3B that follow each other, with one cache: 8 prompts, 10 rollouts of each."""
+    found: list[Job] = []
+    for more in ({}, *later):
+        usual = {
+            "max_steps": 100,
+            "rollouts_per_prompt": 10,
+            "sample_prompts": ["a cat"],
+            "cache_dir": "cache",
+        }
+        run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **usual | first | more, **GPU)
+        found.append(replace(run, previous=found[-1] if found else None))
+    return found
+
+
+def test_rollouts_that_an_earlier_stage_made_are_not_counted_again(published: Path) -> None:
+    """Of 80 samples 5 steps of 8 take 40."""
+    runs = stages(published, {"max_steps": 100}, {"guidance_scale": 2.0}, {"seed": 1}, {}, max_steps=5)
+    first, *later = (seconds(run).get("the teacher's rollouts", 0.0) for run in runs)
+    assert first > 0 and later == pytest.approx([first, first, first, 0])
+
+
+def test_the_teacher_s_pictures_of_an_earlier_stage_are_not_counted_again(published: Path) -> None:
+    """Of few steps there are two of each prompt."""
+    runs = stages(published, {}, FEW, FEW, {"sample_steps": 20})
+    first, *later = (pictures(run, ONE_24, RATES)[0] for run in runs)
+    assert first > 0 and later == pytest.approx([0, first, 0, first / 2])
+
+
+@pytest.mark.parametrize(
+    ("expert", "given", "draws"),
+    [
+        ("high_noise", {}, False),
+        ("low_noise", {}, False),
+        ("high_noise", {"lora": {}}, False),
+        ("low_noise", {"lora": {}}, True),  # its samples begin with the other expert, which is there too
+    ],
+)
+def test_a_teacher_of_whose_experts_one_is_there_draws_no_pictures(
+    published: Path, expert: str, given: dict[str, Any], *, draws: bool
+) -> None:
+    given = given | {"student_config": {"experts": "all"}, "shift": 7}
+    objective = {"name": "dmd2", "steps": 4, "expert": expert}
+    run = job(published, EIGHT_80, "Wan2.2-T2V-A14B", **given, objective=objective, **GPU)
+    assert (pictures(run, EIGHT_80, RATES)[0] > 0) is draws
+
+
+def test_a_run_takes_its_steps_the_work_before_them_and_pictures(published: Path) -> None:
+    run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **IMPORTANT, **GPU)
+    teacher, student, times = pictures(run, ONE_24, RATES)
+    expected = StepTime(run, ONE_24, RATES).steps() + sum(seconds(run).values()) + teacher + times * student
+    assert whole_run(run, ONE_24, RATES) == pytest.approx(expected)

@@ -80,6 +80,26 @@ def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Call
     assert int(times) == 72 and cost == pytest.approx(whole / 3600 * 2 * 2.5, rel=0.01)
 
 
+def test_all_stages_take_and_cost_the_sum_of_each_s_with_what_they_share_once(
+    published: Path, tmp_path: Path, output: Callable[..., str]
+) -> None:
+    recipe = {
+        "output_dir": str(tmp_path),
+        "max_steps": 2000,
+        "rollouts_per_prompt": 2000,
+        "sample_every": 2000,
+    }
+    stages = [{"name": "match"}, {"name": "few", "objective": {"name": "consistency", "edges": 4}}]
+    file = write_json(tmp_path / "stages.json", recipe | {"stages": stages})
+    text = output(f"--gpus 2 --gpu_memory 80 --host_memory 500 --price_per_gpu_hour 3 --recipe {file}")
+    *each, whole = (float(n) for n in re.findall(r"costs? at least ([\d.]+): ", text))
+    assert len(each) == 2 and whole == pytest.approx(sum(each), abs=0.02)
+    made = [stage.count("the teacher's rollouts") for stage in text.split("==== stage ")[1:]]
+    assert made == [2, 0]
+    line = re.search(r"all 2 stages: at least (.*) for their steps, the work before these and pictures", text)
+    assert in_seconds(line[1]) / 3600 * 2 * 3 == pytest.approx(whole, rel=0.01)
+
+
 def test_each_pair_of_jsons_is_listed_once_whatever_its_micro_batch(output: Callable[..., str]) -> None:
     text = output("--gpus 8 --gpu_memory 80 --host_memory 1000", wan="Wan2.1-T2V-1.3B")
     pairs = re.findall(r"a step at least: student (\w+), teacher (\w+), micro-batch", text)
@@ -91,6 +111,13 @@ def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., 
     assert "chosen    student as given, teacher replicated, micro-batch 1 x 8\n" in text
     assert " GiB on each GPU" in text and " kept in reserve)\n" in text
     assert "30 layers, replicated, bfloat16" in text and "\nfits: " in text
+
+
+def test_the_weights_of_what_fits_are_named_where_its_own_do_not(output: Callable[..., str]) -> None:
+    lora = ("--lora", '{"rank": 16}', "--teacher_deepspeed_config", "stream8")
+    text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora)
+    which = "none fits with the teacher's weights in int8; in bfloat16 fit, the simplest first:"
+    assert f"\n{which}\n" in text and ", teacher files, " in text.partition(which)[2]
 
 
 def test_of_a_teacher_that_accelerate_will_place_no_verdict_is_given(output: Callable[..., str]) -> None:

@@ -1,5 +1,6 @@
 """Memory, traffic and choices for teachers in 8 and 4 bits."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from planned import published_job as job
 from shipped import placement
 from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 
+from wandistiller.config.job import Job
 from wandistiller.engine.transfers import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.resolve_auto import chosen, pairs
+from wandistiller.planner.resolve_auto import Choice, choices, chosen, formats, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -120,3 +122,40 @@ def test_in_8_bits_auto_leaves_a_teacher_on_a_gpu_that_is_too_small_for_it_in_16
         given = AUTO | {"wandistiller": AUTO["wandistiller"] | weights}
         found.append(chosen(job(published, machine, teacher_deepspeed_config=given), machine).teacher)
     assert found == ["streamed", "replicated"]
+
+
+def of_adapters(published: Path, **teacher: Any) -> Job:
+    """A run of adapters of A14B's low-noise expert, which needs both experts, on one GPU."""
+    recipe = read_json("ds_configs/machines/1x16_wan2.2_a14b_lora.json")
+    keys = ("lora", "deepspeed_config", "teacher_deepspeed_config", "lr", "shift")
+    return job(
+        published,
+        ONE_24,
+        "Wan2.2-T2V-A14B",
+        **{key: recipe[key] for key in keys} | teacher,
+        objective=recipe["stages"][1]["objective"],
+    )
+
+
+def test_where_a_recipe_s_8_bits_do_not_fit_whole_weights_that_do_are_recommended(published: Path) -> None:
+    run, machine = of_adapters(published), gpus(1, 16, 32)  # 26.2 GiB beside 11
+    best = next(choices(run, machine))
+    assert (run.teacher.weights, best.job.teacher.weights, best.teacher) == ("int8", None, "files")
+    assert best.settings["teacher_deepspeed_config"] == "ds_configs/teacher/files.json"
+
+
+def test_where_a_recipe_s_8_bits_fit_they_stay(published: Path) -> None:
+    assert {c.job.teacher.weights for c in choices(of_adapters(published), gpus(1, 16, 64))} == {"int8"}
+
+
+def test_of_a_teacher_without_weights_in_fewer_bits_8_come_after_16_and_4_after_8(published: Path) -> None:
+    run, machine = of_adapters(published, teacher_deepspeed_config="stream"), gpus(1, 16, 128)
+    assert formats(run) == [None, "int8", "nf4"] and formats(run, (True, False)) == [None]
+    assert next(choices(run, machine)).job.teacher.weights is None
+    for name, tried in (("streamed_int8", "int8 nf4"), ("streamed_nf4", "nf4")):
+        best = next(choices(run, machine, suits=partial(has_weights, tried)))
+        assert (best.teacher, best.files[1]) == (name, f"ds_configs/teacher/{name}.json")
+
+
+def has_weights(formats: str, choice: Choice) -> bool:
+    return choice.job.teacher.weights in formats.split()

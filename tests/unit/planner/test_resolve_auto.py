@@ -21,7 +21,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.transfers import Topology
 from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.resolve_auto import choices, chosen, pairs, teachers
+from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -120,6 +120,37 @@ def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published:
     machine = gpus(2, 24, 256)
     run = job(published, machine, LARGE, **BOTH)
     assert identity(chosen(run, machine).job) == identity(run)
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}}]
+)
+def test_auto_as_a_flag_keeps_batch_optimizer_and_schedule_of_the_recipe_s_json(
+    published: Path, own: dict[str, Any]
+) -> None:
+    """4 samples a step and betas of 0 and 0.999, not the default JSON's."""
+    recipe, machine = read_json("ds_configs/machines/1x16_wan2.1_14b_lora.json"), gpus(1, 24, 64)
+    engine = read_json(recipe["deepspeed_config"]) | own
+    recipe |= {"deepspeed_config": engine} if own else {}
+    places = {
+        "teacher_path": f"{published}/{recipe['teacher_path']}",
+        "data_path": f"{published}/prompts.txt",
+    }
+    flags = places | {"lr": 1e-5}
+    given, auto = (read_job(merged(recipe, flags | more, None), 1) for more in ({}, BOTH))
+    assert left_open(auto) == (True, True) and left_open(given) == (False, False)
+    best = chosen(auto, machine).job
+    assert identity(best) == identity(auto) == identity(given) and best.batch.total == 4
+    assert best.student_engine.section("optimizer.params")["betas"] == [0.0, 0.999]
+
+
+def test_auto_as_a_flag_beside_a_json_that_is_not_there_says_so(published: Path) -> None:
+    places = {
+        "teacher_path": f"{published}/Wan-AI/{SMALL}-Diffusers",
+        "data_path": f"{published}/prompts.txt",
+    }
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        merged(places | {"output_dir": "out", "deepspeed_config": "none.json"}, BOTH, None)
 
 
 def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
