@@ -178,11 +178,24 @@ def test_a_lora_that_is_not_finite_is_refused_on_every_rank_once_it_is_read(fold
     assert "with them `blocks.0.attn1.to_q.weight` holds numbers that are not finite" in error
 
 
-def test_the_line_that_loads_adapters_of_the_low_noise_expert_names_its_network(adapters: Path) -> None:
+def test_the_card_of_adapters_of_the_low_noise_expert_has_it_at_all_noise_levels(
+    adapters: Path, wan2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one network of this student is made of that expert."""
-    card = (adapters / "lora.card" / "README.md").read_text().splitlines()
-    (line,) = (one for one in card if "load_lora_weights" in one)
-    assert "load_into_transformer_2=True" in line
+    card = (adapters / "lora.card" / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    first = next(line for line in code.splitlines() if "from_pretrained" in line)
+    pipe = WanPipeline.from_pretrained(wan2)
+    monkeypatch.chdir(adapters)
+    exec(code.replace(first, ""), {"pipe": pipe})
+    assert pipe.transformer_2 is None and pipe.config.boundary_ratio is None
+    student = read_source(adapters).finished("transformer", torch.float32)
+    x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
+    at = state(x, torch.tensor([0.95, 0.3]), text)
+    with torch.no_grad():
+        found, wanted = velocity(pipe.transformer, at), velocity(student, at)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # the file is in bf16
+    assert "the teacher's low-noise model alone" in card
 
 
 def test_another_strength_is_another_teacher_for_a_run_that_goes_on(

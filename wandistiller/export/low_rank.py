@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.utils.low_rank import in_halves, largest_directions
-from wandistiller.wan.lora_files import A, B
+
+A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 class Adapter(NamedTuple):

@@ -18,7 +18,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import extensions
 from wandistiller.engine.workarounds import destroy_engines, release_module_references
 from wandistiller.export.formats.diffusers import DiffusersFormat
-from wandistiller.export.formats.lora import INTO, LoraFormat
+from wandistiller.export.formats.lora import LoraFormat, loading_lines
 from wandistiller.export.output import per_expert, replaced
 from wandistiller.export.source import read_source
 from wandistiller.monitoring import environment, memory_usage
@@ -142,11 +142,11 @@ def _write_adapters(job: Job, output: Path) -> None:
 def _log_adapters(job: Job, output: Path) -> None:
     """Log how the adapters of a finished run, in a folder, are loaded."""
     experts = [expert.value for expert in job.student_experts]
-    for expert, base in job.bases.items():
-        file = per_expert(output / "lora.safetensors", experts, expert.value)
-        more = INTO[base]
+    files = [per_expert(output / "lora.safetensors", experts, expert.value) for expert in job.bases]
+    for file in files:
         collectives.log0("%-9s %s", "adapters", file)
-        collectives.log0('%-9s pipe.load_lora_weights("%s"%s)', "", file, more)
+    for line in loading_lines([f'"{file}"' for file in files], [*job.bases.values()]):
+        collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
     collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card)
 

@@ -14,7 +14,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.low_rank import Adapter, extract
+from wandistiller.export.low_rank import A, Adapter, B, extract
 from wandistiller.export.model_card import (
     BESIDE,
     HERE,
@@ -30,13 +30,16 @@ from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.wan.added_lora import added_changes, sum_of
 from wandistiller.wan.lora_experts import FILES
-from wandistiller.wan.lora_files import A, B, LowRank
+from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.sampling import few_step_config
 from wandistiller.wan.weight_reader import WeightReader
 
-INTO = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
-"""Argument of diffusers' `load_lora_weights` for a network."""
+OF_LOW_NOISE = [
+    "pipe.transformer, pipe.transformer_2 = pipe.transformer_2, None  # the student is of this one alone",
+    "pipe.register_to_config(boundary_ratio=None)",
+]
+"""Lines by which diffusers' pipeline of two experts samples with the low-noise one at all noise levels."""
 CARD = """# A Wan LoRA distilled with wandistiller
 
 For `{base}`, {layers} layers. {rank}. {made_for}
@@ -194,6 +197,19 @@ def _scheduler(facts: Facts) -> dict[str, str]:
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
 
 
+def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
+    """Return the lines that add LoRA files to the teacher's networks in diffusers' pipeline `pipe`.
+
+    Args:
+        files: arguments of `load_lora_weights` that name each.
+        networks: of the teacher, one of each file.
+    """
+    if networks == [Expert.LOW_NOISE]:
+        return [*OF_LOW_NOISE, f"pipe.load_lora_weights({files[0]})"]
+    more = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
+    return [f"pipe.load_lora_weights({f}{more[network]})" for f, network in zip(files, networks, strict=True)]
+
+
 def write_adapter_card(
     folder: Path, source: Source, repository: str, rank: str, files: list[str], comfy: str
 ) -> None:
@@ -207,11 +223,8 @@ def write_adapter_card(
     if not facts.bases and facts.init != "teacher":  # the export of the run that it starts from
         base = f"{facts.init}/student" if facts.before else facts.init
     where = repository or (BESIDE if comfy else HERE)
-    networks = map(Expert, facts.bases or source.experts)
-    calls = [
-        f'pipe.load_lora_weights("{where}", weight_name="{file}"{INTO[network]})'
-        for file, network in zip(files, networks, strict=True)
-    ]
+    networks = [Expert(name) for name in facts.bases or source.experts]
+    calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
         base=base,
         **_scheduler(facts),
@@ -221,6 +234,7 @@ def write_adapter_card(
         calls="\n".join(calls),
     )
     if comfy:
-        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for the teacher's model.\n"
+        model = "low-noise model alone" if networks == [Expert.LOW_NOISE] else "model"
+        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for the teacher's {model}.\n"
         text += comfy_nodes(facts, "LoraLoaderModelOnly")
     write_card(folder, source, "adapter", text)
