@@ -15,8 +15,9 @@ from wandistiller.data.dataset import PromptDataset, PromptItem
 from wandistiller.data.known_media import KnownMedia
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
+from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
-from wandistiller.engine.engine_config import BatchSize, EngineConfig
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
 from wandistiller.objectives.base import Role

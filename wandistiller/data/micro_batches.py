@@ -6,7 +6,7 @@ from wandistiller.batch import Batch, Conditioning, State
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.dataset import PromptItem
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
-from wandistiller.engine.ds_config import BatchSize
+from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule
 
 

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of all libraries, and the kind of memory that ran out."""
+"""Out-of-memory errors of all libraries, and the kind of memory that ran out; `cli.failures` reports them."""
 
 import errno
 import re

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
+from wandistiller.engine.batch_size import batch_size
 from wandistiller.engine.ds_forms import present_form
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
@@ -20,10 +21,10 @@ from wandistiller.engine.ds_schema import (
     section_types,
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
-from wandistiller.engine.engine_config import BatchSize, EngineConfig, unshared
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.errors import ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
-from wandistiller.utils.validation import Count, check, value_problems
+from wandistiller.utils.validation import check, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
@@ -128,41 +129,6 @@ def _auto(value: Any, prefix: str = "") -> list[str]:
     if isinstance(value, dict):
         return [k for key, v in value.items() for k in _auto(v, f"{prefix}.{key}" if prefix else key)]
     return [prefix] if value == "auto" else []
-
-
-def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
-    """Solve micro * accumulation * ranks = total for what the JSON leaves out, as DeepSpeed does.
-
-    Raises:
-        ConfigError: nothing is given, a value is no positive integer, or the numbers do not multiply up.
-    """
-    if wrong := value_problems(json.where, json.raw, dict.fromkeys(BATCH_KEYS, Count)):
-        raise ConfigError(*wrong)
-    total, micro, accumulation = given = [json.raw.get(k) for k in BATCH_KEYS]
-    if total is None and micro is None:
-        raise ConfigError(
-            f"{json.where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or "
-            'both; --batch_size, or "batch_size" in the recipe, sets the second too.'
-        )
-    if total is None or micro is None:
-        accumulation = accumulation or 1
-        micro = total // (accumulation * world) if micro is None else micro
-    elif accumulation is None:
-        accumulation = total // (micro * world)
-    if not micro or not accumulation:
-        least = (micro or 1) * (accumulation or 1) * world
-        raise ConfigError(
-            json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
-        )
-    if total is not None and micro * accumulation * world != total and None in given:
-        raise ConfigError(json.problem("train_batch_size", total, unshared(total, world, *given[1:])))
-    if total is not None and micro * accumulation * world != total:
-        raise ConfigError(
-            f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {accumulation} x {world} ranks = {micro * accumulation * world}. "
-            "Change one of them, or leave one out."
-        )
-    return BatchSize(micro, accumulation, micro * accumulation * world)
 
 
 def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from json import dumps
 from typing import Any, TypeVar
 
+from wandistiller.engine.batch_size import unshared
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS
-from wandistiller.engine.engine_config import unshared
 
 J = TypeVar("J", bound=DeepSpeedJson)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}

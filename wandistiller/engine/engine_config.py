@@ -7,35 +7,11 @@ from typing import Any, Self
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
+from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.kernels import Kernels
 from wandistiller.utils.validation import types_of
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """Samples per rank and micro-step, micro-steps per optimizer step, samples per optimizer step."""
-
-    micro: int
-    accumulation: int
-    total: int
-
-    @property
-    def ranks(self) -> int:
-        return self.total // (self.micro * self.accumulation)
-
-
-def unshared(total: int, ranks: int, micro: int | None, accumulation: int | None) -> str:
-    """Say that `ranks` cannot share `total` samples, and how many can; None: a number that is left open."""
-    each = (micro or 1) * (accumulation or 1)
-    how = (f", {micro} at a time" if micro else "") + (
-        f" in {accumulation} micro-steps" if accumulation else ""
-    )
-    *others, most = [str(n) for n in range(1, max(8, 2 * ranks) + 1) if total % (n * each) == 0] or [""]
-    use = f"use {', '.join(others)}{' or ' if others else ''}{most}, or " if most else ""
-    samples, shared = f"{total} sample{'s' * (total > 1)}", f"{ranks} rank{'s' * (ranks > 1)}"
-    return f"{samples} cannot be shared by {shared}{how}; {use}write a multiple of {ranks * each}."
 
 
 @dataclass(frozen=True)

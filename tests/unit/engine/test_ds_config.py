@@ -11,11 +11,11 @@ from deepspeed.runtime.activation_checkpointing import config as activation_chec
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from wandistiller.engine import ds_config, ds_schema
+from wandistiller.engine.batch_size import BatchSize, batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import fill_auto, fill_steps
 from wandistiller.engine.ds_schema import section_types
 from wandistiller.engine.ds_unsupported import NOT_OFFERED
-from wandistiller.engine.engine_config import BatchSize
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
@@ -79,16 +79,16 @@ def test_the_batch_numbers_are_solved_as_deepspeed_solves_them(numbers: tuple[in
     ds, ranks = batch_json(*numbers), SimpleNamespace(get_data_parallel_world_size=lambda: 2)
     own = DeepSpeedConfig(dict(ds), mpu=ranks)
     expected = (own.train_micro_batch_size_per_gpu, own.gradient_accumulation_steps, own.train_batch_size)
-    assert ds_config.batch_size(x_json(ds), 2) == BatchSize(*expected)
+    assert batch_size(x_json(ds), 2) == BatchSize(*expected)
 
 
 @pytest.mark.parametrize("ds", [{}, {"gradient_accumulation_steps": 4}])
 def test_no_batch_size_is_refused(ds: dict[str, int]) -> None:
-    assert "no batch size" in refused(ds_config.batch_size, ds, 2)[0]
+    assert "no batch size" in refused(batch_size, ds, 2)[0]
 
 
 def test_batch_numbers_that_do_not_multiply_up_are_refused() -> None:
-    (problem,) = refused(ds_config.batch_size, batch_json(24, 3, 5), 2)
+    (problem,) = refused(batch_size, batch_json(24, 3, 5), 2)
     assert problem.startswith("x.json: train_batch_size 24 is not ") and "x 2 ranks" in problem
 
 
@@ -105,7 +105,7 @@ def test_batch_numbers_that_do_not_multiply_up_are_refused() -> None:
 def test_a_batch_that_the_ranks_cannot_share_is_told_which_numbers_of_ranks_can(
     numbers: tuple[int | None, ...], ranks: int, remedy: str
 ) -> None:
-    (problem,) = refused(ds_config.batch_size, batch_json(*numbers), ranks)
+    (problem,) = refused(batch_size, batch_json(*numbers), ranks)
     of = f"`train_batch_size` is {numbers[0]}. {numbers[0]} samples cannot be shared by "
     assert problem.startswith(f"x.json: {of}") and problem.endswith(remedy)
 
@@ -114,7 +114,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_told_which_numbers_of_ranks_can(
 def test_a_batch_smaller_than_one_sample_a_rank_is_refused(
     numbers: tuple[int | None, ...], least: int
 ) -> None:
-    (problem,) = refused(ds_config.batch_size, batch_json(*numbers), 2)
+    (problem,) = refused(batch_size, batch_json(*numbers), 2)
     assert problem == f"x.json: `train_batch_size` is {numbers[0]}. On 2 rank(s) it must be at least {least}."
 
 
