@@ -88,7 +88,8 @@ def test_a_student_of_half_of_everything_opens_from_original_names_as_from_its_f
         state = wanted.state_dict()
         assert found.state_dict().keys() == state.keys()
         assert all(torch.equal(value, state[key]) for key, value in found.state_dict().items())
-        assert torch.equal(predict(found, form == TI2V), predict(wanted, form == TI2V))
+        outputs = predict(found, form == TI2V), predict(wanted, form == TI2V)
+        torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)  # mapped weights lie at other addresses
         sizes = wanted.config
         assert (sizes.num_layers, sizes.num_attention_heads, sizes.ffn_dim) == (2, 1, 48)
         assert sizes.in_channels == (48 if form == TI2V else 36)
