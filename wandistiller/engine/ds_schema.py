@@ -37,6 +37,8 @@ BLOCK = "wandistiller"
 """Key of this package's own settings in a DeepSpeed JSON."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
+ADAM = ("adam", "adamw")
+"""Optimizers of the Adam family, in lower case."""
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
 PEAKS = {
     "warmuplr": "warmup_max_lr",
