@@ -39,6 +39,8 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 ADAM = ("adam", "adamw")
 """Optimizers of the Adam family, in lower case."""
+MUON_RATES = ("muon_lr", "adam_lr")
+"""Rates of Muon's matrices and of its other weights, which win over `lr` (deepspeed 0.19.8)."""
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
 PEAKS = {
     "warmuplr": "warmup_max_lr",
