@@ -49,6 +49,15 @@ PEAKS = {
     "lrrangetest": "lr_range_test_min_lr",
 }
 """Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
+LOWEST = {"warmup_min_lr", "cycle_min_lr"}
+"""Rates that schedules rise from."""
+LENGTHS = {
+    *("total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"),
+    "lr_range_test_step_size",
+}
+"""Lengths of schedules in steps, but for the warm-up's."""
+STEP_SIZE = 2000
+"""Default of the two step sizes that are none of a decay (deepspeed 0.19.8)."""
 WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
