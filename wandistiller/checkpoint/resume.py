@@ -79,7 +79,7 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
         ConfigError: with every other difference.
     """
     state = read_state(folder)
-    saved, identity = state["identity"], recorded["identity"]
+    saved, identity = (_with_decay(one["identity"]) for one in (state, recorded))
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
     if not (wrong := sorted(differ - set(allowed))):
         return differ
@@ -90,3 +90,12 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     raise ConfigError(
         *(f"{folder}: holds a run with another {key}: {text}. {remedy}." for key, text in words.items())
     )
+
+
+def _with_decay(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity with Adam's decay written out, which earlier runs left to its default, 0."""
+    optimizer = identity.get("optimizer", {})
+    if "adam" not in str(optimizer.get("type")).lower():
+        return identity
+    params = {"weight_decay": 0.0} | optimizer.get("params", {})
+    return identity | {"optimizer": optimizer | {"params": params}}

@@ -17,6 +17,7 @@ from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
+from wandistiller.engine.ds_schema import LENGTHS, LOWEST, PEAKS, STEP_SIZE
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
@@ -39,11 +40,24 @@ class OtherNetwork(NamedTuple):
 
 
 def _derived(engine: EngineConfig, role: Role) -> EngineConfig:
-    """Return the student's JSON with the role's learning rate and, in a schedule, number of updates."""
-    engine = apply_overrides(engine, EngineOverrides(lr=role.lr))
-    schedule = engine.section("scheduler.params")
-    if (steps := schedule.get("total_num_steps")) is not None:
-        schedule["total_num_steps"] = role.warmup + steps * role.updates
+    """Return the student's JSON with the role's learning rate and, in a schedule, number of updates.
+
+    The schedule has the student's shape: its lowest rate is the same share of its highest, and its parts end
+    at the same steps of the run, but for `warmup_num_steps`, which count the role's own updates.
+    """
+    rates, engine = engine.section("scheduler.params"), apply_overrides(engine, EngineOverrides(lr=role.lr))
+    schedule, kind = engine.section("scheduler.params"), engine.schedule
+    if role.lr is not None and (highest := rates.get(PEAKS.get(kind))):
+        schedule |= {key: rates[key] * role.lr / highest for key in LOWEST & rates.keys()}
+    if kind == "onecycle":
+        first = schedule.setdefault("cycle_first_step_size", STEP_SIZE)
+        schedule.setdefault("cycle_second_step_size", first)
+    if kind == "lrrangetest":
+        schedule.setdefault("lr_range_test_step_size", STEP_SIZE)
+    for key in LENGTHS & schedule.keys():
+        schedule[key] *= role.updates
+    for key in {"total_num_steps", "cycle_first_step_size"} & schedule.keys():
+        schedule[key] += role.warmup
     return engine
 
 

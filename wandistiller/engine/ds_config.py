@@ -11,6 +11,7 @@ from wandistiller.engine.batch_size import batch_size
 from wandistiller.engine.ds_forms import present_form
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
+    ADAM,
     BATCH_KEYS,
     BLOCK,
     OPTIMIZERS,
@@ -149,6 +150,8 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
+    if json.optimizer in ADAM:  # 0 by DeepSpeed's own (0.19.8), 0.01 by torch's AdamW (2.13)
+        ds["optimizer"].setdefault("params", {}).setdefault("weight_decay", 0.0)
     complete(ds)
     ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
     zero = ds["zero_optimization"]

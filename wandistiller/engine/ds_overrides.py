@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from wandistiller.engine.batch_size import unshared
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, PEAKS
+from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, MUON_RATES, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
@@ -35,7 +35,8 @@ def contradictions(
     found, batch, lr = [], overrides.batch_size, overrides.lr
     if batch is not None and (wrong := _batch_contradiction(json, batch, world)):
         found.append(("batch_size", batch, *wrong))
-    rates = {"optimizer.params.lr": json.section("optimizer.params").get("lr")}
+    of_optimizer = json.section("optimizer.params")
+    rates = {f"optimizer.params.{key}": of_optimizer.get(key) for key in ("lr", *MUON_RATES)}
     of_schedule = json.section("scheduler.params")
     rates |= {f"scheduler.params.{key}": of_schedule.get(key) for key in set(PEAKS.values())}
     if lr is not None and (others := {k: v for k, v in rates.items() if v not in (*OPEN, lr)}):

@@ -37,6 +37,10 @@ BLOCK = "wandistiller"
 """Key of this package's own settings in a DeepSpeed JSON."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
+ADAM = ("adam", "adamw")
+"""Optimizers of the Adam family, in lower case."""
+MUON_RATES = ("muon_lr", "adam_lr")
+"""Rates of Muon's matrices and of its other weights, which win over `lr` (deepspeed 0.19.8)."""
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
 PEAKS = {
     "warmuplr": "warmup_max_lr",
@@ -45,6 +49,15 @@ PEAKS = {
     "lrrangetest": "lr_range_test_min_lr",
 }
 """Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
+LOWEST = {"warmup_min_lr", "cycle_min_lr"}
+"""Rates that schedules rise from."""
+LENGTHS = {
+    *("total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"),
+    "lr_range_test_step_size",
+}
+"""Lengths of schedules in steps, but for the warm-up's."""
+STEP_SIZE = 2000
+"""Default of the two step sizes that are none of a decay (deepspeed 0.19.8)."""
 WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )

@@ -5,6 +5,7 @@ from pydoc import locate
 from typing import Any
 
 from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_schema import ADAM
 
 # Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
 ZERO = {
@@ -68,14 +69,24 @@ class _Engine:
         enabled = [name for name in ("bf16", "fp16") if json.section(name).get("enabled")]
         self.dtype = [*enabled, "fp32"][0]
         self.offloaded = json.optimizer_on != "none"
-        own_adam = json.section("optimizer.params").get("torch_adam") is not True
-        self.fused = json.optimizer in ("adam", "adamw") and own_adam
+        is_adam, torchs = json.optimizer in ADAM, json.section("optimizer.params").get("torch_adam") is True
+        self.fused, self.torch_adam = is_adam and not torchs, is_adam and torchs
         self.clips = json.raw.get("gradient_clipping", 1) != 0
 
 
 MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, or remove it."
 # Tried with deepspeed 0.19.8: key -> (whether its value is refused, why)
 RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
+    "managed_gradient_accumulation": (
+        lambda value, e: value is False,
+        "Every micro-step would change the weights, and the batch be a micro-batch. Write true, or remove "
+        "it.",
+    ),
+    "gradient_allreduce_op": (
+        lambda value, e: str(value).lower() == "sum",
+        "The gradients would be multiplied by the number of ranks before they are clipped, and the loss "
+        'curve be another. Write "mean", or remove it.',
+    ),
     "zero_optimization.offload_optimizer.super_offload": (
         lambda value, e: bool(value),
         "It needs an NVIDIA GPU and was never tried here. Plain CPU offload serves. Remove it.",
@@ -103,6 +114,10 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     "optimizer.params.amsgrad": (
         lambda value, e: value is True and e.fused and not e.offloaded,
         "DeepSpeed's FusedAdam has none. Write `torch_adam`: true, or remove it.",
+    ),
+    "optimizer.params.bias_correction": (
+        lambda value, e: value is not None and e.torch_adam,
+        "torch's Adam has no such setting: it always corrects. Remove it, or `torch_adam`.",
     ),
     "optimizer.params.foreach": (
         lambda value, e: value is not None and e.fused,

@@ -31,6 +31,11 @@ AGAINST = {
         schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4),
         "`scheduler.params.cycle_max_lr`",
     ),
+    "lr of Muon": (
+        2e-3,
+        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}},
+        "`optimizer.params.muon_lr` is 0.02 and `optimizer.params.adam_lr` is 0.0003",
+    ),
     "mixed_precision": ("no", {"bf16": {"enabled": True}}, "`bf16 and fp16` is bf16"),
     "mixed_precision other": ("bf16", {"fp16": {"enabled": True}}, "`bf16 and fp16` is fp16"),
     "mixed_precision off": ("bf16", {"bf16": {"enabled": False}}, "`bf16 and fp16` is no"),
@@ -234,3 +239,24 @@ def test_a_teacher_dtype_flag_beside_a_named_teacher_json_is_refused(json_in: st
         f"command line: `teacher_dtype` is float32, but `teacher_deepspeed_config` names {file}, where the "
         "precision is bfloat16. Keep one."
     )
+
+
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
+
+
+def test_a_critic_s_rate_that_muon_s_own_two_would_hide_is_refused(tmp_path: Path) -> None:
+    objective = {"name": "dmd2", "critic_lr": 1e-6}
+    given = {"deepspeed_config": OPEN | {"optimizer": MUON}, "objective": objective}
+    message = refused(given, {}, tmp_path)
+    assert message == (
+        "`critic_lr` is 1e-06, but in recipe `optimizer.params.muon_lr` is 0.02 and "
+        "`optimizer.params.adam_lr` is 0.0003, which Muon takes for the critic too. Write "
+        "`optimizer.params.lr` in place of them, or leave `critic_lr` out."
+    )
+
+
+def test_a_critic_under_muon_has_its_rate_in_place_of_the_student_s(tmp_path: Path) -> None:
+    optimizer = {"type": "Muon", "params": {"lr": 1e-3}}
+    objective = {"name": "dmd2", "critic_lr": 1e-6}
+    found = job({"deepspeed_config": OPEN | {"optimizer": optimizer}, "objective": objective}, {}, tmp_path)
+    assert found.others["critic"].engine.section("optimizer.params")["lr"] == 1e-6

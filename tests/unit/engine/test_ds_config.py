@@ -165,6 +165,52 @@ def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
     assert ds["timers"] == {"throughput": {"enabled": False}}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"managed_gradient_accumulation": False},
+        {"gradient_allreduce_op": "sum"},
+        {"gradient_allreduce_op": "SUM"},
+    ],
+    ids=str,
+)
+def test_other_sums_of_the_gradients_than_the_batch_s_mean_are_refused(change: dict[str, Any]) -> None:
+    (problem,) = refused(ds_config.student_engine, STUDENT | change, 2)
+    ((key, value),) = change.items()
+    assert problem.startswith(f"x.json: `{key}` is {json.dumps(value)}. ") and "or remove it." in problem
+
+
+def test_the_gradients_of_a_batch_may_be_asked_for_as_they_are_by_default() -> None:
+    more = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
+    assert ds_config.student_engine(x_json(STUDENT | more), 2).raw.items() >= more.items()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_bias_correction_that_torch_s_adam_cannot_take_is_refused(value: bool) -> None:
+    params = {"lr": 1e-4, "torch_adam": True, "bias_correction": value}
+    (problem,) = refused(
+        ds_config.student_engine, STUDENT | {"optimizer": {"type": "Adam", "params": params}}, 1
+    )
+    assert problem.startswith(f"x.json: `optimizer.params.bias_correction` is {json.dumps(value)}. ")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-4}}, 0.0),
+        ({"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}, 0.0),
+        ({"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}, 0.1),
+        ({"type": "Lion", "params": {"lr": 1e-4}}, None),
+    ],
+    ids=str,
+)
+def test_the_decay_of_adam_is_the_same_whoever_computes_it(
+    optimizer: dict[str, Any], decay: float | None
+) -> None:
+    engine = ds_config.student_engine(x_json(STUDENT | {"optimizer": optimizer}), 1)
+    assert engine.section("optimizer.params").get("weight_decay") == decay
+
+
 def test_all_problems_of_a_student_json_are_reported_at_once() -> None:
     ds = {"train_batch_size": 7, "bf17": {}, "zero_optimization": {"stage": 4, "stag": 1}}
     assert len(refused(ds_config.student_engine, ds, 2)) == 5

@@ -32,6 +32,7 @@ from wandistiller.utils.keyed_random import keyed_normal
 
 WIDTH, STEPS, LR = 64, 500, 1e-4
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
+NO_DECAY = {"weight_decay": 0.0}
 
 
 def read(given: dict[str, Any], lr: float | None = LR) -> EngineConfig:
@@ -85,12 +86,15 @@ def test_a_form_that_was_read_can_be_read_again() -> None:
 
 
 def test_an_optimizer_that_is_left_out_is_adamw_at_the_recipe_s_rate() -> None:
-    assert read(ACCEPTED["3, both auto"].ds).raw["optimizer"] == {"type": "AdamW", "params": {"lr": LR}}
+    assert read(ACCEPTED["3, both auto"].ds).raw["optimizer"] == {
+        "type": "AdamW",
+        "params": {"lr": LR} | NO_DECAY,
+    }
 
 
 def test_an_optimizer_that_is_left_out_has_the_rate_of_the_schedule_beside_it() -> None:
     engine = read(ACCEPTED["a schedule without an optimizer"].ds, lr=None)
-    assert engine.raw["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5}}
+    assert engine.raw["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-5} | NO_DECAY}
 
 
 def test_without_any_rate_the_message_names_flag_recipe_and_json(tmp_path: Path) -> None:
