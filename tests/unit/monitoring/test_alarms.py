@@ -55,6 +55,40 @@ def test_a_loss_that_blows_up_or_stands_still_raises_an_alarm_and_again_after_a_
     assert "plateau" not in kinds or "stands still" in (tmp_path / "alarms.jsonl").read_text()
 
 
+HIGH = 0.0002
+LOW = [
+    *[0.011, 0.0047, 0.0082, 0.0015, 0.0059, 0.002, 0.024, 0.0025, 0.014, 0.0053, 0.038, 0.024, 0.009],
+    *[0.0018, 0.073, 0.00068, 0.0017, 0.026, 0.056, 0.022, 0.015, 0.031, 0.015, 0.011, 0.038, 0.00047],
+]
+"""Losses by expert of consistency training of an image-to-video model, in the order of its steps."""
+OF_HIGH = {1, 15, 17}
+"""Steps of the high-noise expert."""
+
+
+def two_experts(folder: Path, high: list[float], low: list[float], of_high: set[int]) -> list[str]:
+    """Return the kinds of alarms raised by losses, which are the gradient norms as well, by expert."""
+    alarms, left = Alarms(folder), {"transformer": high[::-1], "transformer_2": low[::-1]}
+    for step in range(1, len(high) + len(low) + 1):
+        expert = "transformer" if step in of_high else "transformer_2"
+        loss = left[expert].pop()
+        alarms.step(step, loss, loss, 1e-4, [WELL], expert=expert)
+    return raised(folder)
+
+
+def test_losses_of_a_real_run_of_two_experts_raise_no_alarm(tmp_path: Path) -> None:
+    assert two_experts(tmp_path, [HIGH] * 3, LOW, OF_HIGH) == []
+
+
+def test_an_expert_s_steps_are_compared_with_its_own(tmp_path: Path) -> None:
+    seldom = set(range(10, 101, 10)) | set(range(101, 111))
+    assert two_experts(tmp_path, [30.0] * 20, [1.0] * 90, seldom) == []
+
+
+def test_an_expert_whose_loss_blows_up_is_named(tmp_path: Path) -> None:
+    assert two_experts(tmp_path, [1.0] * 20 + [4.0] * 10, [30.0] * 30, set(range(1, 61, 2))) == ["blow-up"]
+    assert "The loss of transformer has grown" in (tmp_path / "alarms.jsonl").read_text()
+
+
 @pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
 def test_an_unusual_gradient_raises_an_alarm(last: float, kinds: list[str], tmp_path: Path) -> None:
     assert alarms(tmp_path, FALLING, [*[1.0] * 100, last]) == kinds
