@@ -93,11 +93,19 @@ class Alarms:
         self._checks = HealthChecks(limits)
 
     def go_on_from(self, start: int, lines: list[MetricsLine]) -> None:
-        """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
+        """Drop the alarms after step `start`, which is repeated; go on as if the run had not stopped.
+
+        Times and pictures are compared anew: they may be those of another machine.
 
         Args:
             lines: the run's, of metrics.jsonl up to there.
         """
+        for line in lines:
+            curve, loss, norm = self._curves[line.get("expert", "")], line.get("loss"), line.get("grad_norm")
+            if loss is not None:
+                curve.add_loss(line["step"], loss)
+            if norm is not None:
+                curve.norms.append(norm)
         self._checks.go_on_from(lines)
         kept = read_lines(self._file, start)
         self._raised = {entry["kind"]: entry["step"] for entry in kept}

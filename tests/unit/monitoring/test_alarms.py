@@ -1,6 +1,7 @@
 """Alarms, on given curves and pictures; and, marked slow, on real runs."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from wandistiller.monitoring.alarms import (
     Seconds,
     image_stats,
 )
+from wandistiller.objectives.dmd2 import Dmd2
 
 WELL = Seconds(0.01, 1.0)
 
@@ -101,6 +103,44 @@ def test_a_resumed_run_drops_alarms_of_repeated_steps_and_one_that_was_cut_off(t
     assert (tmp_path / "alarms.jsonl").read_text() == "".join(lines)
     Alarms(tmp_path).go_on_from(2, [])
     assert (tmp_path / "alarms.jsonl").read_text() == lines[0]
+
+
+WATCHED = {"critic_lag": 0.2, "gradient": 0.8, "deviation": 1.0, "cosine": 0.9, "gap": 0.3}
+GOES_WRONG: dict[str, tuple[dict, dict, int, list[str]]] = {
+    "the critic lags at the start only": ({"watched": WATCHED | {"critic_lag": 0.8}}, {}, 40, []),
+    "diverges": ({}, {"loss": 1.0}, 504, ["blow-up"]),
+    "saturates": ({}, {"watched": WATCHED | {"deviation": 1.3}}, 510, ["saturation"]),
+    "has one large gradient": ({}, {"grad_norm": 30.0}, 599, ["gradient", "student jumps"]),
+    "is not finite at the start": ({"loss": None, "grad_norm": None}, {}, 40, []),
+}
+"""What the first and the last lines of a run hold, the last step of the first, and the kinds of alarms."""
+
+
+def continued(folder: Path, lines: list[dict], stopped: int) -> list[str]:
+    """Return the alarms' lines of a run that stops and goes on after a step."""
+    folder.mkdir()
+    for first, last in ((0, stopped), (stopped, len(lines))):
+        alarms = Alarms(folder, Dmd2.limits)
+        alarms.go_on_from(first, lines[:first])
+        for line in lines[first:last]:
+            loss = math.nan if line["loss"] is None else line["loss"]
+            watched, expert = line["watched"], line["expert"]
+            alarms.step(line["step"], loss, line["grad_norm"], 1e-4, [WELL], watched, expert)
+    file = folder / "alarms.jsonl"
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+@pytest.mark.parametrize(("first", "last", "until", "kinds"), GOES_WRONG.values(), ids=GOES_WRONG)
+def test_a_run_that_stopped_raises_the_alarms_of_one_that_did_not(
+    first: dict, last: dict, until: int, kinds: list[str], tmp_path: Path
+) -> None:
+    well = {"loss": 0.1, "grad_norm": 1.0, "expert": "transformer", "watched": WATCHED}
+    lines = [{"step": s} | well | (first if s <= until else last) for s in range(1, 601)]
+    for line in lines:
+        line["watched"] = line["watched"] | {"exit": float(line["step"] % 4)}
+    whole = continued(tmp_path / "whole", lines, 0)
+    assert [json.loads(line)["kind"] for line in whole] == kinds
+    assert continued(tmp_path / "stopped", lines, 500) == whole
 
 
 WAITS = Seconds(0.3, 1.0)
