@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -20,7 +20,7 @@ SHORT_WINDOW = 10
 LONG_WINDOW = 200
 """Steps that are compared with as many steps before them."""
 BLOWN_UP = 3.0
-"""Times the least mean of SHORT_WINDOW steps so far."""
+"""Times the least mean of SHORT_WINDOW steps so far, by more than two standard errors of the mean."""
 UNUSUAL = 1.5
 """Times the mean of recent steps: a noisy loss, as of consistency, has low and high means by chance."""
 STILL = 0.01
@@ -64,26 +64,48 @@ def image_stats(images: list[Tensor]) -> ImageStats:
     return ImageStats(contrast, clipped)
 
 
+class _Curve:
+    """Losses and gradient norms of the steps of one expert, whose scale is not the other's."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=2 * LONG_WINDOW)
+        self.norms: deque[float] = deque(maxlen=LONG_WINDOW)
+        self.least = (math.inf, 0)
+        """Least mean of SHORT_WINDOW losses so far, and its step."""
+
+    def add_loss(self, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        if len(self.losses) >= SHORT_WINDOW:
+            self.least = min(self.least, (mean(list(self.losses)[-SHORT_WINDOW:]), step))
+
+
 class Alarms:
     """Check every step and picture; log alarms and append them to OUTPUT/alarms.jsonl, on rank 0."""
 
     def __init__(self, output: Path, limits: Sequence[Limit] = ()):
         """`limits` are those of the objective's numbers."""
         self._file = output / FILE
-        self._losses: deque[float] = deque(maxlen=2 * LONG_WINDOW)
-        self._norms: deque[float] = deque(maxlen=LONG_WINDOW)
+        self._curves: defaultdict[str, _Curve] = defaultdict(_Curve)
+        """By expert."""
         self._slowest: deque[Seconds] = deque(maxlen=WAITING * SHORT_WINDOW)
-        self._least = (math.inf, 0)
         self._images: dict[str, ImageStats] = {}
         self._raised: dict[str, int] = {}
         self._checks = HealthChecks(limits)
 
     def go_on_from(self, start: int, lines: list[MetricsLine]) -> None:
-        """Drop the alarms after step `start`, which is repeated; earlier ones are not raised again soon.
+        """Drop the alarms after step `start`, which is repeated; go on as if the run had not stopped.
+
+        Times and pictures are compared anew: they may be those of another machine.
 
         Args:
             lines: the run's, of metrics.jsonl up to there.
         """
+        for line in lines:
+            curve, loss, norm = self._curves[line.get("expert", "")], line.get("loss"), line.get("grad_norm")
+            if loss is not None:
+                curve.add_loss(line["step"], loss)
+            if norm is not None:
+                curve.norms.append(norm)
         self._checks.go_on_from(lines)
         kept = read_lines(self._file, start)
         self._raised = {entry["kind"]: entry["step"] for entry in kept}
@@ -97,20 +119,24 @@ class Alarms:
         lr: float,
         seconds: list[Seconds],
         watched: dict[str, float] | None = None,
+        expert: str = "",
     ) -> None:
         """Check optimizer step `step`, counted from 1.
 
         Args:
             seconds: of each rank.
             watched: numbers of an objective whose loss stands still by its nature.
+            expert: whose step it is; it is compared with the steps of the same.
         """
         self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
+        curve = self._curves[expert]
+        whose = f" of {expert}" if len(self._curves) > 1 else ""
         if math.isfinite(loss):
-            self._losses.append(loss)
-            self._loss(step, lr, may_stand=bool(watched))
+            curve.add_loss(step, loss)
+            self._loss(step, curve, whose, lr, may_stand=bool(watched))
         if grad_norm is not None:
-            self._gradient(step, grad_norm)
-            self._norms.append(grad_norm)
+            self._gradient(step, curve.norms, whose, grad_norm)
+            curve.norms.append(grad_norm)
         if len(self._slowest) == self._slowest.maxlen and step % SHORT_WINDOW == 0:
             self._time(step)
         for kind, text in self._checks.step(step, watched or {}, grad_norm):
@@ -138,34 +164,34 @@ class Alarms:
             text = f"{student.clipped:.0%} of the student's pixels are at an end of their range"
             self._alarm("clipped", step, f"{text}, {teacher.clipped:.0%} of the teacher's. {remedy}")
 
-    def _loss(self, step: int, lr: float, *, may_stand: bool) -> None:
-        losses = list(self._losses)
+    def _loss(self, step: int, curve: _Curve, whose: str, lr: float, *, may_stand: bool) -> None:
+        losses, (least, at) = list(curve.losses), curve.least
+        if len(losses) < SHORT_WINDOW:
+            return
         now = mean(losses[-SHORT_WINDOW:])
-        least, at = self._least
-        if len(losses) >= SHORT_WINDOW and now < least:
-            self._least = (now, step)
-        elif now > BLOWN_UP * least and now > UNUSUAL * mean(losses):
+        error = stdev(losses[-SHORT_WINDOW:]) / math.sqrt(SHORT_WINDOW)
+        if now - 2 * error > BLOWN_UP * least and now > UNUSUAL * mean(losses):
             remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
-            text = f"The loss has grown to {now:.4g}, {now / least:.1f} times the {least:.4g} of step {at}."
-            self._alarm("blow-up", step, f"{text} {remedy}")
+            text = f"The loss{whose} has grown to {now:.4g}, {now / least:.1f} times the {least:.4g}"
+            self._alarm("blow-up", step, f"{text} of step {at}. {remedy}")
         if len(losses) == 2 * LONG_WINDOW and not may_stand:
             first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
             noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
             if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):
-                text = f"The loss stands still: {mean(last):.4g} in the last {LONG_WINDOW} steps"
+                text = f"The loss{whose} stands still: {mean(last):.4g} in its last {LONG_WINDOW} steps"
                 before = f"{mean(first):.4g} in the {LONG_WINDOW} before"
                 self._alarm("plateau", step, f"{text}, {before}, at a learning rate of {lr:.2g}.")
 
-    def _gradient(self, step: int, norm: float) -> None:
-        if len(self._norms) < LONG_WINDOW // 4:
+    def _gradient(self, step: int, norms: deque[float], whose: str, norm: float) -> None:
+        if len(norms) < LONG_WINDOW // 4:
             return
-        usual = median(self._norms)
+        usual = median(norms)
         if norm > LARGE * usual > 0:
             remedy = "`gradient_clipping` in the student's JSON bounds such a step."
-            text = f"The gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}."
+            text = f"The gradient norm{whose} is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}."
             self._alarm("gradient", step, f"{text} {remedy}")
         if norm < SMALL * usual:
-            text = f"The gradient norm is {norm:.3g}, usually {usual:.3g}: nothing is learned now."
+            text = f"The gradient norm{whose} is {norm:.3g}, usually {usual:.3g}: nothing is learned now."
             self._alarm("no gradient", step, text)
 
     def _time(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -78,9 +78,11 @@ class HealthChecks:
         """Of the numbers within which others are compared."""
 
     def go_on_from(self, lines: list[MetricsLine]) -> None:
-        """Take the start of the run from its lines of metrics.jsonl."""
-        for line in lines[:WINDOW]:
-            self._add(line.get("watched", {}))
+        """Take the numbers of a run's earlier steps from its lines of metrics.jsonl."""
+        for line in lines:
+            if watched := line.get("watched"):
+                self._add(watched)
+                self._add_norm(line.get("grad_norm"))
 
     def step(self, step: int, watched: dict[str, float], grad_norm: float | None) -> Iterator[Alarm]:
         """Check a step, counted from 1, of an objective with numbers; others have nothing to check."""
@@ -97,7 +99,7 @@ class HealthChecks:
         if grad_norm is None:
             return
         usual = median(self._norms) if len(self._norms) >= 2 * WINDOW else 0.0
-        self._norms.append(grad_norm)
+        self._add_norm(grad_norm)
         if grad_norm > JUMPED * usual > 0:
             yield (
                 "student jumps",
@@ -122,8 +124,13 @@ class HealthChecks:
                 "a larger `shift`, or `consistency` in the objective help.",
             )
 
-    def _add(self, watched: dict[str, float]) -> None:
-        watched = {name: value for name, value in watched.items() if value is not None}  # null if not finite
+    def _add_norm(self, grad_norm: float | None) -> None:
+        if grad_norm is not None:
+            self._norms.append(grad_norm)
+
+    def _add(self, watched: Mapping[str, float | None]) -> None:
+        # not finite: null in metrics.jsonl
+        watched = {n: value for n, value in watched.items() if value is not None and math.isfinite(value)}
         for limit in self._limits:
             if limit.within:
                 self._restrict(limit, watched)

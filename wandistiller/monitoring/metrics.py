@@ -37,7 +37,9 @@ class MetricsLine(TypedDict, total=False):
 
     step: int
     loss: float | None
+    grad_norm: float | None
     lr: float
+    expert: str
     skipped: bool
     watched: dict[str, float | None]
     seconds: float

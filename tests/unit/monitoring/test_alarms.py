@@ -1,6 +1,7 @@
 """Alarms, on given curves and pictures; and, marked slow, on real runs."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from wandistiller.monitoring.alarms import (
     Seconds,
     image_stats,
 )
+from wandistiller.objectives.dmd2 import Dmd2
 
 WELL = Seconds(0.01, 1.0)
 
@@ -55,6 +57,40 @@ def test_a_loss_that_blows_up_or_stands_still_raises_an_alarm_and_again_after_a_
     assert "plateau" not in kinds or "stands still" in (tmp_path / "alarms.jsonl").read_text()
 
 
+HIGH = 0.0002
+LOW = [
+    *[0.011, 0.0047, 0.0082, 0.0015, 0.0059, 0.002, 0.024, 0.0025, 0.014, 0.0053, 0.038, 0.024, 0.009],
+    *[0.0018, 0.073, 0.00068, 0.0017, 0.026, 0.056, 0.022, 0.015, 0.031, 0.015, 0.011, 0.038, 0.00047],
+]
+"""Losses by expert of consistency training of an image-to-video model, in the order of its steps."""
+OF_HIGH = {1, 15, 17}
+"""Steps of the high-noise expert."""
+
+
+def two_experts(folder: Path, high: list[float], low: list[float], of_high: set[int]) -> list[str]:
+    """Return the kinds of alarms raised by losses, which are the gradient norms as well, by expert."""
+    alarms, left = Alarms(folder), {"transformer": high[::-1], "transformer_2": low[::-1]}
+    for step in range(1, len(high) + len(low) + 1):
+        expert = "transformer" if step in of_high else "transformer_2"
+        loss = left[expert].pop()
+        alarms.step(step, loss, loss, 1e-4, [WELL], expert=expert)
+    return raised(folder)
+
+
+def test_losses_of_a_real_run_of_two_experts_raise_no_alarm(tmp_path: Path) -> None:
+    assert two_experts(tmp_path, [HIGH] * 3, LOW, OF_HIGH) == []
+
+
+def test_an_expert_s_steps_are_compared_with_its_own(tmp_path: Path) -> None:
+    seldom = set(range(10, 101, 10)) | set(range(101, 111))
+    assert two_experts(tmp_path, [30.0] * 20, [1.0] * 90, seldom) == []
+
+
+def test_an_expert_whose_loss_blows_up_is_named(tmp_path: Path) -> None:
+    assert two_experts(tmp_path, [1.0] * 20 + [4.0] * 10, [30.0] * 30, set(range(1, 61, 2))) == ["blow-up"]
+    assert "The loss of transformer has grown" in (tmp_path / "alarms.jsonl").read_text()
+
+
 @pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
 def test_an_unusual_gradient_raises_an_alarm(last: float, kinds: list[str], tmp_path: Path) -> None:
     assert alarms(tmp_path, FALLING, [*[1.0] * 100, last]) == kinds
@@ -67,6 +103,44 @@ def test_a_resumed_run_drops_alarms_of_repeated_steps_and_one_that_was_cut_off(t
     assert (tmp_path / "alarms.jsonl").read_text() == "".join(lines)
     Alarms(tmp_path).go_on_from(2, [])
     assert (tmp_path / "alarms.jsonl").read_text() == lines[0]
+
+
+WATCHED = {"critic_lag": 0.2, "gradient": 0.8, "deviation": 1.0, "cosine": 0.9, "gap": 0.3}
+GOES_WRONG: dict[str, tuple[dict, dict, int, list[str]]] = {
+    "the critic lags at the start only": ({"watched": WATCHED | {"critic_lag": 0.8}}, {}, 40, []),
+    "diverges": ({}, {"loss": 1.0}, 504, ["blow-up"]),
+    "saturates": ({}, {"watched": WATCHED | {"deviation": 1.3}}, 510, ["saturation"]),
+    "has one large gradient": ({}, {"grad_norm": 30.0}, 599, ["gradient", "student jumps"]),
+    "is not finite at the start": ({"loss": None, "grad_norm": None}, {}, 40, []),
+}
+"""What the first and the last lines of a run hold, the last step of the first, and the kinds of alarms."""
+
+
+def continued(folder: Path, lines: list[dict], stopped: int) -> list[str]:
+    """Return the alarms' lines of a run that stops and goes on after a step."""
+    folder.mkdir()
+    for first, last in ((0, stopped), (stopped, len(lines))):
+        alarms = Alarms(folder, Dmd2.limits)
+        alarms.go_on_from(first, lines[:first])
+        for line in lines[first:last]:
+            loss = math.nan if line["loss"] is None else line["loss"]
+            watched, expert = line["watched"], line["expert"]
+            alarms.step(line["step"], loss, line["grad_norm"], 1e-4, [WELL], watched, expert)
+    file = folder / "alarms.jsonl"
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+@pytest.mark.parametrize(("first", "last", "until", "kinds"), GOES_WRONG.values(), ids=GOES_WRONG)
+def test_a_run_that_stopped_raises_the_alarms_of_one_that_did_not(
+    first: dict, last: dict, until: int, kinds: list[str], tmp_path: Path
+) -> None:
+    well = {"loss": 0.1, "grad_norm": 1.0, "expert": "transformer", "watched": WATCHED}
+    lines = [{"step": s} | well | (first if s <= until else last) for s in range(1, 601)]
+    for line in lines:
+        line["watched"] = line["watched"] | {"exit": float(line["step"] % 4)}
+    whole = continued(tmp_path / "whole", lines, 0)
+    assert [json.loads(line)["kind"] for line in whole] == kinds
+    assert continued(tmp_path / "stopped", lines, 500) == whole
 
 
 WAITS = Seconds(0.3, 1.0)
