@@ -45,6 +45,8 @@ class Facts:
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
     bases: list[str] | None = None
     """Folder names of the teacher's networks whose weights the student's have beside their adapters."""
+    stands_for: list[int] | None = None
+    """The teacher's block with whose output that of each student block is compared, as of its first run."""
     teacher_lora: list[dict[str, Any]] | None = None
     """LoRA files added to the teacher's networks, as the recipe key."""
     teacher_lora_digests: list[str] | None = None

@@ -11,6 +11,7 @@ from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
+from wandistiller.student.config import IMPORTANCE
 from wandistiller.student.full_start import full_starts
 from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -128,6 +129,7 @@ def provenance(job: Job) -> Facts:
         max_steps=r.max_steps,
         before=job.start.history if job.start else None,
         bases=[base.value for base in job.bases.values()] or None,
+        stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,
         image_to_video=job.folder.config.takes_image or None,

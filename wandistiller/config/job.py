@@ -274,7 +274,15 @@ class Job:
     @property
     def matched_objective(self) -> Objective:
         """The objective with the teacher's blocks for the student's own."""
-        return self.objective.for_student(lineage(self.student, self.student_transformer, self.folder))
+        return self.objective.for_student(self.stands_for)
+
+    @property
+    def stands_for(self) -> list[int]:
+        """The teacher's block that each of the student's is compared with: of a later run as of the first."""
+        before, layers = self.start and self.start.facts.stands_for, self.folder.config.num_layers
+        if before and before[-1] == layers - 1:  # else of a teacher of another depth
+            return before
+        return lineage(self.student, self.student_transformer, self.folder)
 
     def with_layers(self, kept: list[int]) -> "Job":
         """Replace the student's `importance` by the layers that were chosen by it."""

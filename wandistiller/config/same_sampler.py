@@ -1,7 +1,8 @@
-"""Check that stages that train the experts of one student train them for one few-step sampler."""
+"""Check that runs that train the experts of one student train them for one few-step sampler."""
 
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
+from wandistiller.flow import EULER
 
 NAMES = {Expert.HIGH_NOISE: "high-noise", Expert.LOW_NOISE: "low-noise"}
 
@@ -11,6 +12,8 @@ def same_sampler_problems(stages: list[Job]) -> dict[str, str]:
 
     An expert has that of the last few-step stage that trained it. Both must agree at the end, and where
     samples begin with the high-noise expert; so one may be refined for fewer steps, and then the other.
+
+    The run that the first stage starts from counts by its facts, where it trained the other expert.
     """
     few_step = [job for job in stages if job.schedule.few]
     trained: dict[Expert, Job] = {}
@@ -18,6 +21,8 @@ def same_sampler_problems(stages: list[Job]) -> dict[str, str]:
     for job in few_step:
         trained |= dict.fromkeys(job.trained_experts, job)
         own = job.objective.trained_expert
+        if own and job is few_step[-1] and len(trained) < 2 and (text := _start_problem(stages[0], job)):
+            problems.setdefault(text, job.stage)
         if not own or len(trained) < 2 or (own is Expert.HIGH_NOISE and job is not few_step[-1]):
             continue
         other = next(expert for expert in Expert if expert is not own)
@@ -30,6 +35,24 @@ def same_sampler_problems(stages: list[Job]) -> dict[str, str]:
             )
             problems.setdefault(text, job.stage)
     return problems
+
+
+def _start_problem(first: Job, job: Job) -> str | None:
+    """Return the problem of a job that trains one expert, if the start of `first` trained the other one."""
+    facts = first.start and first.start.facts
+    own, few = job.objective.trained_expert, job.schedule.few
+    if not facts or not facts.few_steps or len(facts.experts) < 2:
+        return None
+    same = f"expert={own.name.lower()}" in (facts.objective or "")  # of the other one nothing is known
+    trained = tuple(facts.few_steps), facts.sampler or EULER, facts.boundary
+    if same or trained == (few.sigmas, few.sampler, few.boundary):
+        return None
+    other = next(expert for expert in Expert if expert is not own)
+    return (
+        f"`objective` trains the {NAMES[own]} expert for {_sampler(job)}, but the run {first.start.folder}, "
+        f"which `init` names, the {NAMES[other]} one for {facts.steps} steps ({trained[1]}, shift "
+        f"{facts.shift:g}). One sampler draws with both: write the same steps, sampler and shift."
+    )
 
 
 def _sampler(job: Job) -> str:

@@ -190,6 +190,9 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measu
 
 def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     """Write OUTPUT/lineage.json on rank 0: the teacher's networks and blocks that the student's come from."""
+    if collectives.rank() == 0 and job.start:
+        origin = {"stands_for": job.stands_for}
+        write_json(job.output / "lineage.json", {expert.value: origin for expert in job.student_experts})
     if collectives.rank() or job.student.init != "teacher":
         return
     kept = kept_layers(job.student, job.student_transformer, job.folder)

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from ranks import ROOT
+from recipes import recipe
 
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.same_sampler import same_sampler_problems
 from wandistiller.config.stages import placing, read_jobs, read_runs, runs_of
+from wandistiller.config.validate import read_job
 from wandistiller.objectives.registry import read_objective
 from wandistiller.utils.errors import ConfigError
 
@@ -66,6 +70,43 @@ def test_experts_may_be_refined_for_fewer_steps_one_after_the_other(
     stages: list[dict[str, Any]], tmp_path: Path, wan2: Path
 ) -> None:
     assert problems(tmp_path, wan2, *stages) == []
+
+
+def after_run(folder: Path, wan: Path, *runs: dict[str, Any]) -> list[str]:
+    """The problems of the second of two recipes, whose student begins as the first one's ends."""
+    job = None
+    for number, run in enumerate(runs):
+        given = recipe(folder, wan, student_config=MATCH["student_config"], shift=7.0)
+        given |= {k: v for k, v in run.items() if k != "name"} | {"output_dir": str(folder / f"{number}")}
+        given |= {"student_config": {"init": str(job.output)}} if job else {}
+        job = read_job(RunConfig(**given), 1, here=False, previous=job)
+    return [*same_sampler_problems([job])]
+
+
+def test_an_expert_that_an_earlier_run_trained_for_another_sampler_is_named_with_that_run(
+    tmp_path: Path, wan2: Path
+) -> None:
+    (found,) = after_run(tmp_path, wan2, stage("high", 2, shift=3.0), stage("low", 4))
+    assert found == (
+        "`objective` trains the low-noise expert for 4 steps (euler, shift 7), but the run "
+        f"{tmp_path / '0'}, which `init` names, the high-noise one for 2 steps (euler, shift 3). One "
+        "sampler draws with both: write the same steps, sampler and shift."
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (stage("high", 4), stage("low", 4)),
+        (stage("high", 4), stage("high", 2)),
+        ({"objective": "velocity", "shift": 3.0}, stage("low", 4)),
+    ],
+    ids=["one sampler", "the same expert", "any steps"],
+)
+def test_a_run_may_follow_one_with_its_sampler_or_of_the_same_expert_or_of_any_steps(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, wan2: Path
+) -> None:
+    assert after_run(tmp_path, wan2, before, after) == []
 
 
 def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_path: Path) -> None:
