@@ -95,6 +95,15 @@ class Facts:
         return replace(config, expands_time=bool(self.image_to_video) and not config.joined_channels)
 
     @property
+    def lora_base(self) -> str:
+        """The pipeline that a LoRA of the student is added to; empty: none, as it began with new networks."""
+        if self.bases or not self.lora:
+            return self.teacher_path
+        if self.init in (None, "teacher", "random"):
+            return ""
+        return f"{self.init}/student" if self.before else self.init  # the export of the run before
+
+    @property
     def has_boundary(self) -> bool:
         """True if two experts share the noise levels."""
         return len(self.experts) == 2 and self.boundary is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
+from wandistiller.export.output import per_expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.wan.added_lora import as_settings, read_added, with_experts
@@ -125,6 +126,8 @@ def read_candidate(
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
     made = [(facts_beside(Path(file)), _facts_of_lora(Path(file))) for _, file in files]
+    if not name:
+        _require_of_teacher(made)
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
     if name and not of_few_steps:
         where = Path(name) / FACTS
@@ -135,6 +138,21 @@ def read_candidate(
     return Candidate(
         name=name, files=files, facts=facts, where=where, strength=strength, given_teacher=teacher
     )
+
+
+def _require_of_teacher(made: list[tuple[Path, Facts]]) -> None:
+    """Check that LoRA files are for their teacher, which is taken where no pipeline is named.
+
+    Raises:
+        ConfigError: one is for what its run began with.
+    """
+    for file, facts in made:
+        if facts.lora and not facts.bases:
+            base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
+            raise ConfigError(
+                f"{file}: its adapters are for {base}, not for {facts.teacher_path}, and no pipeline is "
+                "named. Give that one: `sample` with --model, `evaluate` with --student."
+            )
 
 
 def _with_places(facts: Facts, output: Path) -> Facts:
@@ -155,7 +173,8 @@ def adapters_of(name: str) -> list[Path]:
     folder = Path(name)
     if not (folder / "lora.card" / FACTS).is_file() or student_of(name) != name:
         return []
-    return sorted(folder.glob("lora*.safetensors"))
+    experts, file = Facts.read(folder / "lora.card" / FACTS).experts, folder / "lora.safetensors"
+    return [path for path in (per_expert(file, experts, name) for name in experts) if path.is_file()]
 
 
 def _files(word: str) -> list[tuple[str, str]]:

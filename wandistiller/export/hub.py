@@ -1,10 +1,11 @@
 """Upload of an export to the Hugging Face hub."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -12,6 +13,8 @@ from wandistiller.utils.errors import ConfigError
 
 NETWORK = ("httpx", "httpcore")
 """Libraries whose errors come from the network (huggingface_hub 1 raises them, under changing names)."""
+WEIGHTS = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
+"""End of the name of a file of weights: whole, a shard, or the index of shards."""
 LOGIN = (
     "Set HF_TOKEN to a token that may write there (https://huggingface.co/settings/tokens), "
     "or run `hf auth login`."
@@ -35,6 +38,9 @@ def check(repository: str) -> str:
 def push(exported: list[Path], repository: str, private: bool) -> str:
     """Upload files and the contents of folders to a model repository, made if missing; return its address.
 
+    Weights of the same name that an earlier push left there in other shards are deleted: loaders prefer an
+    index to the one file beside it.
+
     Raises:
         ConfigError: the hub refuses, or cannot be reached. The export stays on the disk.
     """
@@ -47,9 +53,18 @@ def push(exported: list[Path], repository: str, private: bool) -> str:
     where = ", ".join(map(str, exported))
     with _hub_errors(repository, f"The export is in {where}", f"{by_hand} uploads it as it is"):
         address = api.create_repo(repository, private=private, exist_ok=True)
+        stale = outdated(api.list_repo_files(repository), files)
         parts = [CommitOperationAdd(name, file) for name, file in files.items()]
-        api.create_commit(repository, parts, commit_message="A student distilled with wandistiller")
+        deleted = [CommitOperationDelete(name) for name in stale]
+        api.create_commit(repository, parts + deleted, commit_message="A student distilled with wandistiller")
     return str(address)
+
+
+def outdated(there: Iterable[str], pushed: Iterable[str]) -> list[str]:
+    """List the files of weights in a repository that others of the same weights replace, by their names."""
+    new = set(pushed)
+    stems = {WEIGHTS.sub("", name) for name in new if WEIGHTS.search(name)}
+    return [n for n in there if WEIGHTS.search(n) and n not in new and WEIGHTS.sub("", n) in stems]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from styles import WEIGHTS, style, with_style
 from torch import Tensor
 
-from wandistiller.evaluation.candidates import read_candidate
+from wandistiller.evaluation.candidates import adapters_of, read_candidate
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import added_changes
@@ -105,3 +105,38 @@ def test_the_file_of_one_network_may_be_said_for_one_of_two(wan2: Path, tmp_path
     file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata=facts)
     folder = read_candidate(str(wan2), [f"high_noise={file}"]).folder
     assert len(folder.configs) == 2 and not added_changes(folder.added, Expert.LOW_NOISE)
+
+
+@pytest.mark.parametrize(
+    ("init", "before", "base"),
+    [("full", ["velocity: 5 steps"], "full/student"), ("teacher", None, "a student of 2 layers")],
+    ids=["of a run", "of fewer layers"],
+)
+def test_a_file_for_what_its_run_began_with_needs_a_pipeline(
+    init: str, before: list[str] | None, base: str, wan1: Path, tmp_path: Path
+) -> None:
+    facts = {"lora": {"rank": 4}, "init": init, "before": before, "teacher_path": str(wan1)}
+    config = json.loads((wan1 / "transformer" / "config.json").read_text()) | {"num_layers": 2}
+    made = {"wandistiller": json.dumps(facts | {"transformer": config})}
+    file = style(wan1, tmp_path / "lora.safetensors", "to_q", metadata=made)
+    with pytest.raises(ConfigError, match=f"its adapters are for {base}, not for .* with --model"):
+        read_candidate(None, [str(file)])
+    assert len(read_candidate(str(wan1), [str(file)]).folder.added) == 1
+
+
+@pytest.mark.parametrize(
+    ("experts", "names"),
+    [
+        (["transformer"], ["lora.safetensors"]),
+        (["transformer", "transformer_2"], ["lora_high_noise.safetensors", "lora_low_noise.safetensors"]),
+    ],
+    ids=["one", "two"],
+)
+def test_of_a_run_s_folder_only_the_files_that_it_ended_with_are_taken(
+    experts: list[str], names: list[str], tmp_path: Path
+) -> None:
+    for name in (*names, "lora_high_noise_backup.safetensors", "lora_step350.safetensors"):
+        (tmp_path / name).touch()
+    (tmp_path / "lora.card").mkdir()
+    (tmp_path / "lora.card" / "wandistiller.json").write_text(json.dumps({"experts": experts}))
+    assert [file.name for file in adapters_of(str(tmp_path))] == names

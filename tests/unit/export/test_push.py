@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import WanTransformer3DModel
 from huggingface_hub import constants, hf_api
 
 from wandistiller.cli.main import main
@@ -24,8 +25,9 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}
 
     def do_GET(self) -> None:
-        """Respond to /api/whoami-v2."""
-        self._respond({"name": "me"})
+        """Respond to /api/whoami-v2, and list the files of a repository."""
+        listed = [{"type": "file", "path": name, "size": 0, "oid": "a" * 40} for name in self.files]
+        self._respond(listed if "/tree/" in self.path else {"name": "me"})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -42,9 +44,11 @@ class Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del self.files[line["value"]["path"]]
             self._respond({"success": True, "commitOid": "c" * 40, "commitUrl": address})
 
-    def _respond(self, value: dict) -> None:
+    def _respond(self, value: dict | list) -> None:
         code = 200
         if self.headers.get("Authorization") != f"Bearer {self.token}":
             code, value = 401, {"error": "Invalid username or password."}
@@ -95,6 +99,34 @@ def test_files_arrive_under_their_names(hub: type[Hub], tmp_path: Path) -> None:
     (tmp_path / "w_high_noise.safetensors").write_bytes(b"weights")
     push([tmp_path / "w_high_noise.safetensors"], "org/student", private=False)
     assert hub.files == {"w_high_noise.safetensors": b"weights"}
+
+
+def network(folder: Path, value: float, shard: str) -> Path:
+    """Write a pipeline's folder with a small transformer, all of whose weights are `value`."""
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 32}
+    sizes |= {"text_dim": 16, "freq_dim": 16, "in_channels": 4, "out_channels": 4}
+    model = WanTransformer3DModel(**sizes)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    model.save_pretrained(folder / "transformer", max_shard_size=shard)
+    return folder
+
+
+@pytest.mark.parametrize("shards", [("10KB", "1GB"), ("1GB", "10KB"), ("10KB", "20KB")])
+def test_diffusers_loads_what_the_last_push_wrote_and_other_weights_stay(
+    hub: type[Hub], shards: tuple[str, str], tmp_path: Path
+) -> None:
+    hub.files["transformer_8bit.safetensors"] = hub.files["transformer/notes.json"] = b"another's"
+    for number, shard in enumerate(shards, 1):
+        pushed = network(tmp_path / f"{number}", number, shard)
+        push([pushed], "org/student", private=False)
+    own = {f"transformer/{file.name}" for file in (pushed / "transformer").iterdir()}
+    assert hub.files.keys() == own | {"transformer_8bit.safetensors", "transformer/notes.json"}
+    for name, content in hub.files.items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_bytes(content)
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "hub", subfolder="transformer")
+    assert all((parameter == 2.0).all() for parameter in loaded.parameters())
 
 
 def test_a_token_without_permission_is_one_message(

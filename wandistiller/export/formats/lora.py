@@ -96,6 +96,12 @@ class LoraFormat(ExportFormat):
 def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
     """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
     facts = source.facts
+    if facts.lora and not facts.lora_base:
+        raise ConfigError(
+            f"{source.folder}: its adapters are for a network with {facts.config.num_layers} layers that it "
+            f"began with, made of {facts.init} weights, which is no pipeline that they could be added to. "
+            "Leave out --adapter and --format lora: the export then is a pipeline with them merged."
+        )
     if facts.lora:
         for name in source.experts:
             model = source.adapters(name)
@@ -219,9 +225,7 @@ def write_adapter_card(
         comfy: the card's folder once it is in its place, beside the files for ComfyUI; else empty.
     """
     facts = source.published
-    base = facts.teacher_path
-    if not facts.bases and facts.init != "teacher":  # the export of the run that it starts from
-        base = f"{facts.init}/student" if facts.before else facts.init
+    base = facts.lora_base
     where = repository or (BESIDE if comfy else HERE)
     networks = [Expert(name) for name in facts.bases or source.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
@@ -235,6 +239,7 @@ def write_adapter_card(
     )
     if comfy:
         model = "low-noise model alone" if networks == [Expert.LOW_NOISE] else "model"
-        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for the teacher's {model}.\n"
+        model = f"the teacher's {model}" if base == facts.teacher_path else f"the {model} of `{base}`"
+        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for {model}.\n"
         text += comfy_nodes(facts, "LoraLoaderModelOnly")
     write_card(folder, source, "adapter", text)
