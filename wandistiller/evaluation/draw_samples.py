@@ -54,6 +54,11 @@ RANGES = [
 STEPS = 40
 """Sampling steps where nothing says otherwise."""
 
+NOT_FINITE = (
+    "{}: its samples in {} step(s) are not finite: its weights are not, or what it computes with them is too "
+    "large. Try --dtype float32, or give other weights."
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -146,11 +151,14 @@ def draw(
 ) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
 
-    What is drawn of a seed does not depend on the others.
+    What is drawn of a seed does not depend on the others. Collective.
 
     Args:
         samples: of an image-to-video pipeline one, which takes one image a call (diffusers 0.42.1).
         reader: how the given frames are read; needed by an image-to-video pipeline.
+
+    Raises:
+        ConfigError: on all ranks, if a sample is not finite on any.
     """
 
     def after_step(*_: Any) -> dict[str, Any]:
@@ -170,7 +178,11 @@ def draw(
             callback_on_step_end=after_step,
             max_sequence_length=TEXT_TOKENS,
         ).frames
-    return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+    pixels_BCFHW = torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+    whole = pixels_BCFHW.isfinite().all()
+    if problems := collectives.gather_problems([] if whole else [NOT_FINITE.format(folder.name, steps)]):
+        raise ConfigError(*problems)
+    return pixels_BCFHW
 
 
 @contextmanager
