@@ -16,7 +16,10 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
+from wandistiller.data.dataset import PromptItem
+from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import Clip
+from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.metrics import METRICS, Metric
 from wandistiller.evaluation.pipelines import PeakMemory
@@ -103,6 +106,21 @@ def test_a_student_whose_output_is_0_has_relative_error_1_in_every_band(
     ]
     figures = [*found["bands"].values(), *found["experts"].values(), found["all"]]
     assert [(e["value"], e["low"], e["high"]) for e in figures] == [(1.0, 1.0, 1.0)] * 8
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_student_whose_samples_are_not_finite_is_named_and_draws_no_picture(
+    wan1: Path, copy_of: Copy, tmp_path: Path
+) -> None:
+    student = changed(copy_of(wan1, weights=True), lambda model: model.proj_out.bias.fill_(torch.inf))
+    message = re.escape(f"{student}: its samples in 2 step(s) are not finite")
+    sampling = Sampling(height=32, width=32, steps=2)
+    output = tmp_path / "pictures"
+    with pytest.raises(ConfigError, match=message):
+        sample(read_candidate(str(student)), [PromptItem("a")], output, sampling, 0, torch.float32)
+    assert not list(output.glob("*"))
+    with pytest.raises(ConfigError, match=message):
+        evaluate(comparison(student, tmp_path, "--teacher_path", wan1, "--quick", prompts=PROMPTS[:1]))
 
 
 def test_markdown_json_and_picture_have_the_figures_and_their_meaning(

@@ -107,7 +107,7 @@ class SampleFlags:
     output: Path = _flag(MISSING, "folder for the pictures")
     height: int | None = _flag(None, "pixels; default what the pipeline was made for")
     width: int | None = _flag(None, "pixels; default what the pipeline was made for")
-    num_frames: int = _flag(1, "4k+1; 1 is an image")
+    num_frames: int | None = _flag(None, "4k+1, 1 is an image; default what a student was made for, else 1")
     steps: int | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
     guidance_scale: float = _flag(1.0, "1 for a student that has it folded in")
     guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")

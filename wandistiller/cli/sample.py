@@ -25,7 +25,7 @@ from wandistiller.wan.pipeline import usual_for
 def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
-        model, items, settings = _read(flags)
+        model, items, settings = read_sampling(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
     for line in added_lines(model.folder.added):
@@ -37,7 +37,7 @@ def run(flags: SampleFlags) -> None:
     collectives.destroy()
 
 
-def _read(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
+def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
     """Check the flags; return the pipeline, what to sample and how.
 
     Raises:
@@ -49,11 +49,11 @@ def _read(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
-        trained, usual = model.trained, usual_for(folder)
+        facts, trained, usual = model.facts, model.trained, usual_for(folder)
         settings = Sampling(
-            height=flags.height or usual.height,
-            width=flags.width or usual.width,
-            num_frames=flags.num_frames,
+            height=flags.height or facts.height or usual.height,
+            width=flags.width or facts.width or usual.width,
+            num_frames=flags.num_frames or facts.num_frames or 1,
             steps=flags.steps or (trained.steps if trained else STEPS),
             guidance_scale=flags.guidance_scale,
             guidance_scale_2=flags.guidance_scale_2,

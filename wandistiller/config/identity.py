@@ -11,11 +11,11 @@ from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
-from wandistiller.student.config import IMPORTANCE
+from wandistiller.student.config import IMPORTANCE, transformer_folder
 from wandistiller.student.full_start import full_starts
 from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, file_digest, write_json
+from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
 from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.full_models import content, is_full_model
 
@@ -64,6 +64,14 @@ def identity(job: Job) -> dict[str, Any]:
         **quantized_facts(job.teacher),
         **tuning(job),
     }
+
+
+def start_identity(job: Job) -> dict[str, Any]:
+    """Return all that the student's weights before training depend on; of a folder its files too."""
+    if job.start or job.student.init in ("teacher", "random"):
+        return identity(job)
+    folders = [transformer_folder(job.student.init, expert) for expert in job.student_experts]
+    return identity(job) | {"init": fingerprint(folders)}
 
 
 def data_digest(job: Job) -> str:

@@ -1,14 +1,18 @@
 """The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers import SchedulerMixin
 from PIL import Image
 from torch import Tensor, nn
 
@@ -31,6 +35,7 @@ from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
+from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.loaded_components import Pipeline, load_pipeline
 from wandistiller.wan.pipeline import WanFolder, require_weights
@@ -48,6 +53,11 @@ RANGES = [
 
 STEPS = 40
 """Sampling steps where nothing says otherwise."""
+
+NOT_FINITE = (
+    "{}: its samples in {} step(s) are not finite: its weights are not, or what it computes with them is too "
+    "large. Try --dtype float32, or give other weights."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,9 +151,14 @@ def draw(
 ) -> Tensor:
     """Sample pixels_BCFHW in [0, 1]; sample i starts from `torch.Generator().manual_seed(seeds[i])`.
 
+    What is drawn of a seed does not depend on the others. Collective.
+
     Args:
         samples: of an image-to-video pipeline one, which takes one image a call (diffusers 0.42.1).
         reader: how the given frames are read; needed by an image-to-video pipeline.
+
+    Raises:
+        ConfigError: on all ranks, if a sample is not finite on any.
     """
 
     def after_step(*_: Any) -> dict[str, Any]:
@@ -153,8 +168,7 @@ def draw(
 
     settings = asdict(sampling) | _images(folder, reader, samples)
     steps = settings.pop("steps")
-    with torch.random.fork_rng():
-        torch.manual_seed(seeds[0])  # of noise between steps, which is not the generators' (diffusers 0.42.1)
+    with _noise_between_steps(pipeline.scheduler, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],
             **settings,
@@ -164,7 +178,28 @@ def draw(
             callback_on_step_end=after_step,
             max_sequence_length=TEXT_TOKENS,
         ).frames
-    return torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+    pixels_BCFHW = torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
+    whole = pixels_BCFHW.isfinite().all()
+    if problems := collectives.gather_problems([] if whole else [NOT_FINITE.format(folder.name, steps)]):
+        raise ConfigError(*problems)
+    return pixels_BCFHW
+
+
+@contextmanager
+def _noise_between_steps(scheduler: SchedulerMixin, seeds: list[int]) -> Iterator[None]:
+    """Give a scheduler that takes noise between its steps that of each sample's seed.
+
+    WanPipeline (diffusers 0.42.1) passes it no generator: torch's own, whose stream may be that of the start.
+    """
+    if "generator" not in signature(scheduler.step).parameters:
+        yield
+        return
+    generators = [keyed_generator(seed, "fresh") for seed in seeds]
+    scheduler.step = partial(scheduler.step, generator=generators)
+    try:
+        yield
+    finally:
+        del scheduler.step
 
 
 def _images(folder: WanFolder, reader: MediaReader | None, samples: list[Sample]) -> dict[str, Image.Image]:

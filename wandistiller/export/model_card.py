@@ -56,7 +56,7 @@ FEWER_ROW = (
 )
 GLOBAL_NOISE = """
 Between steps diffusers takes noise from torch's own generator: for the same picture again call
-`torch.manual_seed` too."""
+`torch.manual_seed` too, with another seed than a `generator` has, or that noise is the first once more."""
 TWO_EXPERTS = """
 
 The high-noise expert serves the noise levels (sigma) from {boundary:.6g} up, the low-noise expert those \

@@ -178,7 +178,12 @@ def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
     if not file.is_file():
         remedy = "Write teacher, random, or a folder: of a Wan transformer, or of a run with a checkpoint."
         raise ConfigError(problem(where, "init", student.init, remedy))
-    if student.experts == "two" and not (Path(student.init) / Expert.LOW_NOISE.value).is_dir():
+    has_two = (low := Path(student.init) / Expert.LOW_NOISE.value).is_dir()
+    if student.experts == "one" and has_two:
+        remedy = f"It has two experts. Name one of them, {file.parent} or {low}, or "
+        remedy += 'write "experts": "two" where the teacher has two.'
+        raise ConfigError(problem(where, "init", student.init, remedy))
+    if student.experts == "two" and not has_two:
         remedy = 'It has one expert. Write "experts": "one", or name another.'
         raise ConfigError(problem(where, "init", student.init, remedy))
     return read_json(file)

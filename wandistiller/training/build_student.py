@@ -11,7 +11,7 @@ from torch import nn
 
 from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
-from wandistiller.config.identity import identity, write_resolved
+from wandistiller.config.identity import start_identity, write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
@@ -221,7 +221,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     }
     if teacher:
         teacher, batches = without_guidance(teacher), calibration_of(job, data)
-        error = start_error(batches, teacher.velocity, student.velocity, data.measured, identity(job))
+        error = start_error(batches, teacher.velocity, student.velocity, data.measured, start_identity(job))
         inputs = (t for b in batches for t in b.tensors())
         if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
             require_finite_start(job, error)

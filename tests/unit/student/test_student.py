@@ -110,8 +110,7 @@ SOURCES: list[tuple[dict[str, str], Expert, str]] = [
     ({"from_expert": "low_noise"}, Expert.HIGH_NOISE, "transformer_2"),
     ({"from_expert": "high_noise"}, Expert.HIGH_NOISE, "transformer"),
     *(({"experts": "two", **init}, e, e.value) for init in ({}, {"init": "{wan2}"}) for e in Expert),
-    ({"init": "{wan2}", "experts": "one"}, Expert.HIGH_NOISE, "transformer"),
-    ({"init": "{wan2}/transformer", "experts": "one"}, Expert.HIGH_NOISE, "transformer"),
+    *(({"init": f"{{wan2}}/{e.value}", "experts": "one"}, Expert.HIGH_NOISE, e.value) for e in Expert),
 ]
 
 
@@ -173,6 +172,15 @@ def test_two_experts_need_a_teacher_or_folder_with_two(wan1: Path, wan2: Path) -
     message = f's.json: `experts` is "two". {wan1} has one expert; write "one".'
     assert refused(wan1, experts="two") == [message]
     assert "`init`" in refused(wan2, init=str(wan1), experts="two")[0]
+
+
+def test_a_folder_of_two_experts_is_refused_for_one_network_until_one_is_named(
+    wan1: Path, wan2: Path
+) -> None:
+    either = f"{wan2 / 'transformer'} or {wan2 / 'transformer_2'}"
+    for teacher, values in ((wan1, {"experts": "all"}), (wan2, {})):
+        (message,) = refused(teacher, init=str(wan2), **values)
+        assert f'It has two experts. Name one of them, {either}, or write "experts": "two"' in message
 
 
 def test_a_folder_with_other_latent_channels_is_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:

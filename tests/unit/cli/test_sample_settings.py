@@ -1,0 +1,38 @@
+"""The settings of `wandistiller sample` where the command line leaves them out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import write_json
+
+from wandistiller.cli.parser import read
+from wandistiller.cli.sample import read_sampling
+from wandistiller.wan.pipeline import usual_for
+
+MADE_FOR = {"height": 32, "width": 64, "num_frames": 5}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "size"),
+    [
+        (MADE_FOR, "", (32, 64, 5)),
+        (MADE_FOR, "--height 64 --width 32 --num_frames 1", (64, 32, 1)),
+        ({}, "", None),
+    ],
+)
+def test_a_student_is_drawn_in_the_size_of_its_training_and_another_pipeline_in_its_usual_one(
+    wan1: Path,
+    copy_of: Callable[..., Path],
+    tmp_path: Path,
+    facts: dict[str, int],
+    words: str,
+    size: tuple[int, int, int] | None,
+) -> None:
+    student = copy_of(wan1)
+    write_json(student / "wandistiller.json", facts)
+    given = ["sample", "--model", str(student), "--prompts", "a", "--output", str(tmp_path / "out")]
+    model, _, settings = read_sampling(read([*given, *words.split()])[1])
+    usual = usual_for(model.folder)
+    found = settings.height, settings.width, settings.num_frames
+    assert found == (size or (usual.height, usual.width, 1))
