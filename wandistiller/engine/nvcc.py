@@ -55,6 +55,7 @@ def with_fused_adam(engine: EngineConfig) -> EngineConfig:
     if not needs_nvcc(engine) or "adam" not in engine.optimizer or not lacks_nvcc():
         return engine
     params = engine.section("optimizer.params") | {"torch_adam": True, "fused": True}
+    params.pop("bias_correction", None)  # torch's always corrects; false is refused by `preflight`
     return engine.replaced(optimizer=engine.section("optimizer") | {"params": params})
 
 

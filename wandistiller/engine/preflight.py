@@ -106,6 +106,9 @@ def _toolkit_problems(engine: EngineConfig) -> list[str]:
     if needs_nvcc(engine) and "adam" not in engine.optimizer:
         remedy = f"{why}, or write AdamW, or offload the optimizer."
         problems.append(engine.problem("optimizer.type", engine.section("optimizer")["type"], remedy))
+    elif needs_nvcc(engine) and engine.section("optimizer.params").get("bias_correction") is False:
+        remedy = "Without nvcc Adam is torch's, which always corrects. Remove it, or offload the optimizer."
+        problems.append(engine.problem("optimizer.params.bias_correction", False, remedy))
     if (key := engine.on_nvme) and not installed_ops.get("async_io"):
         problems.append(engine.problem(f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
     return problems

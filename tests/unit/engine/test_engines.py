@@ -226,6 +226,8 @@ def test_a_monitor_whose_package_is_missing_is_refused_before_the_start(monitor:
 
 
 PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+UNCORRECTED = {"type": "AdamW", "params": {"lr": 1e-4, "bias_correction": False}}
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
 
 
@@ -243,7 +245,9 @@ def on_a_gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": ADAM}, ""),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, "optimizer.type"),
         ({"optimizer": PLAIN}, ""),
-        ({"optimizer": ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ""),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "bias_correction": True}}}, ""),
+        ({"optimizer": UNCORRECTED, "zero_optimization": OFFLOADED}, ""),
+        ({"optimizer": ADAM, "zero_optimization": OFFLOADED}, ""),
         ({"optimizer": PLAIN, "zero_optimization": NVME}, "zero_optimization.offload_optimizer.device"),
     ],
 )
@@ -256,16 +260,28 @@ def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
     assert all(f"`{key}`" in p and "Install the CUDA toolkit" in p for p in problems)
 
 
+def test_an_adam_without_correction_is_refused_on_gpus_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig("x.json", {"train_micro_batch_size_per_gpu": 2, "optimizer": UNCORRECTED})
+    assert config_problems(engine) == []
+    on_a_gpu_without_nvcc(monkeypatch)
+    assert config_problems(engine) == [
+        "x.json: `optimizer.params.bias_correction` is false. Without nvcc Adam is torch's, which always "
+        "corrects. Remove it, or offload the optimizer."
+    ]
+
+
 def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = EngineConfig("x.json", {"optimizer": ADAM, "zero_optimization": {"stage": 2}})
-    offloaded = plain.replaced(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    offloaded = plain.replaced(zero_optimization=OFFLOADED)
+    corrected = {"type": "AdamW", "params": ADAM["params"] | {"bias_correction": True}}
     assert nvcc.with_fused_adam(plain) == plain
     on_a_gpu_without_nvcc(monkeypatch)
     assert nvcc.with_fused_adam(offloaded) == offloaded
-    params = nvcc.with_fused_adam(plain).section("optimizer.params")
-    assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
+    for engine in (plain, plain.replaced(optimizer=corrected)):
+        params = nvcc.with_fused_adam(engine).section("optimizer.params")
+        assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
 
 
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2}}
