@@ -15,6 +15,8 @@ from wandistiller.objectives.base import SATURATION, Limit
 
 WINDOW = 20
 """Steps of a mean, and of the start of a run, with which later ones are compared."""
+FIRST = 4 * WINDOW
+"""Steps at the start of a run whose eighth of largest numbers says which numbers are large."""
 WARMED_UP = 50
 """Steps after which numbers of an objective should have left their start."""
 JUMPED = 5.0
@@ -74,8 +76,8 @@ class HealthChecks:
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
-        self._largest: dict[str, float] = {}
-        """Of the numbers within which others are compared."""
+        self._first: dict[str, list[tuple[float, float]]] = {}
+        """Of the first steps, by number: that which it is compared within, and itself."""
 
     def go_on_from(self, lines: list[MetricsLine]) -> None:
         """Take the numbers of a run's earlier steps from its lines of metrics.jsonl."""
@@ -135,20 +137,31 @@ class HealthChecks:
             if limit.within:
                 self._restrict(limit, watched)
         for name, value in watched.items():
-            start = self._start.setdefault(name, [])
-            if len(start) < WINDOW:
-                start.append(value)
-            self._last.setdefault(name, deque(maxlen=WINDOW)).append(value)
+            self._keep(name, value)
+
+    def _keep(self, name: str, value: float) -> None:
+        start = self._start.setdefault(name, [])
+        if len(start) < WINDOW:
+            start.append(value)
+        self._last.setdefault(name, deque(maxlen=WINDOW)).append(value)
 
     def _restrict(self, limit: Limit, watched: dict[str, float]) -> None:
-        """Leave a number out of a step in which that which it is compared within is below the largest."""
-        largest, now = self._largest.get(limit.within, -1.0), watched.get(limit.within, -1.0)
-        if now > largest:
-            self._largest[limit.within] = now
-            for kept in (self._start, self._last):
-                kept.pop(limit.number, None)
-        elif now < largest:
-            watched.pop(limit.number, None)
+        """Leave a number out of a step in which that which it is compared within is not large.
+
+        It is a mean over the parts of a step, which equals its largest by chance only.
+        """
+        value, within = watched.pop(limit.number, None), watched.get(limit.within)
+        if value is None or within is None:
+            return
+        first = self._first.setdefault(limit.number, [])
+        if new := len(first) < FIRST:
+            first.append((within, value))
+            if len(first) < FIRST:
+                return
+        large = sorted(among for among, _ in first)[-FIRST // 8]
+        for among, kept in first if new else [(within, value)]:
+            if among >= large:
+                self._keep(limit.number, kept)
 
     def _surely(self, name: str, step: int) -> float:
         """Return how far the mean of a number's last steps is from 0, less two of its standard errors.

@@ -72,7 +72,7 @@ class Limit(NamedTuple):
     beyond: float = 0.0
     """Least mean of the last steps at which growth counts."""
     within: str | None = None
-    """Compare only steps in which this number is the largest so far."""
+    """Compare only steps in which this number is as large as in the highest eighth of the first ones."""
 
 
 SATURATION = (

@@ -1,6 +1,8 @@
 """A student of few steps that goes wrong raises alarms in words, with what to do."""
 
+import random
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -59,6 +61,19 @@ def test_samples_of_earlier_exits_which_are_blurred_do_not_hide_saturation() -> 
     blurred = {"exit": 0.0, "deviation": 0.5}
     start = [WELL | blurred, WELL] * LONG
     assert raised(start + [WELL | blurred, WELL | {"deviation": 1.2}] * WINDOW) == {"saturation"}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_saturation_shows_in_steps_whose_parts_have_exits_of_their_own(parts: int) -> None:
+    draw = random.Random(0)
+
+    def step(spread: float) -> dict[str, float]:
+        exits = [draw.randrange(4) for _ in range(parts)]
+        return WELL | {"exit": mean(exits), "deviation": spread * mean(0.5 + exit_ / 6 for exit_ in exits)}
+
+    start = [step(1.0) for _ in range(1000)]
+    assert raised(start) == set()
+    assert raised(start + [step(1.3) for _ in range(500)]) == {"saturation"}
 
 
 def test_a_step_whose_numbers_are_not_finite_is_left_out() -> None:
