@@ -47,8 +47,15 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
     problems += shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
-    problems += tuning_problems(run, job.student_transformer, job.student_engine)
+    problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=_projects(job))
     return problems or full_start_problems(job)
+
+
+def _projects(job: Job) -> bool:
+    """Return whether hidden states of the student are projected to another width, the teacher's."""
+    student = job.student_transformer  # whatever its blocks stand for, which may not be known yet
+    matched = job.objective.for_student([*range(student.num_layers)]).student_blocks
+    return bool(matched) and student.width != job.folder.config.width
 
 
 def objective_problems(job: Job) -> list[str]:
