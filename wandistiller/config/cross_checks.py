@@ -17,6 +17,7 @@ from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.student.full_start import full_start_problems
+from wandistiller.student.shared_base import other_adapters
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
@@ -45,10 +46,17 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
-    problems += shared_base_problems(job) + added_problems(job.folder, job.teacher)
+    problems += other_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
-    problems += tuning_problems(run, job.student_transformer, job.student_engine)
+    problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=_projects(job))
     return problems or full_start_problems(job)
+
+
+def _projects(job: Job) -> bool:
+    """Return whether hidden states of the student are projected to another width, the teacher's."""
+    student = job.student_transformer  # whatever its blocks stand for, which may not be known yet
+    matched = job.objective.for_student([*range(student.num_layers)]).student_blocks
+    return bool(matched) and student.width != job.folder.config.width
 
 
 def objective_problems(job: Job) -> list[str]:

@@ -1,7 +1,9 @@
 """A network whose frozen weights are another's: in a run of adapters the teacher's, for every role."""
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts
+from wandistiller.student.lora import Lora
 from wandistiller.teacher.block_source import SOURCE
 from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
@@ -41,9 +44,30 @@ def teacher_bases(job: Any) -> dict[Expert, Expert]:
     return {e: expert for e, (expert,) in sources.items()}
 
 
-def _kind(lora: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of adapters without what they began with."""
-    return lora and {key: value for key, value in lora.items() if key != "start"}
+def _kind(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings of adapters, with the defaults, without what they began with."""
+    if given is None:
+        return None
+    lora = Lora(**given)
+    alpha = lora.alpha or (None if lora.ranks else lora.rank)
+    return asdict(replace(lora, start=None, alpha=alpha, ranks=lora.ranks or None))
+
+
+def other_adapters(job: Any) -> list[str]:
+    """List the adapters of a `config.job.Job` that differ from those of the run that it starts from.
+
+    That run's would be merged into a copy of the teacher's weights for every role.
+    """
+    before, own = job.start and job.start.facts, job.run.lora
+    if not before or not before.bases or own is None or (old := _kind(before.lora)) == (new := _kind(own)):
+        return []
+    changed = {key: value for key, value in old.items() if new[key] != value}
+    keys = ", ".join(changed)
+    return [
+        f"recipe: `lora` has another {keys} than the run {job.start.folder}, whose adapters it begins with: "
+        "they would be merged, and each role need a copy of the whole network. Write that run's "
+        f"{json.dumps(changed)}, or begin anew with its exported file as `lora.start`."
+    ]
 
 
 def obstacle(job: Any) -> str:

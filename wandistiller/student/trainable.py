@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.student.lora import Lora, add_lora, lora_problems
+from wandistiller.student.lora import Lora, add_lora, linear_layers, lora_problems
 from wandistiller.student.projections_and_heads import PROJECTIONS, add_projections
 from wandistiller.utils.errors import problem
-from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
+from wandistiller.utils.parameter_patterns import any_names, factor, names_part, unknown_parts
 from wandistiller.wan import transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -19,13 +19,20 @@ DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_r
 """Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
 
 
-def tuning_problems(run: Any, config: TransformerConfig, engine: EngineConfig) -> list[str]:
-    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`."""
+def tuning_problems(
+    run: Any, config: TransformerConfig, engine: EngineConfig, *, projects: bool = True
+) -> list[str]:
+    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`.
+
+    Args:
+        projects: the student may have projections with weights.
+    """
     names = list(transformer.numels(config))
     problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
     if all(any_names(run.frozen or (), name) for name in names):
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
-    problems += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
+    unknown = unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
+    problems += unknown or _untrained_problems(run, config, projects=projects)
     for part in run.learning_rates if run.frozen and run.learning_rates else ():
         named = [name for name in names if part != "*" and any_names([part], name)]
         if named and all(any_names(run.frozen, name) for name in named):
@@ -38,6 +45,23 @@ def tuning_problems(run: Any, config: TransformerConfig, engine: EngineConfig) -
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(f"recipe: {cause}. Remove them.")
     return problems + (lora_problems(run.lora, run.frozen, config) if run.lora is not None else [])
+
+
+def _untrained_problems(run: Any, config: TransformerConfig, *, projects: bool) -> list[str]:
+    """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
+    names, why = list(transformer.numels(config)), ""
+    if run.lora is not None and isinstance(targets := run.lora.get("targets", Lora().targets), list):
+        layers = linear_layers(transformer.meta_transformer(config))
+        layers = [layer for layer in layers if any_names(targets, layer)]
+        names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
+        why = "`lora` trains adapters alone, and it has none. Add it to `lora.targets`, or leave it out."
+    names += [PROJECTIONS] * projects
+    none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."
+    return [
+        problem("recipe", "learning_rates", part, none if names_part(part, PROJECTIONS) else why)
+        for part in run.learning_rates or ()
+        if not any(names_part(part, n) for n in names)
+    ]
 
 
 def _ema_problems(run: Any, engine: EngineConfig) -> list[str]:

@@ -50,6 +50,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
     ({"learning_rates": {"poj_out": 2}}, f'`learning_rates` is "poj_out". {NONE} Did you mean `proj_out`?'),
     ({"lora": {"targets": ["to_w"]}}, f'`lora.targets` is "to_w". {NONE} Did you mean `to_v`?'),
+    (
+        {"lora": {}, "learning_rates": {"to_q": 2, "proj_out": 10}},
+        '`learning_rates` is "proj_out". `lora` trains adapters alone, and it has none.',
+    ),
+    (
+        {"learning_rates": {"feature_projections": 2}},
+        '`learning_rates` is "feature_projections". There are none: `feature` has them',
+    ),
     ({"lora": {}, "frozen": ["bias"]}, '`frozen` is ["bias"]. With `lora` all but the adapters is frozen'),
 ]
 
@@ -68,6 +76,22 @@ def test_a_wrong_key_is_reported_before_weights_are_loaded(
 ) -> None:
     (only,) = problems(tmp_path, wan1, **given)
     assert only.startswith(f"recipe: {message}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lora": {"targets": ["ffn"]}, "learning_rates": {"ffn": 2, "blocks.0": 3, "*": 4}},
+        {
+            "student_config": {"num_layers": 2, "num_attention_heads": 1},
+            "objective": ["velocity", "feature"],
+            "learning_rates": {"feature_projections": 2},
+        },
+    ],
+    ids=["adapters", "projections"],
+)
+def test_trained_parts_may_have_rates_of_their_own(given: dict, tmp_path: Path, wan1: Path) -> None:
+    assert problems(tmp_path, wan1, **given) == []
 
 
 def test_an_average_of_weights_on_nvme_is_refused(tmp_path: Path, wan1: Path) -> None:
