@@ -3,20 +3,22 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from ranks import wandistiller
+from ranks import edit_json, wandistiller
 from safetensors.torch import load_file
 from tensors import tensor_bytes
 
+from wandistiller.checkpoint.safetensors_stream import checksum
 from wandistiller.cli.main import main
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
+from wandistiller.utils.files import read_json
 from wandistiller.wan import transformer
 
 
@@ -62,6 +64,17 @@ def test_no_file_of_a_checkpoint_stays_mapped_when_a_network_has_been_read(
     model = read_source(finished).network("transformer", dtype)
     assert str(finished.resolve() / "checkpoints") not in Path("/proc/self/maps").read_text()
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_export_says_the_steps_of_its_checkpoint_not_those_of_the_whole_run(
+    finished: Path, copy_of: Callable[..., Path]
+) -> None:
+    checkpoint = copy_of(finished / "checkpoints" / "step_00000002", weights=True)
+    state = checkpoint / "run_state.json"
+    edit_json(state, facts=read_json(state)["facts"] | {"max_steps": 700})
+    files = read_json(checkpoint / "manifest.json")["files"]
+    edit_json(checkpoint / "manifest.json", files=files | {state.name: checksum(state)._asdict()})
+    assert read_source(checkpoint).published.max_steps == 2
 
 
 def test_named_checkpoint_is_exported_as_float32(finished: Path, tmp_path: Path) -> None:

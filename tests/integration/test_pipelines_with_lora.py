@@ -143,6 +143,7 @@ def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(r
     words = ["--prompts", *PROMPTS, "--steps", "2", "4", "--quick", *SIZE]
     wandistiller("evaluate", "--student_path", run, *words)
     result = json.loads((run / "evaluation.json").read_text())
+    assert result["trained_steps"] == 3
     assert result["steps"] == 4 and result["ratio"]["parameters"]["value"] == 1.0
     assert {"2", "4"} <= result["by_steps"]["student"].keys()
 

@@ -41,6 +41,7 @@ class Facts:
     negative_prompt: str | None = None
     objective: str | None = None
     max_steps: Count | None = None
+    """The steps of the whole run; of an export those up to its checkpoint."""
     before: list[str] | None = None
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
     bases: list[str] | None = None

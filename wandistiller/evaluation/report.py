@@ -40,6 +40,8 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, 
         "teacher_steps": settings.teacher_sampling.steps,
         "seed": settings.seed,
     }
+    if settings.facts.max_steps:
+        result["trained_steps"] = settings.facts.max_steps
     result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
     if errors := sides["teacher"][0].weights_error:

@@ -10,11 +10,12 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
+from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import Source, clip, is_hub_id, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import write_json
+from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
 from wandistiller.wan.lora_experts import FACTS
@@ -111,7 +112,9 @@ def joined(files: list[str]) -> str:
 
 
 def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
-    """Write README.md (front matter, `text`, last picture, evaluation, recipe) and the facts as JSON.
+    """Write README.md (front matter, `text`, picture, evaluation, recipe) and the facts as JSON.
+
+    The picture is the last one up to the checkpoint's step, the evaluation one of this checkpoint.
 
     Args:
         relation: to the base model: finetune, adapter.
@@ -119,10 +122,10 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
     run = source.folder.parent.parent
     front, named = _front_matter(source, relation, folder)
     text = f"---\n{front}\n---\n{text}" + NO_LICENCE * (not named)
-    if pictures := drawn(run):
+    if pictures := [picture for picture in drawn(run) if picture.stem <= source.folder.name]:
         shutil.copyfile(pictures[-1], folder / PICTURE)
         text += f"\nAbove the teacher, below the student, from the same noise:\n\n![samples]({PICTURE})\n"
-    if tables := _evaluation(run):
+    if tables := _evaluation(run, source):
         measured = "Measured on the student as a diffusers pipeline."
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
     recipe = json.dumps(without_places(source.recipe), indent=1, ensure_ascii=False)
@@ -189,8 +192,14 @@ def _read_front_matter(card: Path) -> dict[str, Any]:
         return {}
 
 
-def _evaluation(run: Path) -> str:
-    """The tables of OUTPUT/evaluation.md, if `evaluate` has run."""
-    file = run / "evaluation.md"
-    blocks = file.read_text(encoding="utf-8").split("\n\n") if file.is_file() else []
+def _evaluation(run: Path, source: Source) -> str:
+    """The tables of OUTPUT/evaluation.md, if `evaluate` has run on this checkpoint's student.
+
+    An evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
+    """
+    file, figures = run / "evaluation.md", run / "evaluation.json"
+    last = next(iter(manifest.steps(source.folder.parent)), source.folder)
+    steps = read_json(figures).get("trained_steps") if figures.is_file() else None
+    is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
+    blocks = file.read_text(encoding="utf-8").split("\n\n") if is_own and file.is_file() else []
     return "\n\n".join(block for block in blocks if block.startswith("|"))

@@ -165,7 +165,8 @@ def read_source(
         raise ConfigError(f"{folder}: its run had no `ema`, so it has no averaged weights. Leave out --ema.")
     averaged = facts.ema is not None if averaged is None else averaged
     recipe = {key: value for key, value in state.get("run", {}).items() if key != "data_path"}
-    return Source(folder, replace(facts, averaged=averaged), recipe, state["identity"]["teacher"])
+    facts = replace(facts, averaged=averaged, max_steps=state["step"] or facts.max_steps)
+    return Source(folder, facts, recipe, state["identity"]["teacher"])
 
 
 def sampler_in_words(facts: Facts) -> str:

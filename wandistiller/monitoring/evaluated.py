@@ -33,6 +33,8 @@ class Evaluated(TypedDict, total=False):
     steps: int
     teacher_steps: int
     seed: int
+    trained_steps: int
+    """Training steps of the student, if it is one of this package."""
     teacher: dict[str, int | Estimated | dict[str, float]]
     """`parameters`, `peak_memory_gib` by place, and Figures."""
     student: dict[str, int | Estimated | dict[str, float]]

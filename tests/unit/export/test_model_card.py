@@ -1,5 +1,6 @@
 """The front matter and the instructions of a model card, by what was exported and of which teacher."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,33 @@ def test_every_form_has_recipe_picture_tables_and_how_to_run_it(
     for words in ('"seed": 0', "![samples](samples.png)", "| 1 | 2 |", call):
         assert words in text, words
     assert (folder / "samples.png").read_bytes() == b"a picture" and (folder / "wandistiller.json").is_file()
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """A run of 7 steps with checkpoints, pictures and an evaluation; of its last student unless changed."""
+    for folder in ("samples", "checkpoints/step_00000005", "checkpoints/step_00000007", "export"):
+        (tmp_path / folder).mkdir(parents=True)
+    for step in (0, 4, 7):
+        (tmp_path / "samples" / f"step_{step:08d}.png").write_text(f"after {step}")
+    (tmp_path / "evaluation.md").write_text("# title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nnotes")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("step", "picture"), [(5, "after 4"), (7, "after 7")])
+@pytest.mark.parametrize("measured", [None, 5, 7], ids=["not said", "of 5", "of 7"])
+def test_the_card_of_a_checkpoint_has_the_picture_up_to_its_step_and_the_figures_of_it_alone(
+    measured: int | None, step: int, picture: str, wan1: Path, evaluated: Path
+) -> None:
+    """An evaluation that does not say its step is taken for one of the last checkpoint."""
+    said = {} if measured is None else {"trained_steps": measured}
+    (evaluated / "evaluation.json").write_text(json.dumps(said))
+    source = about(open_wan(str(wan1)), evaluated, max_steps=step)
+    source = source._replace(folder=evaluated / "checkpoints" / f"step_{step:08d}")
+    write_pipeline_card(evaluated / "export", source, "")
+    text = (evaluated / "export" / "README.md").read_text()
+    assert (evaluated / "export" / "samples.png").read_text() == picture
+    assert ("| 1 | 2 |" in text) == (step == (measured or 7))
 
 
 def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_path: Path) -> None:
