@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import SchedulerMixin
 from PIL import Image
 from torch import Tensor, nn
 
@@ -169,7 +168,7 @@ def draw(
 
     settings = asdict(sampling) | _images(folder, reader, samples)
     steps = settings.pop("steps")
-    with _noise_between_steps(pipeline.scheduler, seeds):
+    with _noise_between_steps(pipeline, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],
             **settings,
@@ -187,11 +186,12 @@ def draw(
 
 
 @contextmanager
-def _noise_between_steps(scheduler: SchedulerMixin, seeds: list[int]) -> Iterator[None]:
-    """Give a scheduler that takes noise between its steps that of each sample's seed.
+def _noise_between_steps(pipeline: Pipeline, seeds: list[int]) -> Iterator[None]:
+    """Give a pipeline's scheduler that takes noise between its steps that of each sample's seed.
 
     WanPipeline (diffusers 0.42.1) passes it no generator: torch's own, whose stream may be that of the start.
     """
+    scheduler = pipeline.scheduler
     if "generator" not in signature(scheduler.step).parameters:
         yield
         return
