@@ -166,9 +166,9 @@ def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refuse
 def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -> None:
     pipe, trained_for = WanPipeline.from_pretrained(few / "student"), Facts.read(few / "student" / FACTS)
     for number in (1, 4):
-        set_steps(pipe, trained_for, number, 0.875)
+        set_steps(pipe, trained_for, number, open_wan(str(few / "student")))
         pipe.scheduler.set_timesteps(number)
-        wanted = few_steps(7.0, number, 0.875)
+        wanted = few_steps(7.0, number, trained_for.boundary)
         assert pipe.scheduler.sigmas.tolist() == [*wanted.sigmas, 0.0]
         assert pipe.config.boundary_ratio == wanted.boundary
 

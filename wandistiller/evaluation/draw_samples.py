@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import SchedulerMixin
 from PIL import Image
 from torch import Tensor, nn
 
@@ -125,18 +124,19 @@ def resolve_dtype(name: str) -> torch.dtype:
     return getattr(torch, auto if name == "auto" else name)
 
 
-def set_steps(
-    pipeline: Pipeline, trained: Facts | None, steps: int, handover: float | None, *, added: bool = False
-) -> None:
+def set_steps(pipeline: Pipeline, trained: Facts | None, steps: int, folder: WanFolder) -> None:
     """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
 
+    Its experts change where those of its own number do, as its card says. One that is the teacher's with LoRA
+    files has the noise levels of no number yet.
+
     Args:
-        added: it is the teacher's with LoRA files, and has the noise levels of no number yet.
-        handover: noise level at which the experts of a two-expert student change.
+        folder: of the pipeline.
     """
-    if trained and (steps != trained.steps or added):
+    if trained and (steps != trained.steps or folder.added):
         pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler or EULER)
-        boundary = few_steps(trained.shift, steps, handover).boundary
+        own = trained.boundary if trained.has_boundary else folder.boundary
+        boundary = few_steps(trained.shift, steps, None if folder.boundary is None else own).boundary
         pipeline.register_to_config(boundary_ratio=boundary)
 
 
@@ -168,7 +168,7 @@ def draw(
 
     settings = asdict(sampling) | _images(folder, reader, samples)
     steps = settings.pop("steps")
-    with _noise_between_steps(pipeline.scheduler, seeds):
+    with _noise_between_steps(pipeline, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],
             **settings,
@@ -186,11 +186,12 @@ def draw(
 
 
 @contextmanager
-def _noise_between_steps(scheduler: SchedulerMixin, seeds: list[int]) -> Iterator[None]:
-    """Give a scheduler that takes noise between its steps that of each sample's seed.
+def _noise_between_steps(pipeline: Pipeline, seeds: list[int]) -> Iterator[None]:
+    """Give a pipeline's scheduler that takes noise between its steps that of each sample's seed.
 
     WanPipeline (diffusers 0.42.1) passes it no generator: torch's own, whose stream may be that of the start.
     """
+    scheduler = pipeline.scheduler
     if "generator" not in signature(scheduler.step).parameters:
         yield
         return
@@ -233,7 +234,7 @@ def sample(
         raise ConfigError(*problems)
     require_weights(folder)
     pipeline = open_pipeline(folder, dtype, model.facts, ranks)
-    set_steps(pipeline, model.trained, sampling.steps, folder.boundary, added=bool(folder.added))
+    set_steps(pipeline, model.trained, sampling.steps, folder)
     drawn: dict[int, tuple[Path, Tensor]] = {}
     numbers = list(range(len(items)))
     reader = reader_of(model.facts, folder)

@@ -195,7 +195,7 @@ class Evaluator:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self._settings, PeakMemory(), {}
         with memory.running():
-            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts, s.teacher.boundary
+            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts
             candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)

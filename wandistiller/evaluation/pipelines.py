@@ -43,7 +43,6 @@ class DiffusersPipeline:
         null_text_LD: Tensor,
         dtype: torch.dtype,
         facts: Facts | None = None,
-        handover: float | None = None,
         *,
         reader: MediaReader | None = None,
         ranks: Ranks = ALONE,
@@ -52,14 +51,11 @@ class DiffusersPipeline:
 
         Args:
             facts: of a student, the sampling that it is trained for.
-            handover: noise level at which the experts of a two-expert student change.
             reader: how the given frames are read; needed by an image-to-video pipeline.
         """
         self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
         self._folder, self._reader = folder, reader
-        trained = facts if facts and facts.few_steps else None
-        self._trained, self._handover = trained, handover if folder.boundary is not None else None
-        self._added = bool(folder.added)
+        self._trained = facts if facts and facts.few_steps else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = Stopwatch()
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
@@ -75,7 +71,7 @@ class DiffusersPipeline:
         """Sample as `draw_samples.draw` does, in so many steps."""
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
-        set_steps(self._pipeline, self._trained, steps, self._handover, added=self._added)
+        set_steps(self._pipeline, self._trained, steps, self._folder)
         self._outside.seconds, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
         pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress, self._reader)
