@@ -48,7 +48,8 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += block_problems(job) + _media_problems(job) + _written_problems(job)
     problems += other_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
-    problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=_projects(job))
+    projects = bool(problems) or _projects(job)  # of an objective that is checked
+    problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=projects)
     return problems or full_start_problems(job)
 
 

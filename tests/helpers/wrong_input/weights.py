@@ -116,7 +116,7 @@ def of_weights() -> Iterator[Case]:
                 yield Case(f"{part}: {what}", (place + message,), spoilt(where, change), as_teacher)
     for what in ("cut off", "integers", "overlapping", "a tensor missing", "a tensor more", "another shape"):
         change, message = changes[what]
-        files = spoilt(TRANSFORMER, change) | {"student.json": {"init": "{here}/t"}}
+        files = spoilt(TRANSFORMER, change) | {"student.json": {"init": "{here}/t/transformer"}}
         yield Case(f"student's folder: {what}", (f"{{here}}/t/transformer...{message}",), files)
     for values, message in table("pipeline"):
         ((where, altered),) = values.items()
