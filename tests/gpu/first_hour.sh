@@ -55,13 +55,17 @@ run_step() {
     export -f $(compgen -A function)
     export folder python workers layers small few batches few_batches
     exec timeout -k 10 600 bash -uc "$1"
-  ) >"$log" 2>&1
+  ) >"$log" 2>&1 &
+  step=$!
+  trap 'kill $step 2>/dev/null' TERM
+  wait $step
   code=$?
   if [ $code -eq 0 ]; then touch "$folder/$1.passed"; state=pass; else state="FAIL $code"; fi
   printf '%-8s %-12s %4d s   %s\n' "$state" "$1" $((SECONDS - start)) "$(figure "$log")"
   return $code
 }
 started=() failed=0
+trap 'kill $(jobs -rp); wait; exit 143' TERM INT # no step goes on and takes memory of the next ones
 for step in "${@:-${ALL[@]}}"; do
   if [ $# -eq 0 ] && [ -e "$folder/$step.passed" ]; then continue; fi
   while (($(jobs -rp | wc -l) >= ${PARALLEL:-1})); do wait -n; done
