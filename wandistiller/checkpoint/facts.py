@@ -46,6 +46,8 @@ class Facts:
     """Objective and steps of the runs before this one; it and what follows are stored only if set."""
     bases: list[str] | None = None
     """Folder names of the teacher's networks whose weights the student's have beside their adapters."""
+    trained_expert: str | None = None
+    """The one of two experts that the run trained, as recipes name it."""
     stands_for: list[int] | None = None
     """The teacher's block with whose output that of each student block is compared, as of its first run."""
     teacher_lora: list[dict[str, Any]] | None = None

@@ -137,6 +137,7 @@ def provenance(job: Job) -> Facts:
         max_steps=r.max_steps,
         before=job.start.history if job.start else None,
         bases=[base.value for base in job.bases.values()] or None,
+        trained_expert=only.key if (only := job.objective.trained_expert) else None,
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,

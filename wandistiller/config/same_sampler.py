@@ -4,8 +4,6 @@ from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER
 
-NAMES = {Expert.HIGH_NOISE: "high-noise", Expert.LOW_NOISE: "low-noise"}
-
 
 def same_sampler_problems(stages: list[Job]) -> dict[str, str]:
     """Return problem -> stage, of stages that train one expert for another sampler than the other expert has.
@@ -29,8 +27,8 @@ def same_sampler_problems(stages: list[Job]) -> dict[str, str]:
         before = trained[other]
         if before.schedule.few != job.schedule.few:
             text = (
-                f"`objective` trains the {NAMES[own]} expert for {_sampler(job)}, but stage {before.stage} "
-                f"the {NAMES[other]} one for {_sampler(before)}. One sampler draws with both: write the same "
+                f"`objective` trains the {own.in_words} for {_sampler(job)}, but stage {before.stage} "
+                f"the {other.in_words} for {_sampler(before)}. One sampler draws with both: write the same "
                 "steps, sampler and shift in both stages."
             )
             problems.setdefault(text, job.stage)
@@ -41,16 +39,15 @@ def _start_problem(first: Job, job: Job) -> str | None:
     """Return the problem of a job that trains one expert, if the start of `first` trained the other one."""
     facts = first.start and first.start.facts
     own, few = job.objective.trained_expert, job.schedule.few
-    if not facts or not facts.few_steps or len(facts.experts) < 2:
-        return None
-    same = f"expert={own.name.lower()}" in (facts.objective or "")  # of the other one nothing is known
-    trained = tuple(facts.few_steps), facts.sampler or EULER, facts.boundary
-    if same or trained == (few.sigmas, few.sampler, few.boundary):
-        return None
     other = next(expert for expert in Expert if expert is not own)
+    if not facts or not facts.few_steps or facts.trained_expert != other.key:
+        return None
+    trained = tuple(facts.few_steps), facts.sampler or EULER, facts.boundary
+    if trained == (few.sigmas, few.sampler, few.boundary):
+        return None
     return (
-        f"`objective` trains the {NAMES[own]} expert for {_sampler(job)}, but the run {first.start.folder}, "
-        f"which `init` names, the {NAMES[other]} one for {facts.steps} steps ({trained[1]}, shift "
+        f"`objective` trains the {own.in_words} for {_sampler(job)}, but the run {first.start.folder}, "
+        f"which `init` names, the {other.in_words} for {facts.steps} steps ({trained[1]}, shift "
         f"{facts.shift:g}). One sampler draws with both: write the same steps, sampler and shift."
     )
 

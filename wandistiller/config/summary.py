@@ -118,6 +118,6 @@ def _high_noise(job: Job) -> str:
     if job.schedule.boundary is None:
         return ""
     if only:
-        return f", all with the teacher's {only.name.lower().replace('_', '-')} expert"
+        return f", all with the teacher's {only.in_words}"
     of_them = f"{100 * share:.3g} % of them with the teacher's high-noise expert"
     return f", {of_them}, the others with the low-noise one"

@@ -1,4 +1,4 @@
-"""How a run reads media: each is known as it was when the run first looked at it."""
+"""The reader of a run's media: each is known as it was when the run first looked at it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -182,7 +182,7 @@ def _files(word: str) -> list[tuple[str, str]]:
     expert, equals, name = word.rpartition("=")
     if equals and expert not in ("high_noise", "low_noise"):
         expert, name = "", word
-    said = Expert[expert.upper()] if expert else None
+    said = Expert.of_key(expert)
     return [(expert, str(file)) for file in adapters_of(name) or files_of(Path(name), said)]
 
 

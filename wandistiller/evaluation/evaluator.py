@@ -95,7 +95,7 @@ class Evaluation:
 
     @property
     def reader(self) -> MediaReader:
-        """How the given frames are read."""
+        """The reader of the given frames, with the settings of the student's run."""
         return reader_of(self.facts, self.teacher)
 
     @property

@@ -288,7 +288,7 @@ class Dmd2(TermOnSamples, TermWithRoles):
 
     @property
     def trained_expert(self) -> Expert | None:
-        return Expert[self.expert.upper()] if self.expert else None
+        return Expert.of_key(self.expert)
 
     def problems(self, where: str) -> list[str]:
         problems = []

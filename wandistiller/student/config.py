@@ -216,7 +216,7 @@ def source_experts(student: StudentConfig, folder: WanFolder, expert: Expert) ->
         return [Expert.HIGH_NOISE]
     if student.experts == "two":
         return [expert]
-    return list(Expert) if student.from_expert == "average" else [Expert[student.from_expert.upper()]]
+    return list(Expert) if student.from_expert == "average" else [Expert.of_key(student.from_expert)]
 
 
 def teacher_block_of(kept: list[int], layers: int) -> list[int]:

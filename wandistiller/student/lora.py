@@ -53,7 +53,7 @@ class Lora:
     def starts(self) -> list[tuple[Path, Expert | None]]:
         """The LoRA files and full models that adapters begin with, and the experts that they are said for."""
         given = self.start if isinstance(self.start, dict) else {"": self.start} if self.start else {}
-        said = [(Path(place), Expert[key.upper()] if key else None) for key, place in given.items()]
+        said = [(Path(place), Expert.of_key(key)) for key, place in given.items()]
         return [(file, expert) for place, expert in said for file in files_of(place, expert)]
 
 

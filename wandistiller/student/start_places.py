@@ -1,4 +1,4 @@
-"""Which LoRA file or full model the adapters of each of a student's networks begin with."""
+"""The LoRA file or full model that the adapters of each of a student's networks begin with."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.lora_experts import IN_WORDS, expert_of, require_one_side
+from wandistiller.wan.lora_experts import expert_of, require_one_side
 
 
 def start_places(job: Any) -> dict[Expert, Path]:
@@ -33,18 +33,18 @@ def start_places(job: Any) -> dict[Expert, Path]:
 
 
 def _of_none(place: Path, said: Expert, bases: list[Expert]) -> str:
-    key, own = said.name.lower(), " and ".join(f'"{base.name.lower()}"' for base in bases)
+    key, own = said.key, " and ".join(f'"{base.key}"' for base in bases)
     return (
-        f"recipe: `lora.start.{key}` is {place}, and no network of the student is made of {IN_WORDS[said]}. "
-        f"Leave it out, or write {own} in place of it."
+        f"recipe: `lora.start.{key}` is {place}, and no network of the student is made of the "
+        f"{said.in_words}. Leave it out, or write {own} in place of it."
     )
 
 
 def _of_one(place: Path, of: Expert, lacking: list[Expert], *, alone: bool) -> str:
     """Say that a file for one expert would begin the adapters of another too, or of another alone."""
-    others = " and ".join(IN_WORDS[base] for base in lacking)
+    others = " and ".join(f"the {base.in_words}" for base in lacking)
     whole = f"the student is made of {others} alone" if alone else f"the student has {others} too"
-    key = (lacking[0] if alone else of).name.lower()
+    key = (lacking[0] if alone else of).key
     remedy = f'Write {{"{key}": "{place}"}}' + (", if it is meant for that" if alone else "")
-    more = "" if alone else f', with "{lacking[0].name.lower()}" beside it where that has a file'
-    return f"recipe: `lora.start` is {place}, which is for {IN_WORDS[of]}, and {whole}. {remedy}{more}."
+    more = "" if alone else f', with "{lacking[0].key}" beside it where that has a file'
+    return f"recipe: `lora.start` is {place}, which is for the {of.in_words}, and {whole}. {remedy}{more}."

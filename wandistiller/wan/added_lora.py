@@ -13,7 +13,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
-from wandistiller.wan.lora_experts import IN_WORDS, expert_of, files_of, pair_problems, require_one_side
+from wandistiller.wan.lora_experts import expert_of, files_of, pair_problems, require_one_side
 from wandistiller.wan.lora_files import LowRank, left_out_words, read_lora
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -35,7 +35,7 @@ class AddedLora:
     @property
     def said(self) -> Expert | None:
         """The expert that it is said to be for."""
-        return Expert[self.expert.upper()] if self.expert else None
+        return Expert.of_key(self.expert)
 
     def is_for(self, expert: Expert) -> bool:
         return self.said in (None, expert)
@@ -91,10 +91,7 @@ def with_experts(
     if problems := pair_problems(where, [file for file, expert in own.items() if not expert], write):
         raise ConfigError(*problems)
     experts = [one.said or own[Path(one.file)] for one in files]
-    return [
-        replace(one, expert=expert and expert.name.lower())
-        for one, expert in zip(files, experts, strict=True)
-    ]
+    return [replace(one, expert=expert and expert.key) for one, expert in zip(files, experts, strict=True)]
 
 
 def added_problems(
@@ -120,7 +117,7 @@ def added_problems(
 
 def added_lines(added: Iterable[AddedLora]) -> list[str]:
     """Say which LoRA file is added to what, and which of its keys are not."""
-    where = {None: "each network"} | IN_WORDS
+    where = {None: "each network"} | {expert: f"the {expert.in_words}" for expert in Expert}
     lines = []
     for one in added:
         lines.append(f"lora      {one.file}, strength {one.strength:g}, on {where[one.said]}")

@@ -1,4 +1,4 @@
-"""Which files a LoRA's name means, and which expert of a Wan each is for."""
+"""The files that a LoRA's name means, and the expert of a Wan that each is for."""
 
 import json
 import re
@@ -24,7 +24,6 @@ ALONE = re.compile(rf"(?<![a-z])(high|low)(?![a-z])(?![ _.-]?(?:{OF_PICTURES})(?
 """In a file's name the expert that it is for; not in `slow_motion` or `low_poly`."""
 SIDES = re.compile(r"high|low|(?<![a-z])[hl]n?(?![a-z])")
 """Parts in which the names of two experts' files differ."""
-IN_WORDS = {Expert.HIGH_NOISE: "the high-noise expert", Expert.LOW_NOISE: "the low-noise expert"}
 
 
 def files_of(path: Path, said: Expert | None = None) -> list[Path]:
@@ -55,7 +54,7 @@ def expert_of(file: Path) -> Expert | None:
     own, above = file.name.lower().removesuffix(".safetensors"), file.absolute().parent.name.lower()
     for rule, name in ((WITH_NOISE, own), (ALONE, own), (WITH_NOISE, above), (AT_THE_END, above)):
         if sides := {*rule.findall(name)}:
-            return Expert[f"{sides.pop()}_noise".upper()] if len(sides) == 1 else None
+            return Expert.of_key(f"{sides.pop()}_noise") if len(sides) == 1 else None
     return None
 
 
@@ -107,6 +106,6 @@ def require_one_side(where: str, files: list[Path]) -> None:
     of = {expert: file for file in files if (expert := expert_of(file))}
     if len(of) == 2:
         raise ConfigError(
-            f"{where}: {of[Expert.HIGH_NOISE]} is for {IN_WORDS[Expert.HIGH_NOISE]}, "
-            f"{of[Expert.LOW_NOISE]} for {IN_WORDS[Expert.LOW_NOISE]}, and here is one network. Give one."
+            f"{where}: {of[Expert.HIGH_NOISE]} is for the {Expert.HIGH_NOISE.in_words}, "
+            f"{of[Expert.LOW_NOISE]} for the {Expert.LOW_NOISE.in_words}, and here is one network. Give one."
         )

@@ -52,7 +52,7 @@ LAYERS = {
 
 
 class LoraKey(NamedTuple):
-    """What a key is of."""
+    """The layer that a key is of, and its part of that."""
 
     layer: str
     """A linear layer by diffusers' name; empty: it is none of a Wan transformer's."""

@@ -41,7 +41,7 @@ def test_experts_for_different_numbers_of_steps_are_refused_with_both_stages(
 ) -> None:
     assert problems(tmp_path, wan2, stage("high", 4), stage("low", 2)) == [
         "stage low: r.json: `objective` trains the low-noise expert for 2 steps (euler, shift 7), but stage "
-        "high the high-noise one for 4 steps (euler, shift 7). One sampler draws with both: write the same "
+        "high the high-noise expert for 4 steps (euler, shift 7). One sampler draws with both: write the same "
         "steps, sampler and shift in both stages."
     ]
 
@@ -53,7 +53,7 @@ def test_experts_for_different_shifts_are_refused(tmp_path: Path, wan2: Path) ->
 
 def test_the_last_expert_that_is_refined_must_agree_with_the_other_s(tmp_path: Path, wan2: Path) -> None:
     (found,) = problems(tmp_path, wan2, stage("high", 4), stage("low", 4), stage("high", 2, "again"))
-    assert found.startswith("stage again: ") and "but stage low the low-noise one for 4 steps" in found
+    assert found.startswith("stage again: ") and "but stage low the low-noise expert for 4 steps" in found
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_expert_that_an_earlier_run_trained_for_another_sampler_is_named_with
     (found,) = after_run(tmp_path, wan2, stage("high", 2, shift=3.0), stage("low", 4))
     assert found == (
         "`objective` trains the low-noise expert for 4 steps (euler, shift 7), but the run "
-        f"{tmp_path / '0'}, which `init` names, the high-noise one for 2 steps (euler, shift 3). One "
+        f"{tmp_path / '0'}, which `init` names, the high-noise expert for 2 steps (euler, shift 3). One "
         "sampler draws with both: write the same steps, sampler and shift."
     )
 
