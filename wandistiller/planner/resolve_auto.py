@@ -198,7 +198,7 @@ def choices(
         choose: as in `pairs`, and `here` too.
         keeps_sharing: as many ranks as now compute each sample; else of a video any number.
     """
-    for weights in formats(job, choose):
+    for weights in formats(job, choose, here):
         sharing = [job] if keeps_sharing else sharings(job, machine)
         every = (pairs(each, machine, choose, here, weights) for each in sharing)
         fitting = chain.from_iterable(_fitting(each, machine, suits) for each in every)
@@ -223,13 +223,15 @@ def _fitting(every: list[Pair], machine: Machine, suits: Callable[[Choice], bool
         yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
 
 
-def formats(job: Job, choose: tuple[bool, bool] = (True, True)) -> list[Weights]:
+def formats(job: Job, choose: tuple[bool, bool] = (True, True), here: bool = False) -> list[Weights]:
     """Return the formats of the teacher's weights in which it is tried: first the run's own, then the exact.
 
     Args:
         choose: as in `pairs`.
+        here: a run is to be trained: what changes the teacher's outputs is not chosen for it.
     """
-    return list(dict.fromkeys([job.teacher.weights, *(WEIGHTS if choose[1] else ())]))
+    others = WEIGHTS if not here else WEIGHTS[:1]
+    return list(dict.fromkeys([job.teacher.weights, *(others if choose[1] else ())]))
 
 
 def sharings(job: Job, machine: Machine) -> Iterator[Job]:
@@ -374,17 +376,15 @@ def left_open(job: Job) -> tuple[bool, bool]:
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
-    """The simplest combination that fits `machine`, of what `job` leaves at `auto`.
+    """The simplest combination that fits `machine`, of what `job` leaves at `auto`; `here` as in `pairs`.
 
-    Args:
-        here: `machine` is this one; engines that it cannot build, such as NVMe without libaio, are left out.
     Raises:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
     choose = left_open(job)
     if best := next(choices(job, machine, choose, here), None):
         return best
-    every = chain.from_iterable(pairs(job, machine, choose, here, w) for w in formats(job, choose))
+    every = chain.from_iterable(pairs(job, machine, choose, here, w) for w in formats(job, choose, here))
     least = (pair.least(machine) for pair in every)
     near = sorted(least, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)

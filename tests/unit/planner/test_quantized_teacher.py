@@ -157,5 +157,10 @@ def test_of_a_teacher_without_weights_in_fewer_bits_8_come_after_16_and_4_after_
         assert (best.teacher, best.files[1]) == (name, f"ds_configs/teacher/{name}.json")
 
 
+def test_a_run_that_is_trained_gets_no_fewer_bits_than_its_json_says(published: Path) -> None:
+    run = of_adapters(published, teacher_deepspeed_config="stream")
+    assert formats(run, here=True) == [None] and formats(of_adapters(published), here=True) == ["int8", None]
+
+
 def has_weights(formats: str, choice: Choice) -> bool:
     return choice.job.teacher.weights in formats.split()
