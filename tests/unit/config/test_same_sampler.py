@@ -40,9 +40,9 @@ def test_experts_for_different_numbers_of_steps_are_refused_with_both_stages(
     tmp_path: Path, wan2: Path
 ) -> None:
     assert problems(tmp_path, wan2, stage("high", 4), stage("low", 2)) == [
-        "stage low: r.json: `objective` trains the low-noise expert for 2 steps (euler, shift 7), but "
-        "stage high the high-noise expert for 4 steps (euler, shift 7). One sampler draws with both: write the "
-        "same steps, sampler and shift in both stages."
+        "stage low: r.json: `objective` trains the low-noise expert for 2 steps (euler, shift 7), "
+        "but stage high the high-noise expert for 4 steps (euler, shift 7). One sampler draws with "
+        "both: write the same steps, sampler and shift in both stages.",
     ]
 
 
