@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from PIL import Image, ImageOps
 from published_wan import hub_cache
+from ranks import edit_json
 from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
@@ -73,6 +75,19 @@ def test_a_lora_is_an_adapter_of_its_teacher_whatever_that_is_called(
     card = metadata_load(tmp_path / "README.md")
     assert (card["base_model"], card["base_model_relation"]) == ([ID], "adapter")
     assert "`models/loras`" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("kind", "key"), [(UniPCMultistepScheduler, "flow_shift"), (Euler, "shift")])
+def test_the_card_of_a_lora_sets_the_shift_under_the_key_of_the_teacher_s_scheduler(
+    kind: type, key: str, wan1: Path, copy_of: Any, tmp_path: Path
+) -> None:
+    folder = copy_of(wan1)
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True} if key == "flow_shift" else {}
+    kind(**flow).save_pretrained(folder / "scheduler")
+    edit_json(folder / "model_index.json", scheduler=["diffusers", kind.__name__])
+    source = about(open_wan(str(folder)), tmp_path, shift=7.0, teacher_path=str(folder))
+    write_adapter_card(tmp_path, source, "", "Rank 4", ["a.safetensors"], comfy="")
+    assert f"from_config(pipe.scheduler.config, {key}=7.0)" in in_call(tmp_path / "README.md")
 
 
 def test_a_student_of_the_embedded_teacher_has_the_licence_of_this_package(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
-from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
@@ -32,7 +31,8 @@ from wandistiller.wan.added_lora import added_changes, sum_of
 from wandistiller.wan.lora_experts import FILES
 from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.sampling import few_step_config
+from wandistiller.wan.sampling import few_step_config, pipeline_config
+from wandistiller.wan.schedulers import shift_key
 from wandistiller.wan.weight_reader import WeightReader
 
 OF_LOW_NOISE = [
@@ -187,11 +187,12 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
-def _scheduler(facts: Facts) -> dict[str, str]:
+def _scheduler(source: Source) -> dict[str, str]:
     """The classes to import and the call that sets the pipeline's scheduler."""
+    facts = source.facts
     pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, flow_shift={facts.shift})"
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {_shift_key(source)}={facts.shift})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
@@ -201,6 +202,14 @@ def _scheduler(facts: Facts) -> dict[str, str]:
         lines.append(f"pipe.register_to_config(boundary_ratio={facts.boundary})")
     classes = f"{name}, {pipeline}"
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
+
+
+def _shift_key(source: Source) -> str:
+    """The key of the shift in the teacher's own scheduler; the usual one, if the teacher is gone."""
+    try:
+        return shift_key(pipeline_config(source.teacher(weights=False), source.facts.shift))
+    except ConfigError:
+        return "flow_shift"
 
 
 def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
@@ -231,7 +240,7 @@ def write_adapter_card(
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
         base=base,
-        **_scheduler(facts),
+        **_scheduler(source),
         layers=facts.config.num_layers,
         rank=rank,
         made_for=MADE_FOR.format(**vars(facts), clip=clip(facts)) + few_steps_sentence(facts),
